@@ -1,0 +1,42 @@
+# One verb each. `make setup` makes .venv/ in this checkout; the others call it first, and it
+# does nothing when pyproject.toml and scripts/setup.sh are unchanged since the last time.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PY := .venv/bin/python
+# Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
+ARGS ?=
+
+.PHONY: help setup demo test check bench simulate docs
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+setup: ## make .venv/ (vLLM for CPU, test tools) and .venv-sky/ (SkyPilot's client, for tests)
+	@bash scripts/setup.sh --extras cpu,dev
+	@bash scripts/setup.sh --skypilot
+
+demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer checked
+	@bash scripts/setup.sh --extras cpu,dev
+	$(PY) scripts/demo.py $(ARGS)
+
+test: setup ## the test suite (all but the tests marked slow)
+	$(PY) -m pytest $(ARGS)
+
+check: setup ## lint, format, types, import layers, generated docs
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+	$(PY) scripts/write_cli_docs.py --check
+
+bench: setup ## measure the splitter and the worker
+	$(PY) benchmarks/split.py $(ARGS)
+
+simulate: setup ## the real worker on simulated time, storage and failures
+	$(PY) -m pytest -m chaos $(ARGS)
+
+docs: setup ## write docs/cli.md anew from the commands
+	$(PY) scripts/write_cli_docs.py

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# Make a virtual environment for batchinfer with plain pip. Idempotent; a second call with
+# nothing changed returns at once.
+#
+#   scripts/setup.sh [--extras cpu,dev] [--venv .venv] [--force]
+#   scripts/setup.sh --skypilot            SkyPilot's client alone, in .venv-sky
+#
+# With the extra `cpu` it also sees to two things that pip does not:
+#   * torch is the CPU build, installed first. PyPI's own wheel is several GB of CUDA.
+#   * torchvision, torchaudio and torchcodec come along as builds for another torch, and then
+#     break `import transformers`. Those that do not import are removed; text needs none.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_VERSION=2.13.0
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+extras=cpu,dev
+venv=""
+force=no
+skypilot=no
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --extras) extras=${2?--extras takes a comma-separated list}; shift 2 ;;
+    --venv) venv=${2:?--venv takes a folder}; shift 2 ;;
+    --force) force=yes; shift ;;
+    --skypilot) skypilot=yes; shift ;;
+    -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
+    *) echo "setup: unknown option '$1'; see scripts/setup.sh --help" >&2; exit 2 ;;
+  esac
+done
+if [ "$skypilot" = yes ]; then venv=${venv:-.venv-sky}; else venv=${venv:-.venv}; fi
+
+say() { echo "setup: $*" >&2; }
+die() { echo "setup: $*" >&2; exit 1; }
+has_extra() { case ",$extras," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
+
+# ------------------------------------------------------------------ is there anything to do?
+
+wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
+wanted="$wanted extras=$extras skypilot=$skypilot"
+stamp=$venv/.batchinfer-setup
+if [ "$force" = no ] && [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  exit 0
+fi
+
+# ------------------------------------------------------------------------------- environment
+
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; }
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    fits "$PYTHON" || die "PYTHON=$PYTHON: is not Python 3.11 to 3.14"
+    echo "$PYTHON"
+    return
+  fi
+  local name
+  for name in python3 python3.12 python3.11 python3.13 python3.14; do
+    if command -v "$name" >/dev/null && fits "$name"; then echo "$name"; return; fi
+  done
+}
+
+make_environment() {
+  local python
+  python=$(find_python)
+  if [ -n "$python" ] && "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+  elif command -v uv >/dev/null; then
+    say "making $venv with uv and Python 3.12"
+    uv venv --quiet --seed --python 3.12 --clear "$venv"
+  elif [ -n "$python" ]; then
+    die "$python: has no venv module. Install it (Debian, Ubuntu: apt-get install python3-venv)"
+  else
+    die "no Python 3.11 to 3.14 found ($(python3 --version 2>&1 || true)). Install one, name it with PYTHON=…, or install uv"
+  fi
+}
+
+rm -f "$stamp" # an interrupted set-up must not look finished
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_environment; fi
+py=$venv/bin/python
+fits "$py" || die "$venv: is $("$py" --version 2>&1), expected Python 3.11 to 3.14. Remove it and run this again"
+
+pip_install() { "$py" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+# --------------------------------------------------------------------------------- SkyPilot
+
+if [ "$skypilot" = yes ]; then
+  requirement=$(sed -n 's/^skypilot = \["\(.*\)"\]$/\1/p' pyproject.toml)
+  say "installing $requirement into $venv"
+  pip_install "$requirement"
+  echo "$wanted" >"$stamp"
+  exit 0
+fi
+
+# ------------------------------------------------------------------------------------- torch
+
+install_cpu_torch() {
+  if "$py" -c "import importlib.metadata as m, sys; v = m.version('torch'); sys.exit(v.split('+')[0] != '$TORCH_VERSION' or '+cu' in v)" 2>/dev/null; then
+    return
+  fi
+  local build=$TORCH_VERSION+cpu
+  # Only Linux wheels carry the +cpu label; elsewhere the plain wheel is the CPU build.
+  if [ "$(uname -s)" != Linux ]; then build=$TORCH_VERSION; fi
+  say "installing torch $build"
+  # The label makes sure that no CUDA build is taken, whatever pip is configured with.
+  if ! pip_install "torch==$build" 2>/dev/null; then
+    say "pip finds no torch $build by itself; asking $TORCH_CPU_INDEX"
+    pip_install "torch==$build" --extra-index-url "$TORCH_CPU_INDEX" \
+      || die "torch $build could not be installed. Is $TORCH_CPU_INDEX reachable from here?"
+  fi
+}
+
+repair_torch_companions() {
+  local package
+  for package in torchvision torchaudio torchcodec; do
+    if ! "$py" -m pip show --quiet "$package" >/dev/null 2>&1; then continue; fi
+    if "$py" -c "import torch, $package" >/dev/null 2>&1; then continue; fi
+    say "removing $package: it does not import with this torch, and text generation does not use it"
+    "$py" -m pip uninstall --quiet --yes "$package"
+  done
+}
+
+if has_extra cpu; then install_cpu_torch; fi
+say "installing batchinfer${extras:+[$extras]} into $venv (a few minutes the first time)"
+pip_install --editable ".${extras:+[$extras]}"
+if has_extra cpu; then
+  repair_torch_companions
+  say "checking that vLLM's dependencies import"
+  "$py" -c 'import transformers' >/dev/null || die "transformers does not import; see the error above"
+fi
+"$py" -c 'import batchinfer'
+echo "$wanted" >"$stamp"
+say "done: $venv/bin/batchinfer"

@@ -1,0 +1,49 @@
+"""What every test gets: a quiet, single-threaded, offline environment.
+
+Fixtures of a subject live in `tests/fixtures_<subject>.py`; add the module to
+`pytest_plugins` below, or import it where only one test module needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or vllm: many test processes share few cores, and nothing may
+# report usage or ask the Hub.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    }
+)
+
+# tests/fixtures_*.py are loaded as plugins wherever they exist.
+pytest_plugins = sorted(
+    path.stem
+    for path in Path(__file__).parent.glob("fixtures_*.py")
+    if importlib.util.find_spec(path.stem) is not None
+)
+
+# What a developer's shell may hold and a test must not see.
+AMBIENT_PREFIXES = ("BATCHINFER_", "SKYPILOT_")
+AMBIENT_NAMES = ("DATA_METADATA", "HF_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL")
+KEPT_NAMES = ("SKYPILOT_DISABLE_USAGE_COLLECTION",)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the caller's own settings: a test states the ones that it needs."""
+    for name in list(os.environ):
+        if name in KEPT_NAMES:
+            continue
+        if name.startswith(AMBIENT_PREFIXES) or name in AMBIENT_NAMES:
+            monkeypatch.delenv(name)
