@@ -40,8 +40,14 @@ has_extra() { case ",$extras," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
 wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
 wanted="$wanted extras=$extras skypilot=$skypilot"
 stamp=$venv/.batchinfer-setup
-if [ "$force" = no ] && [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-  exit 0
+is_current() { [ "$force" = no ] && [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+if is_current; then exit 0; fi
+
+# Two set-ups of one environment at once would damage it; the second waits and finds it done.
+if command -v flock >/dev/null; then
+  exec 9>"$venv.lock"
+  flock 9
+  if is_current; then exit 0; fi
 fi
 
 # ------------------------------------------------------------------------------- environment
@@ -81,7 +87,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_environment;
 py=$venv/bin/python
 fits "$py" || die "$venv: is $("$py" --version 2>&1), expected Python 3.11 to 3.14. Remove it and run this again"
 
-pip_install() { "$py" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$py" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
 
 # --------------------------------------------------------------------------------- SkyPilot
 
