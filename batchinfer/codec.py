@@ -1,0 +1,77 @@
+"""Records to bytes and back, checksums, fingerprint. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from batchinfer.errors import InputError
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+_sorted_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def encode(record: Any) -> bytes:
+    """One JSON object, no newline."""
+    return _encoder.encode(record)
+
+
+def encode_pretty(record: Any) -> bytes:
+    """The same for people: indented, final newline. Deterministic."""
+    return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
+
+
+def decode(data: bytes, kind: type[T], *, name: str) -> T:
+    """Decode one stored record.
+
+    Raises:
+        InputError: `data` is no such record; the message names `name` and the offending field.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        what = "empty" if not data else str(error)
+        raise InputError(
+            f"{name}: not a readable {kind.__name__.lower()} record ({what})",
+            hint="if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it",
+        ) from error
+
+
+def sha256(data: bytes) -> str:
+    """Hexadecimal sha256."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(file: BinaryIO) -> str:
+    """Hexadecimal sha256 of a file from its current position."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(config: dict[str, Any]) -> str:
+    """Short stable hash of a run's configuration: key order does not matter.
+
+    >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(_sorted_encoder.encode(config)).hexdigest()[:32]
+
+
+def row_seed(run_seed: int, chunk: str, line: int) -> int:
+    """63 bits that depend on the run's seed and the row's key alone (promise P9).
+
+    >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
+    True
+    """
+    digest = hashlib.blake2b(f"{run_seed}\0{chunk}\0{line}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a JSON Lines file without their newline, split on b"\\n" only; a final newline makes no line."""
+    for line in file:
+        yield line[:-1] if line.endswith(b"\n") else line

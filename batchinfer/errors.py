@@ -1,0 +1,163 @@
+"""Every error that batchinfer raises, and the exit status that each one means.
+
+* BatchinferError
+  x UsageError                2   the command, its configuration or its input is wrong; a retry cannot help
+    - ConfigError                 an option or a settings file
+    - InputError                  a source, chunk, manifest or record that cannot be used
+    - AccessDenied                credentials are missing or refused
+    - RunMismatch                 the run was made with another configuration
+  x PolicyStop                3   a rule ended the worker on purpose
+    - ErrorRateExceeded
+    - NoProgress                  too many starts that finished no new row
+    - StopRequested               `batchinfer stop`
+    - Superseded                  a newer epoch of the same worker exists
+  x EngineError              33   the engine failed; a fresh start may help
+    - EngineLoadError
+    - EngineDied
+    - EngineStalled
+  x StorageError             34   storage failed after its retries
+    - ObjectNotFound              (control flow: callers that expect absence catch it)
+    - AlreadyExists               (control flow: the create lost)
+    - PreconditionFailed          (control flow: the object changed since it was read)
+    - ScratchFull                 the local scratch folder is full or unwritable
+  x Interrupted              75   stopped by a signal or a preemption notice with work left
+  x RowError                  -   one row is bad; never leaves the worker, becomes an error line
+
+A message reads ``subject: what is, what was expected``; `hint` holds the next thing to do, as a command where there is one.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AccessDenied",
+    "AlreadyExists",
+    "BatchinferError",
+    "ConfigError",
+    "EngineDied",
+    "EngineError",
+    "EngineLoadError",
+    "EngineStalled",
+    "ErrorRateExceeded",
+    "InputError",
+    "Interrupted",
+    "NoProgress",
+    "ObjectNotFound",
+    "PolicyStop",
+    "PreconditionFailed",
+    "RowError",
+    "RunMismatch",
+    "ScratchFull",
+    "StopRequested",
+    "StorageError",
+    "Superseded",
+    "UsageError",
+]
+
+
+class BatchinferError(Exception):
+    """Base of the tree. Args: `message` for people, `hint` (optional) for what to do next."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(BatchinferError):
+    """The command, its configuration or its input is wrong."""
+
+    exit_status = 2
+
+
+class ConfigError(UsageError):
+    """An option or a settings file is wrong."""
+
+
+class InputError(UsageError):
+    """A source, chunk, manifest or stored record cannot be used."""
+
+
+class AccessDenied(UsageError):
+    """Credentials are missing, or storage refused them."""
+
+
+class RunMismatch(UsageError):
+    """The run was made with another configuration."""
+
+
+class PolicyStop(BatchinferError):
+    """A rule ended the worker on purpose."""
+
+    exit_status = 3
+
+
+class ErrorRateExceeded(PolicyStop):
+    """More rows failed than `--max-error-rate` allows."""
+
+
+class NoProgress(PolicyStop):
+    """Too many starts of this worker finished no new row."""
+
+
+class StopRequested(PolicyStop):
+    """Someone ran `batchinfer stop` on the run."""
+
+
+class Superseded(PolicyStop):
+    """A newer epoch of this worker exists; this process is its ghost."""
+
+
+class EngineError(BatchinferError):
+    """The engine failed."""
+
+    exit_status = 33
+
+
+class EngineLoadError(EngineError):
+    """The engine did not become ready."""
+
+
+class EngineDied(EngineError):
+    """An engine process ended while it had work."""
+
+
+class EngineStalled(EngineError):
+    """The engine made no progress for longer than `--stall-seconds`."""
+
+
+class StorageError(BatchinferError):
+    """Storage failed after its retries."""
+
+    exit_status = 34
+
+
+class ObjectNotFound(StorageError):
+    """No object has this key."""
+
+
+class AlreadyExists(StorageError):
+    """A create-only write found the key taken."""
+
+
+class PreconditionFailed(StorageError):
+    """The object is no longer the version that the writer had read."""
+
+
+class ScratchFull(StorageError):
+    """The local scratch folder is full or cannot be written."""
+
+
+class Interrupted(BatchinferError):
+    """Stopped by a signal or a preemption notice with work left."""
+
+    exit_status = 75
+
+
+class RowError(BatchinferError):
+    """One row is bad. `code` is stable (listed in docs/format.md)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,88 @@
+"""Object storage as few verbs: what every module that touches a bucket, a disk or memory goes through.
+
+A store is rooted at a URL; keys are relative, use "/", and never leave the root. No verb ever shows or leaves a part
+of an object: each put is one whole object, visible at once or not at all. Transient failures are retried inside;
+what comes out is from `batchinfer.errors` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+class ObjectInfo(NamedTuple):
+    """One listed object. `etag` changes whenever the object is replaced; `modified` is Unix seconds (0 if unknown)."""
+
+    key: str
+    bytes: int
+    etag: str
+    modified: float = 0.0
+
+
+class Object(NamedTuple):
+    """A whole object and the etag it was read at."""
+
+    data: bytes
+    etag: str
+
+
+class Store(Protocol):
+    """Few verbs over one root URL.
+
+    All raise StorageError after retries, AccessDenied where permissions are refused.
+    """
+
+    url: str
+
+    def get(self, key: str) -> Object:
+        """Read a whole object. Raises ObjectNotFound."""
+        ...
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy a whole object to a local file (overwritten), in bounded memory. Raises ObjectNotFound, ScratchFull."""
+        ...
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and etag of one object. Raises ObjectNotFound."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object below `prefix` (a string prefix of keys), recursive, in key order, never from a cache."""
+        ...
+
+    def create(self, key: str, data: bytes) -> str:
+        """Create an object that must not exist and return its etag. Raises AlreadyExists. `data` is not empty.
+
+        If an earlier try of this very call got through and only its reply was lost, the object's bytes equal `data`
+        and the call succeeds: so whoever must tell its own create from another's puts a nonce into `data`.
+        """
+        ...
+
+    def create_file(self, key: str, path: Path) -> str:
+        """`create` from a local file, in bounded memory (multipart where large). Same lost-reply rule, by sha256."""
+        ...
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """Overwrite an object if it still has `etag`; return the new etag. Raises PreconditionFailed (also if absent).
+
+        Same lost-reply rule as `create`.
+        """
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, many at a time. An absent one is no error. Not atomic."""
+        ...
+
+
+class Preconditions(NamedTuple):
+    """What `probe` found: whether the store really refuses a second create, and a replace with a wrong etag."""
+
+    create: bool
+    replace: bool
+
+    @property
+    def is_safe(self) -> bool:
+        """Claims and create-only publishing can be relied on."""
+        return self.create and self.replace
