@@ -36,8 +36,9 @@ TRAINING_SEED = 1
 EVALUATION_SEED = 2
 NUM_STEPS = 850
 BATCH_SIZE = 64
-# Batches are cut from a pool sorted by length, which leaves almost no padding.
-BATCHES_PER_POOL = 16
+# A step's examples are sorted by length and cut into parts of their own padding. Every part has the
+# same weight, or the few tokens of a sum would drown among those of the JSON answers.
+PARTS_PER_STEP = 4
 WARMUP_STEPS = 20
 VOCABULARY_SIZE = 768
 MAX_POSITIONS = 512
@@ -129,26 +130,26 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     return prompt_ids + answer_ids, [IGNORED_LABEL] * len(prompt_ids) + answer_ids
 
 
-def training_batches(
+def training_steps(
     tokenizer: PreTrainedTokenizerFast,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (ids, labels) batches without end, each padded on the right to its longest row."""
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield the parts of every step without end: (ids, labels), padded on the right."""
     import torch
 
     examples = training_examples()
-    rng = random.Random(TRAINING_SEED)
     padding = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    size = BATCH_SIZE // PARTS_PER_STEP
     while True:
-        pool = [encode(tokenizer, next(examples)) for _ in range(BATCH_SIZE * BATCHES_PER_POOL)]
-        pool.sort(key=lambda pair: len(pair[0]))
-        batches = [pool[i : i + BATCH_SIZE] for i in range(0, len(pool), BATCH_SIZE)]
-        rng.shuffle(batches)
-        for batch in batches:
-            width = max(len(ids) for ids, _ in batch)
-            yield (
-                torch.tensor([ids + [padding] * (width - len(ids)) for ids, _ in batch]),
-                torch.tensor([lab + [IGNORED_LABEL] * (width - len(lab)) for _, lab in batch]),
-            )
+        batch = [encode(tokenizer, next(examples)) for _ in range(BATCH_SIZE)]
+        batch.sort(key=lambda pair: len(pair[0]))
+        parts = []
+        for first in range(0, BATCH_SIZE, size):
+            part = batch[first : first + size]
+            width = len(part[-1][0])
+            ids = [ids + [padding] * (width - len(ids)) for ids, _ in part]
+            labels = [labels + [IGNORED_LABEL] * (width - len(labels)) for _, labels in part]
+            parts.append((torch.tensor(ids), torch.tensor(labels)))
+        yield parts
 
 
 def _optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
@@ -175,22 +176,25 @@ def train(output: Path, *, num_steps: int) -> None:
     print(f"{num_parameters} parameters, {num_steps} steps of {BATCH_SIZE}", file=sys.stderr)
     optimizers = _optimizers(model)
     start = time.process_time()
-    for step, (ids, labels) in zip(range(num_steps), training_batches(tokenizer), strict=False):
+    for step, parts in zip(range(num_steps), training_steps(tokenizer), strict=False):
         scale = min((step + 1) / WARMUP_STEPS, (num_steps - step) / num_steps)
         for optimizer, rate in zip(
             optimizers, (MUON_LEARNING_RATE, ADAM_LEARNING_RATE), strict=True
         ):
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale
-        # Right padding needs no mask: causal attention never looks to the right.
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
+        total = 0.0
+        for ids, labels in parts:
+            # Right padding needs no mask: causal attention never looks to the right.
+            loss = model(input_ids=ids, labels=labels).loss / PARTS_PER_STEP
+            loss.backward()
+            total += loss.item()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == num_steps - 1:
             seconds = time.process_time() - start
-            print(f"step {step} loss {loss.item():.4f} cpu {seconds:.0f} s", file=sys.stderr)
+            print(f"step {step} loss {total:.4f} cpu {seconds:.0f} s", file=sys.stderr)
     _save(model, tokenizer, output)
 
 
