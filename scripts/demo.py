@@ -31,6 +31,7 @@ from demo_check import Findings, check_run, read_markers
 from demo_data import DEFAULT_ROWS, DEFAULT_SEED, draw_examples, write_dataset
 
 from batchinfer import layout
+from batchinfer.errors import BatchinferError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Relative to the repository, as a reader would type it; every command runs there.
@@ -389,8 +390,6 @@ def parse_options(arguments: list[str] | None) -> Settings:
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; return its exit status."""
     settings = parse_options(arguments)
-    # SIGTERM ends the demo like Ctrl-C does, so that its workers go with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         prepare(settings.work)
     except DemoFailed as error:
@@ -401,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_dataset(settings.data, num_rows=settings.rows)
         split(settings)
         kill = run_workers(settings)
-    except DemoFailed as error:
+    except (DemoFailed, BatchinferError) as error:
         say(f"FAILED: {error}")
         return 1
     examples = draw_examples(settings.rows, seed=DEFAULT_SEED, held_out=True)
@@ -412,4 +411,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # SIGTERM ends the demo like Ctrl-C does, so that its workers go with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())
