@@ -28,6 +28,8 @@ A message reads ``subject: what is, what was expected``; `hint` holds the next t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
@@ -110,9 +112,19 @@ class Superseded(PolicyStop):
 
 
 class EngineError(BatchinferError):
-    """The engine failed."""
+    """The engine failed.
+
+    `in_flight` holds the keys of the rows that were in the engine processes that failed: a row once for
+    every such failure since it was taken from the source (a pool of replicas survives the first ones).
+    """
 
     exit_status = 33
+
+    def __init__(
+        self, message: str, *, hint: str = "", in_flight: Iterable[tuple[str, int]] = ()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.in_flight = list(in_flight)
 
 
 class EngineLoadError(EngineError):

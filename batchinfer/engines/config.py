@@ -1,0 +1,95 @@
+"""Everything that decides how an engine is loaded. Sampling is not here: it belongs to each request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from batchinfer.errors import ConfigError
+from batchinfer.records import Record
+
+
+class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine, as a user asks for it. None means: the adapter chooses, and says what it chose in EngineInfo.
+
+    The `echo_*` options only concern ``--engine echo`` and are described in `batchinfer.engines.echo`.
+    """
+
+    engine: str = "vllm"
+    model: str = ""
+    tokenizer: str | None = None
+    revision: str | None = None
+    hf_config_path: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int = 1
+    replicas: int | Literal["auto"] = 1
+    gpus: list[str] | None = None
+    """Indices or UUIDs, as in CUDA_VISIBLE_DEVICES; None means all that are visible."""
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    cpu_offload_gb: float = 0.0
+    enforce_eager: bool | None = None
+    trust_remote_code: bool = False
+    engine_args: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty default
+    """Passed to vLLM's EngineArgs by name; these win over everything above."""
+    seed: int = 0
+    stall_seconds: float = 300.0
+    """Without a step or a token for so long, with requests in flight, the engine counts as hung."""
+    load_timeout_seconds: float = 1800.0
+    in_process: bool = False
+    """echo only: run it inside the worker even where a process of its own was asked for."""
+
+    echo_latency_seconds: float = 0.0
+    echo_seed: int = 0
+    echo_tokens: tuple[int, int] | None = None
+    echo_load_seconds: float = 0.0
+    echo_fail_marker: str | None = None
+    echo_kill_marker: str | None = None
+    echo_hang_marker: str | None = None
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse what no engine could run, before anything is started. Pure.
+
+    Raises:
+        ConfigError: a count or size is not positive, or the model's name is missing.
+    """
+    counts = {
+        "--tensor-parallel-size": config.tensor_parallel_size,
+        "--pipeline-parallel-size": config.pipeline_parallel_size,
+        "--replicas": None if config.replicas == "auto" else config.replicas,
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
+    }
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{option}: is {value}, expected at least 1")
+    seconds = {
+        "--stall-seconds": config.stall_seconds,
+        "--load-timeout-seconds": config.load_timeout_seconds,
+    }
+    for option, limit in seconds.items():
+        if limit <= 0:
+            raise ConfigError(f"{option}: is {limit:g}, expected more than 0")
+    share = config.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization: is {share:g}, expected a share above 0 and up to 1"
+        )
+    if config.cpu_offload_gb < 0:
+        raise ConfigError(f"--cpu-offload-gb: is {config.cpu_offload_gb:g}, expected 0 or more")
+    if config.echo_latency_seconds < 0:
+        raise ConfigError(f"echo latency: is {config.echo_latency_seconds:g}, expected 0 or more")
+    if config.echo_tokens and not 1 <= config.echo_tokens[0] <= config.echo_tokens[1]:
+        raise ConfigError(
+            f"echo token counts: are {config.echo_tokens}, expected (least, most) with least >= 1"
+        )
+    if config.engine != "echo" and not config.model:
+        raise ConfigError(
+            "--model: is missing, expected a model's folder or its name on the Hub",
+            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
+        )

@@ -1,0 +1,320 @@
+"""An engine without a model: it answers with the prompt.
+
+For rehearsals (does the data come through, how fast is the pipeline without a GPU?), for benchmarks
+of everything but the engine, and for tests. It needs no extra package and is fast enough that the
+pipeline around it is what one measures::
+
+    batchinfer worker --engine echo …
+
+Tokens are words, separated by white space. `max_tokens` cuts the answer after so many words
+(finish_reason "length"), `n` gives equal choices, `logprobs` gives every word -1.0. Options:
+
+* `echo_latency_seconds`: mean of an exponential distribution, drawn per request from its key and
+  `echo_seed`, so it does not depend on order, worker or attempt. At most `max_num_seqs` requests run
+  at once, the others queue.
+* `echo_tokens` (least, most): answer with a random number of words, the prompt's words over and over.
+* `echo_load_seconds`: how long `open` takes.
+* `echo_fail_marker`, `echo_kill_marker`, `echo_hang_marker`: a prompt that contains the text is
+  refused, kills the engine, or is never answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import logging
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from batchinfer import __version__
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.errors import EngineDied, EngineStalled, Interrupted
+from batchinfer.records import (
+    Choice,
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Request,
+    RowKey,
+    TokenLogprob,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NUM_SEQS = 256
+UNLIMITED_LENGTH = 2**31 - 1
+# While there is room and nothing is ready, the source is asked this often.
+POLL_SECONDS = 0.02
+# A stop is seen at least this often.
+LONGEST_SLEEP_SECONDS = 0.2
+WORDS = re.compile(r"\s*\S+")
+
+
+class Clock(Protocol):
+    """The time, as the engine sees it; a simulation brings its own."""
+
+    def monotonic(self) -> float:
+        """Seconds that never run backwards."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Let that much time pass."""
+        ...
+
+
+class EchoEngine:
+    """Answers every request with its own prompt. Implements Engine, in this very process.
+
+    Args:
+        config: Reads max_num_seqs, max_model_len, stall_seconds and the `echo_*` options.
+        clock: Anything with monotonic() and sleep(); the real time if not given.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, clock: Clock = time) -> None:
+        self.config = config or EngineConfig(engine="echo")
+        self.max_num_seqs = self.config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        self.max_in_flight = math.ceil(self.max_num_seqs * 1.5)
+        self._clock = clock
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        # Both heaps hold what is in flight: when each slot is next free, and what comes out when.
+        self._slots: list[float] = []
+        self._running: list[tuple[float, int, Completion]] = []
+        self._admitted = 0
+        self._kill_reason = ""
+
+    def open(self, stop: Stop) -> EngineInfo:
+        """Load nothing, in `echo_load_seconds`."""
+        start = self._clock.monotonic()
+        while (left := start + self.config.echo_load_seconds - self._clock.monotonic()) > 0:
+            if stop.is_set():
+                raise Interrupted("echo: stopped while it was loading")
+            self._clock.sleep(min(left, LONGEST_SLEEP_SECONDS))
+        return EngineInfo(
+            name="echo",
+            version=__version__,
+            model=self.config.model or "echo",
+            max_model_len=self.config.max_model_len or UNLIMITED_LENGTH,
+            max_num_seqs=self.max_num_seqs,
+            max_in_flight=self.max_in_flight,
+            dtype="none",
+            revision=self.config.revision or "",
+            device="none",
+            load_seconds=self._clock.monotonic() - start,
+        )
+
+    def close(self) -> None:
+        """Forget what is in flight."""
+        self._reset()
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made; a step is one turn of the loop that had work."""
+        return EngineStats(
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+        )
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        """Answer everything that `source` gives; see Engine.generate."""
+        clock, config = self._clock, self.config
+        now = last_progress = clock.monotonic()
+        exhausted = False
+        self._reset()
+        while not stop.is_set():
+            if self._kill_reason:
+                raise EngineDied(f"echo: {self._kill_reason}", in_flight=self._keys())
+            room = self.max_in_flight - len(self._running)
+            finished: list[Completion] = []
+            taken: list[Request] | None = None
+            if not exhausted and room > 0:
+                taken = source.take(room)
+                exhausted = taken is None
+            if taken:
+                finished = self._admit(taken, now)
+            finished += self._finish(now)
+            if finished or taken:
+                last_progress = now
+                self._steps += 1
+                yield finished
+                now = clock.monotonic()
+                continue
+            if not self._running:
+                if exhausted:
+                    return
+                yield []
+                source.wait(1.0)
+                now = last_progress = clock.monotonic()
+                continue
+            if now - last_progress >= config.stall_seconds and self._running[0][0] == math.inf:
+                raise EngineStalled(
+                    f"echo: nothing finished for {config.stall_seconds:g} s",
+                    in_flight=self._keys(),
+                )
+            yield []
+            longest = LONGEST_SLEEP_SECONDS if exhausted or room <= 0 else POLL_SECONDS
+            clock.sleep(min(max(self._running[0][0] - clock.monotonic(), 0.0), longest))
+            now = clock.monotonic()
+
+    def _keys(self) -> list[RowKey]:
+        return [completion.key for _, _, completion in self._running]
+
+    def _admit(self, requests: list[Request], now: float) -> list[Completion]:
+        """Answer at once without a latency; else schedule the answers. Returns what is finished."""
+        config = self.config
+        if not (config.echo_latency_seconds or config.echo_kill_marker or config.echo_hang_marker):
+            return [self._count(self._answer(request)) for request in requests]
+        finished: list[Completion] = []
+        for request in requests:
+            text = prompt_text(request)
+            completion = self._answer(request)
+            self._admitted += 1
+            if config.echo_kill_marker and config.echo_kill_marker in text:
+                self._kill_reason = f"a prompt held {config.echo_kill_marker!r}"
+                heapq.heappush(self._running, (math.inf, self._admitted, completion))
+            elif config.echo_hang_marker and config.echo_hang_marker in text:
+                heapq.heappush(self._running, (math.inf, self._admitted, completion))
+            elif completion.failure:
+                finished.append(self._count(completion))
+            else:
+                finish = self._start_time(now) + self._latency(request.key)
+                heapq.heappush(self._slots, finish)
+                heapq.heappush(self._running, (finish, self._admitted, completion))
+        return finished
+
+    def _start_time(self, now: float) -> float:
+        """When a slot takes the next request: now, or when the one that ends first has ended."""
+        if len(self._slots) < self.max_num_seqs:
+            return now
+        return max(heapq.heappop(self._slots), now)
+
+    def _finish(self, now: float) -> list[Completion]:
+        running = self._running
+        finished: list[Completion] = []
+        while running and running[0][0] <= now:
+            finished.append(self._count(heapq.heappop(running)[2]))
+        return finished
+
+    def _count(self, completion: Completion) -> Completion:
+        self._prompt_tokens += completion.prompt_tokens
+        self._completion_tokens += completion.completion_tokens
+        return completion
+
+    def _latency(self, key: RowKey) -> float:
+        mean = self.config.echo_latency_seconds
+        if not mean:
+            return 0.0
+        return -mean * math.log1p(-self._fraction(key, "latency"))
+
+    def _fraction(self, key: RowKey, purpose: str) -> float:
+        """A number in [0, 1) that depends on the seed, the row and the purpose alone."""
+        name = f"{self.config.echo_seed}\0{purpose}\0{key[0]}\0{key[1]}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "big") / 2**48
+
+    def _answer(self, request: Request) -> Completion:
+        text = prompt_text(request)
+        config, sampling = self.config, request.sampling
+        words = text.split()
+        num_prompt = len(words)
+        failure = self._refusal(request, text, num_prompt)
+        if failure:
+            return Completion(key=request.key, failure=failure, prompt_tokens=num_prompt)
+        answer, num_words, reason = text, num_prompt, "stop"
+        if config.echo_tokens:
+            least, most = config.echo_tokens
+            fraction = self._fraction(request.key, "tokens")
+            num_words = least + int(fraction * (most - least + 1))
+            repeated = words * (num_words // num_prompt + 1)
+            answer = " ".join(repeated[:num_words])
+        limit = sampling.max_tokens
+        if limit is not None and num_words > limit:
+            answer, num_words, reason = first_words(answer, limit), limit, "length"
+        logprobs = word_logprobs(answer) if sampling.logprobs is not None else None
+        choices = [
+            Choice(
+                index=index,
+                text=answer,
+                finish_reason=reason,
+                logprobs=logprobs,
+                cumulative_logprob=None if logprobs is None else -1.0 * num_words,
+                num_tokens=num_words,
+            )
+            for index in range(sampling.n)
+        ]
+        prompt_logprobs: list[TokenLogprob | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            prompt_logprobs = [None, *word_logprobs(text)[1:]]
+        return Completion(
+            key=request.key,
+            choices=choices,
+            prompt_tokens=num_prompt,
+            completion_tokens=num_words * sampling.n,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _refusal(self, request: Request, text: str, num_words: int) -> Failure | None:
+        config = self.config
+        if not num_words:
+            return Failure(code="prompt_empty", message="the prompt holds no word")
+        if config.max_model_len and num_words >= config.max_model_len:
+            return Failure(
+                code="prompt_too_long",
+                message=f"the prompt has {num_words} words, the engine takes fewer than {config.max_model_len}",
+            )
+        if config.echo_fail_marker and config.echo_fail_marker in text:
+            return Failure(
+                code="engine_rejected", message=f"the prompt holds {config.echo_fail_marker!r}"
+            )
+        if request.task != "generate":
+            return Failure(
+                code="engine_rejected", message=f"echo does not do the task {request.task!r}"
+            )
+        return None
+
+
+def prompt_text(request: Request) -> str:
+    """What the echo engine takes for the prompt: the text, the last user message, or the ids in words."""
+    if request.text is not None:
+        return request.text
+    if request.token_ids is not None:
+        return " ".join(map(str, request.token_ids))
+    messages = request.messages or []
+    for message in reversed(messages):
+        if message.get("role") == "user":
+            return content_text(message.get("content"))
+    return content_text(messages[-1].get("content")) if messages else ""
+
+
+def content_text(content: Any) -> str:
+    """A message's content as text; of a list of parts, those that are text, one a line."""
+    if isinstance(content, list):
+        return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def first_words(text: str, num_words: int) -> str:
+    r"""The text up to the end of its first words, white space in between kept.
+
+    >>> first_words("a  b\tc d", 3)
+    'a  b\tc'
+    """
+    parts = text.split(None, num_words)
+    if len(parts) <= num_words:
+        return text
+    return text[: len(text) - len(parts[num_words])].rstrip()
+
+
+def word_logprobs(text: str) -> list[TokenLogprob]:
+    """Every word with the white space before it, at -1.0, and no alternative but itself."""
+    return [
+        TokenLogprob(token=word, logprob=-1.0, top=[(word, -1.0)]) for word in WORDS.findall(text)
+    ]

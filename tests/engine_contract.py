@@ -1,0 +1,183 @@
+"""What every engine must do; `EngineContract` is inherited by each engine's tests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import msgspec
+
+from batchinfer.engines import Engine
+from batchinfer.records import Completion, Request, Sampling
+
+
+class Flag:
+    """A stop that a test sets."""
+
+    def __init__(self) -> None:
+        self.value = False
+
+    def set(self) -> None:
+        self.value = True
+
+    def is_set(self) -> bool:
+        return self.value
+
+
+class ListSource:
+    """Gives a list of requests, at most `per_take` at a time; every take counts."""
+
+    def __init__(self, requests, per_take: int | None = None, gaps: int = 0) -> None:
+        self.left = deque(requests)
+        self.per_take = per_take
+        self.gaps = gaps
+        self.asked: list[int] = []
+        self.given = 0
+        self.waits = 0
+
+    def take(self, max_requests: int) -> list[Request] | None:
+        assert max_requests > 0
+        self.asked.append(max_requests)
+        if not self.left:
+            return None
+        if self.gaps and len(self.asked) % (self.gaps + 1):
+            return []
+        count = min(max_requests, self.per_take or max_requests, len(self.left))
+        self.given += count
+        return [self.left.popleft() for _ in range(count)]
+
+    def wait(self, timeout_seconds: float) -> None:
+        self.waits += 1
+        time.sleep(min(timeout_seconds, 0.002))
+
+
+def requests(count: int, text: str = "row {index} says hello", **sampling) -> list[Request]:
+    """`count` requests of chunk c, whose texts differ by their index."""
+    sampling.setdefault("max_tokens", 8)
+    return [
+        Request(key=("c", index), text=text.format(index=index), sampling=Sampling(**sampling))
+        for index in range(count)
+    ]
+
+
+def drive(engine: Engine, source: ListSource, stop: Flag | None = None) -> dict:
+    """Run to the end; {key: completion}, and no key twice."""
+    found: dict = {}
+    for batch in engine.generate(source, stop or Flag()):
+        for completion in batch:
+            assert completion.key not in found
+            found[completion.key] = completion
+    return found
+
+
+class EngineContract:
+    """Subclasses have a fixture `engine`: an open engine, max_model_len (of words or tokens) at most 512."""
+
+    def test_every_request_is_answered_exactly_once_with_its_key(self, engine):
+        found = drive(engine, ListSource(requests(50)))
+        assert sorted(found) == [("c", index) for index in range(50)]
+        assert all(not completion.failure for completion in found.values())
+        assert all(len(completion.choices) == 1 for completion in found.values())
+
+    def test_a_source_without_requests_ends_at_once(self, engine):
+        assert drive(engine, ListSource([])) == {}
+
+    def test_it_can_generate_again_after_the_source_ended(self, engine):
+        assert len(drive(engine, ListSource(requests(3)))) == 3
+        assert len(drive(engine, ListSource(requests(3)))) == 3
+
+    def test_never_more_in_flight_than_it_says(self, engine):
+        source = ListSource(requests(300, max_tokens=2))
+        num_back = 0
+        for batch in engine.generate(source, Flag()):
+            num_back += len(batch)
+            assert source.given - num_back <= self.max_in_flight(engine)
+        assert num_back == 300
+
+    def max_in_flight(self, engine) -> int:
+        return engine.max_in_flight
+
+    def test_a_source_that_is_slow_is_waited_for(self, engine):
+        source = ListSource(requests(6), per_take=1, gaps=2)
+        assert len(drive(engine, source)) == 6
+
+    def test_the_source_is_waited_on_only_while_nothing_is_in_flight(self, engine):
+        source = ListSource(requests(6), per_take=2, gaps=1)
+        num_back = 0
+        wait, held = source.wait, []
+
+        def checked_wait(timeout_seconds: float) -> None:
+            held.append(source.given - num_back)
+            wait(timeout_seconds)
+
+        source.wait = checked_wait
+        for batch in engine.generate(source, Flag()):
+            num_back += len(batch)
+        assert num_back == 6
+        assert set(held) <= {0}
+
+    def test_a_stop_ends_it_and_abandons_what_is_in_flight(self, engine):
+        stop = Flag()
+        source = ListSource(requests(200))
+        for _ in engine.generate(source, stop):
+            stop.set()
+        assert source.given < 200 or not source.left
+        assert len(drive(engine, ListSource(requests(4)))) == 4, "the abandoned ones stay away"
+
+    def test_several_choices_come_in_order(self, engine):
+        found = drive(engine, ListSource(requests(3, n=3, temperature=1.0, seed=1)))
+        for completion in found.values():
+            assert [choice.index for choice in completion.choices] == [0, 1, 2]
+            assert completion.completion_tokens == sum(c.num_tokens for c in completion.choices)
+
+    def test_max_tokens_cuts_and_says_so(self, engine):
+        found = drive(engine, ListSource(requests(2, max_tokens=2, ignore_eos=True)))
+        for completion in found.values():
+            assert completion.choices[0].finish_reason == "length"
+            assert completion.completion_tokens == completion.choices[0].num_tokens == 2
+            assert completion.prompt_tokens > 2
+
+    def test_token_ids_and_messages_are_answered(self, engine):
+        sampling = Sampling(max_tokens=4)
+        message = {"role": "user", "content": "hello there"}
+        found = drive(
+            engine,
+            ListSource(
+                [
+                    Request(key=("c", 0), token_ids=[5, 6, 7], sampling=sampling),
+                    Request(key=("c", 1), messages=[message], sampling=sampling),
+                ]
+            ),
+        )
+        assert [found["c", index].failure for index in range(2)] == [None, None]
+        assert found["c", 0].prompt_tokens == 3
+
+    def test_a_refused_request_fails_alone(self, engine):
+        rows = requests(5)
+        rows[2] = msgspec.structs.replace(rows[2], text="long " * 4000)
+        rows[3] = msgspec.structs.replace(rows[3], text="")
+        found = drive(engine, ListSource(rows))
+        assert len(found) == 5
+        codes = [found["c", i].failure and found["c", i].failure.code for i in range(5)]
+        assert codes == [None, None, "prompt_too_long", "prompt_empty", None]
+        assert found["c", 2].choices == []
+
+    def test_log_probabilities_cover_the_answer(self, engine):
+        found = drive(engine, ListSource(requests(2, logprobs=1, prompt_logprobs=1, max_tokens=3)))
+        completion: Completion = found["c", 0]
+        logprobs = completion.choices[0].logprobs
+        assert logprobs
+        assert len(logprobs) == completion.choices[0].num_tokens
+        assert all(position.logprob <= 0 and position.top for position in logprobs)
+        assert completion.prompt_logprobs
+        assert completion.prompt_logprobs[0] is None
+        assert len(completion.prompt_logprobs) == completion.prompt_tokens
+
+    def test_counters_grow(self, engine):
+        before = engine.stats()
+        found = drive(engine, ListSource(requests(4)))
+        after = engine.stats()
+        tokens = sum(completion.completion_tokens for completion in found.values())
+        assert after.steps > before.steps
+        assert after.completion_tokens - before.completion_tokens == tokens
+        assert after.prompt_tokens > before.prompt_tokens
