@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_VERSION=2.13.0
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} # a mirror of it will do
 
 extras=cpu,dev
 venv=""
@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
     *) echo "setup: unknown option '$1'; see scripts/setup.sh --help" >&2; exit 2 ;;
   esac
 done
-if [ "$skypilot" = yes ]; then venv=${venv:-.venv-sky}; else venv=${venv:-.venv}; fi
+if [ "$skypilot" = yes ]; then venv=${venv:-.venv-sky} extras=""; else venv=${venv:-.venv}; fi
 
 say() { echo "setup: $*" >&2; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -37,14 +37,30 @@ has_extra() { case ",$extras," in *",$1,"*) return 0 ;; *) return 1 ;; esac; }
 
 # ------------------------------------------------------------------ is there anything to do?
 
-wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
-wanted="$wanted extras=$extras skypilot=$skypilot"
+# pip ignores an extra that it does not know; a typo would give an environment without vLLM.
+known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z]*\) = .*/\1/p' pyproject.toml | tr '\n' ' ')
+for extra in ${extras//,/ }; do
+  case " $known" in *" $extra "*) ;; *) die "extra '$extra': unknown, expected of: $known" ;; esac
+done
+
+# The stamp holds the checksum of what decides the result, then the extras that are installed.
+inputs=$({ pwd; cat pyproject.toml scripts/setup.sh; } | cksum | tr -d ' ')
 stamp=$venv/.batchinfer-setup
-is_current() { [ "$force" = no ] && [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; }
+installed_extras() { sed -n 2p "$stamp" 2>/dev/null || true; }
+is_current() {
+  [ "$force" = no ] && [ -x "$venv/bin/python" ] && [ "$(sed -n 1p "$stamp" 2>/dev/null)" = "$inputs" ] || return 1
+  local extra present
+  present=,$(installed_extras),
+  for extra in ${extras//,/ }; do
+    case "$present" in *",$extra,"*) ;; *) return 1 ;; esac
+  done
+}
+write_stamp() { printf '%s\n%s\n' "$inputs" "$extras" >"$stamp"; }
 if is_current; then exit 0; fi
 
 # Two set-ups of one environment at once would damage it; the second waits and finds it done.
 if command -v flock >/dev/null; then
+  mkdir -p "$(dirname "$venv")"
   exec 9>"$venv.lock"
   flock 9
   if is_current; then exit 0; fi
@@ -82,6 +98,10 @@ make_environment() {
   fi
 }
 
+# What is there stays: asking for `cpu` in an environment that has `cpu,dev` keeps both.
+for extra in $(installed_extras | tr ',' ' '); do
+  has_extra "$extra" || extras=${extras:+$extras,}$extra
+done
 rm -f "$stamp" # an interrupted set-up must not look finished
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_environment; fi
 py=$venv/bin/python
@@ -95,7 +115,7 @@ if [ "$skypilot" = yes ]; then
   requirement=$(sed -n 's/^skypilot = \["\(.*\)"\]$/\1/p' pyproject.toml)
   say "installing $requirement into $venv"
   pip_install "$requirement"
-  echo "$wanted" >"$stamp"
+  write_stamp
   exit 0
 fi
 
@@ -136,5 +156,5 @@ if has_extra cpu; then
   "$py" -c 'import transformers' >/dev/null || die "transformers does not import; see the error above"
 fi
 "$py" -c 'import batchinfer'
-echo "$wanted" >"$stamp"
+write_stamp
 say "done: $venv/bin/batchinfer"
