@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Run one worker from the environment that worker.yaml or pool-job.yaml describes. Becomes the
+# worker (exec), so that signals reach it and its exit status is the job's.
+#
+#   MODEL_NAME, OUTPUT_BUCKET    required
+#   DATA_BUCKET                  the job; needed unless MANIFEST_URL lies in one
+#   MANIFEST_URL                 a URL or a path here; empty: this worker's share by its rank
+#   WORKER_ARGS                  further options, quoted as on a command line
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() { echo "skypilot_worker: $*" >&2; exit 2; }
+[ -n "${MODEL_NAME:-}" ] || die "MODEL_NAME: is empty, expected a model's name or path. Add --env MODEL_NAME=…"
+[ -n "${OUTPUT_BUCKET:-}" ] || die "OUTPUT_BUCKET: is empty, expected where the run lies. Add --env OUTPUT_BUCKET=s3://…"
+[ -n "${DATA_BUCKET:-}${MANIFEST_URL:-}" ] || die "DATA_BUCKET: is empty, expected the job's URL. Add --env DATA_BUCKET=s3://…"
+
+# r2:// is SkyPilot's spelling: S3's protocol at Cloudflare, with the credentials that SkyPilot
+# brought along.
+as_url() {
+  case "$1" in
+    r2://*) echo "s3://${1#r2://}" ;;
+    *://* | /*) echo "$1" ;;
+    *) echo "s3://$1" ;;
+  esac
+}
+case "$OUTPUT_BUCKET ${DATA_BUCKET:-} ${MANIFEST_URL:-}" in
+  *r2://*)
+    if [ -z "${AWS_ENDPOINT_URL:-}" ]; then
+      [ -r ~/.cloudflare/accountid ] \
+        || die "r2://: no account id at ~/.cloudflare/accountid. Run 'sky check cloudflare' where you launch from, or add --env AWS_ENDPOINT_URL=…"
+      AWS_ENDPOINT_URL=https://$(tr -d '[:space:]' <~/.cloudflare/accountid).r2.cloudflarestorage.com
+      export AWS_ENDPOINT_URL AWS_REGION=auto
+      export AWS_PROFILE=${AWS_PROFILE:-r2}
+      export AWS_SHARED_CREDENTIALS_FILE=${AWS_SHARED_CREDENTIALS_FILE:-$HOME/.cloudflare/r2.credentials}
+    fi
+    ;;
+esac
+
+arguments=(--model "$MODEL_NAME" --output "$(as_url "$OUTPUT_BUCKET")")
+if [ -n "${DATA_BUCKET:-}" ]; then arguments+=(--job "$(as_url "$DATA_BUCKET")"); fi
+if [ -n "${MANIFEST_URL:-}" ]; then arguments+=(--manifest "$(as_url "$MANIFEST_URL")"); fi
+# xargs splits at blanks and understands quotes, and runs nothing that it reads. The dot keeps
+# the shell from dropping an empty last word.
+words=$(xargs -r printf '%s\n' <<<"${WORKER_ARGS:-}" && echo .) \
+  || die "WORKER_ARGS: is '$WORKER_ARGS', expected options quoted as on a command line"
+mapfile -t further <<<"$words"
+unset 'further[-1]'
+
+# Not the worker's to read: the manifest is given above, or there is none; and an empty token is
+# no token.
+unset DATA_METADATA
+if [ -z "${HF_TOKEN:-}" ]; then unset HF_TOKEN; fi
+
+exec .venv/bin/batchinfer worker "${arguments[@]}" "${further[@]}"
