@@ -1,0 +1,63 @@
+"""Read task files with SkyPilot itself, for test_skypilot.py; runs in SkyPilot's own environment.
+
+Reads one JSON request a line from stdin and answers each with one line: the task as SkyPilot sees
+it, or the error that it raises. Needs no credentials and no cloud.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+
+import sky
+import yaml
+from sky.client.cli import command as sky_cli
+from sky.skylet import log_lib
+
+
+def read(request: dict) -> dict:
+    config = yaml.safe_load(request["text"])
+    envs = sorted(request.get("envs", {}).items())
+    secrets = sorted(request.get("secrets", {}).items())
+    # from_yaml_config empties what it is given.
+    task = sky.Task.from_yaml_config(
+        copy.deepcopy(config), env_overrides=envs, secrets_overrides=secrets
+    )
+    if request.get("gpus"):
+        task.set_resources_override(sky_cli._parse_override_params(gpus=request["gpus"]))
+    task.expand_and_validate_file_mounts()
+    variables = {**task.envs, **{name: str(value) for name, value in secrets}}
+    return {
+        "candidates": [
+            {
+                "accelerators": resources.accelerators,
+                "use_spot": resources.use_spot,
+                "job_recovery": resources.job_recovery,
+            }
+            for resources in task.resources
+        ],
+        "envs": task.envs,
+        "file_mounts": task.file_mounts or {},
+        "storage_mounts": len(task.storage_mounts or {}),
+        "workdir": task.workdir,
+        # What SkyPilot would run on the machine: it sources the shell's profile, goes to the
+        # workdir and exports the variables before our text.
+        "setup_script": log_lib.make_task_bash_script(task.setup or "true", env_vars=variables),
+        "run_script": log_lib.make_task_bash_script(task.run or "true", env_vars=variables),
+    }
+
+
+def main() -> None:
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # SkyPilot prints hints
+    for line in sys.stdin:
+        try:
+            answer = read(json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
