@@ -10,6 +10,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before anything imports torch or vllm: many test processes share few cores, and nothing may
@@ -25,6 +26,10 @@ os.environ.update(
         "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
     }
 )
+
+# A deadline would make a test depend on how busy the machine is.
+hypothesis.settings.register_profile("batchinfer", deadline=None)
+hypothesis.settings.load_profile("batchinfer")
 
 # tests/fixtures_*.py are loaded as plugins wherever they exist.
 pytest_plugins = sorted(

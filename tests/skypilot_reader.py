@@ -54,7 +54,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = read(json.loads(line))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - every refusal is an answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

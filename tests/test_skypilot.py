@@ -485,8 +485,10 @@ def make_job(tmp_path: Path, num_rows: int, num_chunks: int, num_workers: int) -
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = tmp_path / "job"
     subprocess.run(
-        [sys.executable, "-m", "batchinfer", "split", source, "--output", job]
-        + ["--num-chunks", str(num_chunks), "--num-workers", str(num_workers)],
+        [
+            *(sys.executable, "-m", "batchinfer", "split", source, "--output", job),
+            *("--num-chunks", str(num_chunks), "--num-workers", str(num_workers)),
+        ],
         check=True,
         cwd=REPOSITORY,
         timeout=120,
