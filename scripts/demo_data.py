@@ -78,9 +78,11 @@ BAD_ENDINGS = (
     "We left early.", "It ruined my day.",
 )  # fmt: skip
 
+# No name shares its first token with another. The vocabulary is so small that Rosa and Rossi would,
+# and then the model goes on with the wrong one.
 FIRST_NAMES = (
     "Ada", "Bruno", "Chloe", "David", "Elena", "Farid", "Greta", "Hugo", "Ivan", "Julia",
-    "Karim", "Laura", "Marco", "Nadia", "Oscar", "Priya", "Rosa", "Samir", "Tara", "Yusuf",
+    "Karim", "Laura", "Marco", "Nadia", "Oscar", "Priya", "Ruth", "Samir", "Tara", "Yusuf",
 )  # fmt: skip
 LAST_NAMES = (
     "Almeida", "Brandt", "Costa", "Dubois", "Eriksen", "Fischer", "Garcia", "Haddad", "Ito",
