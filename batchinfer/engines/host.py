@@ -1,0 +1,215 @@
+"""An engine process: loads one engine and answers what the worker sends, until the worker closes or dies.
+
+Started by `batchinfer.engines.pool` as ``python -m batchinfer.engines.host FD PARENT``; FD is its end of a
+socket pair. It ends with its worker in every case: the kernel kills it with the thread that started it, and
+when the socket closes it kills its whole process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+
+from batchinfer.engines import Engine
+from batchinfer.engines.channel import (
+    Abandon,
+    Channel,
+    Close,
+    Closed,
+    Done,
+    Failed,
+    Load,
+    Ready,
+    Work,
+    to_engine_decoder,
+)
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent
+from batchinfer.errors import BatchinferError, EngineDied, EngineError
+from batchinfer.records import Request
+
+logger = logging.getLogger(__name__)
+
+# The watchdog in the worker looks at these; while something finishes, they come more often.
+STATS_SECONDS = 0.5
+FLUSH_SECONDS = 0.01
+LAST_WORDS_SECONDS = 2.0
+
+
+class Inbox:
+    """What the worker sent and the engine has not taken: RequestSource and Stop for the engine.
+
+    A thread fills it. An abandoned round interrupts `generate`; nothing of the next round is given out
+    before `generate` was left and `resume` called.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._requests: deque[Request] = deque()
+        self._interrupted = False
+        self._closing = False
+        self._config: EngineConfig | None = None
+        self._next_round = 0
+        self.round = 0
+
+    def run(self) -> None:
+        """Read frames until the worker closes. If it vanishes, end this whole process group at once."""
+        try:
+            while not self._closing:
+                for frame in self._channel.receive(block=True):
+                    with self._changed:
+                        self._put(frame)
+                        self._changed.notify_all()
+        except Closed:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _put(self, frame: object) -> None:
+        if isinstance(frame, Load):
+            self._config = frame.config
+        elif isinstance(frame, Work):
+            self._requests.extend(frame.requests)
+        elif isinstance(frame, Abandon):
+            self._requests.clear()
+            self._next_round = frame.round
+            self._interrupted = True
+        elif isinstance(frame, Close):
+            self._interrupted = self._closing = True
+
+    def config(self) -> EngineConfig | None:
+        """Wait for what to load; None if there is nothing to load any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._config is not None or self._closing)
+            return None if self._closing else self._config
+
+    def resume(self) -> bool:
+        """Go on after an abandoned round; False when it is time to close."""
+        with self._changed:
+            self._interrupted = self._closing
+            self.round = self._next_round
+            return not self._closing
+
+    def is_set(self) -> bool:
+        """Whether `generate` should drop everything and return."""
+        return self._interrupted
+
+    def take(self, max_requests: int) -> list[Request] | None:
+        """Up to so many requests. Never None: more may come until the worker closes."""
+        if not self._requests:  # unlocked: asked at every step, and mostly empty
+            return []
+        with self._changed:
+            if self._interrupted:
+                return []
+            count = min(max_requests, len(self._requests))
+            return [self._requests.popleft() for _ in range(count)]
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until something arrives; meanwhile what was finished goes out."""
+        end = time.monotonic() + timeout_seconds
+        while (left := end - time.monotonic()) > 0:
+            self._channel.flush()
+            pause = min(left, FLUSH_SECONDS) if self._channel.has_unsent else left
+            with self._changed:
+                if self._requests or self._interrupted:
+                    return
+                if self._changed.wait_for(lambda: self._requests or self._interrupted, pause):
+                    return
+
+
+def create_local_engine(config: EngineConfig) -> Engine:
+    """The engine that runs in this process."""
+    if config.engine == "echo":
+        from batchinfer.engines.echo import EchoEngine
+
+        return EchoEngine(config)
+    from batchinfer.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(config)
+
+
+def serve(channel: Channel, inbox: Inbox) -> None:
+    """Load, then answer until told to close."""
+    config = inbox.config()
+    if config is None:
+        return
+    engine = create_local_engine(config)
+    try:
+        channel.send(Ready(info=engine.open(inbox)))
+        while inbox.resume():
+            answer(engine, channel, inbox)
+    except EngineDied:
+        if config.engine == "echo":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise
+    finally:
+        engine.close()
+
+
+def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
+    """One call of `generate`: sends what finishes, and how far the engine is at least twice a second."""
+    next_stats = 0.0
+    for completions in engine.generate(inbox, inbox):
+        now = time.monotonic()
+        if completions or now >= next_stats:
+            stats = engine.stats()
+            count = getattr(engine, "generated_tokens", None)
+            tokens = count() if count and now >= next_stats else stats.completion_tokens
+            channel.send(
+                Done(round=inbox.round, completions=completions, stats=stats, tokens=tokens)
+            )
+            next_stats = now + STATS_SECONDS
+        elif channel.has_unsent:
+            channel.flush()
+
+
+def report(channel: Channel, error: BaseException) -> None:
+    """Tell the worker why this process ends, waiting a little for the message to leave."""
+    if isinstance(error, BatchinferError):
+        in_flight = error.in_flight if isinstance(error, EngineError) else []
+        frame = Failed(
+            kind=type(error).__name__, message=error.message, hint=error.hint, in_flight=in_flight
+        )
+    else:
+        reason = str(error).strip().splitlines()
+        detail = f"{type(error).__name__}: {reason[-1] if reason else 'no message'}"
+        frame = Failed(kind="EngineDied", message=detail)
+    channel.send(frame)
+    end = time.monotonic() + LAST_WORDS_SECONDS
+    while channel.has_unsent and time.monotonic() < end:
+        time.sleep(FLUSH_SECONDS)
+        channel.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """Run one engine process; returns its exit status."""
+    descriptor, parent = int(arguments[0]), int(arguments[1])
+    die_with_parent(parent)
+    os.environ[ENGINE_VARIABLE] = str(os.getpid())
+    # Ctrl-C is the worker's affair; it decides what happens to its engines.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    channel = Channel(socket.socket(fileno=descriptor), to_engine_decoder)
+    inbox = Inbox(channel)
+    threading.Thread(target=inbox.run, name="inbox", daemon=True).start()
+    try:
+        serve(channel, inbox)
+    except Closed:
+        return 1
+    except Exception as error:
+        logger.exception("the engine process ends")
+        report(channel, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Not through the interpreter's end: vLLM's threads and collectors can hold it up for ever.
+    os._exit(status)

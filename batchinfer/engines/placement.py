@@ -1,0 +1,58 @@
+"""Which engine processes there are, and which GPUs each one sees."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from batchinfer.engines.config import EngineConfig
+from batchinfer.records import Record
+
+logger = logging.getLogger(__name__)
+
+
+class Placement(Record, frozen=True, kw_only=True):
+    """The replicas to start, as (name, environment additions), and the configuration that all get."""
+
+    config: EngineConfig
+    replicas: list[tuple[str, dict[str, str]]]
+    revision: str = ""
+
+
+def place(config: EngineConfig) -> Placement:
+    """Decide how many replicas there are and where they run.
+
+    Raises:
+        ConfigError: more GPUs were asked for than there are, or the model cannot be split so.
+    """
+    if config.engine == "echo":
+        count = 1 if config.replicas == "auto" else config.replicas
+        names = [f"replica {index}" for index in range(count)]
+        return Placement(config=config, replicas=[(name, {}) for name in names])
+    from batchinfer.engines.models import choose_parallelism, describe_model, visible_gpus
+
+    model = describe_model(config)
+    gpus = visible_gpus(config.gpus)
+    plan = choose_parallelism(model, gpus, config)
+    logger.info("%s", plan.explanation)
+    config = msgspec.structs.replace(config, tensor_parallel_size=plan.tensor_parallel_size)
+    size = plan.tensor_parallel_size * config.pipeline_parallel_size
+    replicas: list[tuple[str, dict[str, str]]] = []
+    for index in range(plan.replicas):
+        group = [gpu.id for gpu in gpus[index * size : (index + 1) * size]]
+        if group:
+            listed = ",".join(group)
+            replicas.append((f"replica {index} (GPU {listed})", {"CUDA_VISIBLE_DEVICES": listed}))
+        else:
+            replicas.append((f"replica {index}", {}))
+    idle = len(gpus) - plan.replicas * size
+    if idle > 0:
+        logger.warning(
+            "%d of %d GPUs stay idle: %d replicas of %d GPUs each",
+            idle,
+            len(gpus),
+            plan.replicas,
+            size,
+        )
+    return Placement(config=config, replicas=replicas, revision=model.revision)

@@ -1,0 +1,369 @@
+"""Replicas of an engine, each in a process of its own, fed from one stream.
+
+The worker never imports vllm: the engine's crash, its memory and its threads are the business of a child
+process, and N replicas (one per group of GPUs) are N children. Requests go to whichever has room; a
+replica that dies is named in the log and its rows go to the others. See docs/decisions/0004.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from batchinfer import errors
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.channel import Abandon, Close, Closed, Done, Failed, Load, Ready, Work
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.placement import Placement, place
+from batchinfer.engines.replica import Replica, can_encode
+from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
+from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
+
+logger = logging.getLogger(__name__)
+
+# The source is asked this often while there is room but nothing was ready.
+POLL_SECONDS = 0.01
+# The caller gets control, and the watchdog looks, at least this often.
+LONGEST_WAIT_SECONDS = 0.25
+CLOSE_SECONDS = 8.0
+CLOSE_AFTER_FAILURE_SECONDS = 3.0
+# A row that was in this many replicas when they died goes to no other one.
+MAX_DEATHS = 2
+
+
+class ProcessPool:
+    """One or more engine processes. Implements Engine.
+
+    Args:
+        config: Given to every replica; `replicas`, `gpus` and the parallel sizes say how many there are.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.replicas: list[Replica] = []
+        self._selector = selectors.DefaultSelector()
+        self._round = 0
+        self._deaths: Counter[RowKey] = Counter()
+        self._orphans: list[Request] = []
+        self._lost_stats = EngineStats()
+        self._failure: EngineError | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def open(self, stop: Stop) -> EngineInfo:
+        """Start every replica and wait until all are loaded; on any failure none is left."""
+        start = time.monotonic()
+        self._failure = None
+        try:
+            placement = place(self.config)
+            for name, environment in placement.replicas:
+                replica = Replica(name, environment)
+                self.replicas.append(replica)
+                self._selector.register(replica.channel, selectors.EVENT_READ, replica)
+                with contextlib.suppress(Closed):
+                    replica.channel.send(Load(config=placement.config))
+            while any(not replica.info for replica in self.replicas):
+                if stop.is_set():
+                    raise Interrupted("engine: stopped while it was loading")
+                if time.monotonic() - start > self.config.load_timeout_seconds:
+                    self._raise_not_ready()
+                for replica, frames in self._received(0.05):
+                    self._note_loaded(replica, frames)
+        except BaseException:
+            self._end_all(0.0)
+            raise
+        return self._info(placement, time.monotonic() - start)
+
+    def _raise_not_ready(self) -> None:
+        waiting = next(replica for replica in self.replicas if not replica.info)
+        self._end_all(0.0)
+        raise EngineLoadError(
+            f"{waiting.name}: not loaded after {self.config.load_timeout_seconds:g} s; {waiting.reason()}",
+            hint="--load-timeout-seconds gives it longer",
+        )
+
+    def _note_loaded(self, replica: Replica, frames: Sequence[object] | None) -> None:
+        if frames is None:
+            raise EngineLoadError(f"{replica.name}: {replica.reason()}")
+        for frame in frames:
+            if isinstance(frame, Ready):
+                replica.info = frame.info
+                logger.info("%s: loaded in %.1f s", replica.name, frame.info.load_seconds)
+            elif isinstance(frame, Failed):
+                kind = getattr(errors, frame.kind, EngineLoadError)
+                kind = kind if issubclass(kind, errors.BatchinferError) else EngineLoadError
+                kind = EngineLoadError if kind is EngineDied else kind
+                raise kind(frame.message, hint=frame.hint)
+
+    def _info(self, placement: Placement, seconds: float) -> EngineInfo:
+        infos = [replica.info for replica in self.replicas if replica.info]
+        first = infos[0]
+        return EngineInfo(
+            name=first.name,
+            version=first.version,
+            model=first.model,
+            max_model_len=min(info.max_model_len for info in infos),
+            max_num_seqs=sum(info.max_num_seqs for info in infos),
+            max_in_flight=self.max_in_flight,
+            dtype=first.dtype,
+            revision=first.revision or placement.revision,
+            quantization=first.quantization,
+            num_replicas=len(infos),
+            device=first.device,
+            load_seconds=seconds,
+        )
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many requests all living replicas together should hold."""
+        return sum(replica.info.max_in_flight for replica in self.replicas if replica.info)
+
+    def close(self) -> None:
+        """End every process, within seconds, whatever state they are in."""
+        self._end_all(CLOSE_AFTER_FAILURE_SECONDS if self._failure else CLOSE_SECONDS)
+
+    def _end_all(self, grace_seconds: float) -> None:
+        deadline = time.monotonic() + grace_seconds
+        for replica in self.replicas:
+            with contextlib.suppress(Closed):
+                if grace_seconds:
+                    replica.channel.send(Close())
+        for replica in self.replicas:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(replica.channel)
+            replica.end(deadline - time.monotonic())
+            self._lost_stats = add_stats([self._lost_stats, replica.stats])
+        self.replicas = []
+
+    def stats(self) -> EngineStats:
+        """Counters over all replicas, as of their last report (at most half a second old)."""
+        return add_stats([self._lost_stats, *(replica.stats for replica in self.replicas)])
+
+    # ------------------------------------------------------------------ work
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        """See Engine.generate. Completions of several replicas come as they arrive."""
+        if self._failure:
+            raise self._failure
+        exhausted = False
+        try:
+            while not stop.is_set():
+                room = sum(replica.room for replica in self.replicas) - len(self._orphans)
+                taken: list[Request] | None = []
+                if not exhausted and room > 0:
+                    taken = source.take(room)
+                    exhausted = taken is None
+                finished = self._send(taken or [])
+                if not any(replica.in_flight for replica in self.replicas):
+                    if finished:
+                        yield finished
+                    elif exhausted:
+                        return
+                    elif not taken:
+                        yield []
+                        source.wait(1.0)
+                        self._collect(0.0)  # a replica that died idle
+                    continue
+                hungry = not exhausted and room > len(taken or [])
+                pause = 0.0 if finished else POLL_SECONDS if hungry else LONGEST_WAIT_SECONDS
+                finished += self._collect(pause)
+                self._check_stalls()
+                yield finished
+        finally:
+            self._abandon()
+
+    def _send(self, requests: list[Request]) -> list[Completion]:
+        """Give requests to those that have the least to do. Returns those that cannot be sent, as failures."""
+        refused: list[Completion] = []
+        if self._orphans:
+            requests = self._orphans + requests
+            self._orphans = []
+        for replica, share in zip(self.replicas, self._shares(len(requests)), strict=True):
+            part, requests = requests[:share], requests[share:]
+            if not part:
+                continue
+            try:
+                replica.channel.send(Work(requests=part))
+            except Closed:
+                pass  # they count as in flight there; the next `_collect` finds it dead
+            except (UnicodeEncodeError, OverflowError, TypeError, ValueError):
+                part, bad = partition_encodable(part)
+                refused += bad
+                with contextlib.suppress(Closed):
+                    replica.channel.send(Work(requests=part))
+            replica.note_sent(part)
+        self._orphans = requests
+        return refused
+
+    def _shares(self, count: int) -> list[int]:
+        """How many of the next `count` requests each replica gets, so that all hold about the same.
+
+        Shares are contiguous in the stream: neighbours often share a prefix, which one replica then
+        computes once.
+        """
+        held = [len(replica.in_flight) for replica in self.replicas]
+        rooms = [replica.room for replica in self.replicas]
+        return level(held, rooms, count)
+
+    def _received(
+        self, timeout_seconds: float
+    ) -> Iterator[tuple[Replica, Sequence[object] | None]]:
+        """What arrived, by replica; None for one that is gone."""
+        for replica in self.replicas:
+            want = selectors.EVENT_READ
+            if replica.channel.has_unsent:
+                want |= selectors.EVENT_WRITE
+            if self._selector.get_key(replica.channel).events != want:
+                self._selector.modify(replica.channel, want, replica)
+        for key, events in self._selector.select(timeout_seconds):
+            replica = key.data
+            if events & selectors.EVENT_WRITE:
+                with contextlib.suppress(Closed):
+                    replica.channel.flush()
+            try:
+                # Also after a failed write: what it said before it ended matters more.
+                frames = replica.channel.receive()
+            except Closed:
+                yield replica, None
+                continue
+            if frames:
+                yield replica, frames
+
+    def _collect(self, timeout_seconds: float) -> list[Completion]:
+        finished: list[Completion] = []
+        for replica, frames in list(self._received(timeout_seconds)):
+            if frames is None:
+                self._lose(replica, EngineDied, replica.reason())
+                continue
+            for frame in frames:
+                if isinstance(frame, Done):
+                    finished += self._note_done(replica, frame)
+                elif isinstance(frame, Failed):
+                    kind = EngineStalled if frame.kind == "EngineStalled" else EngineDied
+                    self._lose(replica, kind, frame.message, frame.in_flight)
+                    break
+        return finished
+
+    def _note_done(self, replica: Replica, frame: Done) -> list[Completion]:
+        finished = frame.completions if frame.round == self._round else []
+        replica.note_progress(frame.stats, frame.tokens, len(finished))
+        known: list[Completion] = []
+        for completion in finished:
+            if replica.in_flight.pop(completion.key, None) is not None:
+                self._deaths.pop(completion.key, None)
+                known.append(completion)
+        return known
+
+    def _check_stalls(self) -> None:
+        for replica in list(self.replicas):
+            if replica.stalled_seconds() > self.config.stall_seconds:
+                waiting = f"{len(replica.in_flight)} requests in flight"
+                reason = (
+                    f"no step or no token for {self.config.stall_seconds:g} s with {waiting}, "
+                    "see --stall-seconds"
+                )
+                self._lose(replica, EngineStalled, reason)
+
+    def _lose(
+        self,
+        replica: Replica,
+        kind: type[EngineError],
+        reason: str,
+        suspects: Iterable[RowKey] = (),
+    ) -> None:
+        """End a replica; its rows go to the others, or the whole pool has failed."""
+        # Where the engine says which rows it was working on, the queued ones behind them are innocent.
+        rows = dict(replica.in_flight)
+        for key in [key for key in suspects if key in rows] or rows:
+            self._deaths[key] += 1
+        self._selector.unregister(replica.channel)
+        self.replicas.remove(replica)
+        replica.end(0.0)
+        self._lost_stats = add_stats([self._lost_stats, replica.stats])
+        doomed = [key for key in rows if self._deaths[key] >= MAX_DEATHS]
+        if not self.replicas or doomed:
+            twice = f" ({len(doomed)} rows were in flight at {MAX_DEATHS} deaths)" if doomed else ""
+            self._failure = kind(
+                f"{replica.name}: {reason}{twice}", in_flight=list(self._deaths.elements())
+            )
+            raise self._failure
+        logger.error(
+            "%s: %s; its %d rows go to the remaining %d replicas",
+            replica.name,
+            reason,
+            len(rows),
+            len(self.replicas),
+        )
+        self._orphans += rows.values()
+
+    def _abandon(self) -> None:
+        """Let every replica forget what is in flight; late answers are known by their round."""
+        self._orphans = []
+        self._deaths.clear()
+        if not any(replica.in_flight for replica in self.replicas):
+            return
+        self._round += 1
+        for replica in self.replicas:
+            replica.in_flight.clear()
+            with contextlib.suppress(Closed):
+                replica.channel.send(Abandon(round=self._round))
+
+
+def level(held: Sequence[int], rooms: Sequence[int], count: int) -> list[int]:
+    """Share out `count` so that what each holds becomes as equal as the rooms allow.
+
+    >>> level([4, 0, 0], [9, 9, 9], 5)
+    [0, 3, 2]
+    >>> level([0, 0], [2, 9], 6)
+    [2, 4]
+    """
+    shares = [0] * len(held)
+    while count > 0:
+        open_ones = [index for index in range(len(held)) if shares[index] < rooms[index]]
+        if not open_ones:
+            break
+        lowest = min(held[index] + shares[index] for index in open_ones)
+        lowest_ones = [index for index in open_ones if held[index] + shares[index] == lowest]
+        next_level = min(
+            (
+                held[index] + shares[index]
+                for index in open_ones
+                if held[index] + shares[index] > lowest
+            ),
+            default=lowest + count,
+        )
+        step = max(1, min(next_level - lowest, count // len(lowest_ones)))
+        for index in lowest_ones:
+            given = min(step, rooms[index] - shares[index], count)
+            shares[index] += given
+            count -= given
+    return shares
+
+
+def partition_encodable(requests: list[Request]) -> tuple[list[Request], list[Completion]]:
+    """Those that can be sent, and failures for those that cannot."""
+    good: list[Request] = []
+    bad: list[Completion] = []
+    for request in requests:
+        problem = can_encode(request)
+        if problem:
+            failure = Failure(code="engine_rejected", message=f"not valid text: {problem}")
+            bad.append(Completion(key=request.key, failure=failure))
+        else:
+            good.append(request)
+    return good, bad
+
+
+def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """The sum of counters."""
+    return EngineStats(
+        steps=sum(part.steps for part in parts),
+        preemptions=sum(part.preemptions for part in parts),
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+    )

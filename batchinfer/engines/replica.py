@@ -1,0 +1,181 @@
+"""One engine process, seen from the worker: started, talked to, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+import batchinfer
+from batchinfer.engines.channel import Channel, to_worker_decoder
+from batchinfer.records import EngineInfo, EngineStats, Request, RowKey
+
+logger = logging.getLogger(__name__)
+
+LAST_LINES = 40
+REASON_LINES = 6
+ENOUGH_BUFFER_BYTES = 4 << 20
+
+
+class Replica:
+    """An engine process of its own session.
+
+    Args:
+        name: For messages, as in "replica 1 (GPU 2,3)".
+        environment: Variables to add to this process's own.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.info: EngineInfo | None = None
+        self.in_flight: dict[RowKey, Request] = {}
+        self.stats = EngineStats()
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._progress = (0, 0, 0)
+        self._num_finished = 0
+        now = time.monotonic()
+        self._last_step = self._last_token = now
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ENOUGH_BUFFER_BYTES)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "batchinfer.engines.host",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=child_environment(environment),
+            )
+        self.channel = Channel(ours, to_worker_decoder)
+        self._reader = threading.Thread(target=self._read_lines, name=f"{name} log", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id, which is its group's and session's too."""
+        return self._process.pid
+
+    @property
+    def room(self) -> int:
+        """How many more requests it should get."""
+        return max(0, self.info.max_in_flight - len(self.in_flight)) if self.info else 0
+
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def _read_lines(self) -> None:
+        assert self._process.stdout
+        for raw in self._process.stdout:
+            line = raw.decode("utf-8", "replace").rstrip()
+            self._lines.append(line)
+            logger.debug("%s: %s", self.name, line)
+
+    def note_sent(self, requests: list[Request]) -> None:
+        """Count requests as in flight. The watchdog's clock starts with the first one."""
+        if not self.in_flight:
+            self._last_step = self._last_token = time.monotonic()
+        for request in requests:
+            self.in_flight[request.key] = request
+
+    def note_progress(self, stats: EngineStats, tokens: int, num_finished: int) -> None:
+        """Remember when the engine last made a step, and when a token or an answer."""
+        self.stats = stats
+        self._num_finished += num_finished
+        now = time.monotonic()
+        steps, before, finished = self._progress
+        if stats.steps != steps:
+            self._last_step = now
+        if tokens > before or self._num_finished != finished:
+            self._last_token = now
+        self._progress = (stats.steps, max(tokens, before), self._num_finished)
+
+    def stalled_seconds(self) -> float:
+        """Since when nothing moves although there is work; 0 while there is none."""
+        if not self.in_flight:
+            return 0.0
+        return time.monotonic() - min(self._last_step, self._last_token)
+
+    def reason(self) -> str:
+        """Why the process ended, with the last lines that it wrote."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._reader.join(0.5)
+        status = self._process.poll()
+        lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
+        return describe_exit(status) + (
+            "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
+        )
+
+    def end(self, grace_seconds: float) -> None:
+        """Make the process and all that it started disappear, waiting that long for a clean exit first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if grace_seconds > 0:
+                self._process.wait(grace_seconds)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self.channel.close()
+        # A process of another session may still hold the pipe; do not wait for it.
+        self._reader.join(0.5)
+        if not self._reader.is_alive() and self._process.stdout:
+            self._process.stdout.close()
+
+
+def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, with `additions`, in which a child can import this very package."""
+    environment = {**os.environ, **additions}
+    root = str(Path(batchinfer.__file__).resolve().parent.parent)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, root])
+    return environment
+
+
+def describe_exit(status: int | None) -> str:
+    """A process's exit status in words.
+
+    >>> describe_exit(-9)
+    "killed by SIGKILL (often the kernel's or the container's memory limit)"
+    >>> describe_exit(3)
+    'ended with exit status 3'
+    """
+    if status is None:
+        return "closed its connection"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    note = " (often the kernel's or the container's memory limit)" if status == -9 else ""
+    return f"killed by {name}{note}"
+
+
+def can_encode(request: Request) -> str:
+    """Empty if the request can be sent; else why not (a lone surrogate, an integer beyond 64 bits)."""
+    try:
+        msgspec.msgpack.encode(request)
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.parent_death import is_alive
+from batchinfer.engines.pool import ProcessPool, level
+from batchinfer.engines.registry import create_engine
+from batchinfer.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
+from engine_contract import EngineContract, Flag, ListSource, drive, requests
+
+
+def pool_config(**options) -> EngineConfig:
+    return EngineConfig(**{"engine": "echo", "replicas": 2, "max_num_seqs": 16, **options})
+
+
+@pytest.fixture
+def make_pool():
+    """Opens pools of echo engines, and checks that none of their processes is left at the end."""
+    pools, pids = [], []
+
+    def make(**options) -> ProcessPool:
+        pool = ProcessPool(pool_config(**options))
+        pools.append(pool)
+        pool.open(Flag())
+        pids.extend(replica.pid for replica in pool.replicas)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def wait_until_gone(pids, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < end, f"still alive: {[p for p in pids if is_alive(p)]}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def contract_pool():
+    pool = ProcessPool(pool_config(max_model_len=512))
+    pool.open(Flag())
+    yield pool
+    pool.close()
+
+
+class TestPoolContract(EngineContract):
+    @pytest.fixture
+    def engine(self, contract_pool):
+        return contract_pool
+
+
+def test_echo_with_replicas_is_a_pool_of_processes():
+    assert isinstance(create_engine(pool_config()), ProcessPool)
+
+
+def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
+    pool = make_pool(echo_latency_seconds=0.02)
+    held = []
+    source = ListSource(requests(400))
+    for _ in pool.generate(source, Flag()):
+        if source.left:
+            held.append([len(replica.in_flight) for replica in pool.replicas])
+    assert pool.stats().completion_tokens == 4 * 400
+    # while the source has more, none ever runs dry
+    assert min(min(counts) for counts in held) >= 16
+
+
+def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_pool, caplog):
+    pool = make_pool(echo_latency_seconds=0.05)
+    victim = pool.replicas[0].pid
+    found = {}
+    with caplog.at_level(logging.ERROR):
+        for batch in pool.generate(ListSource(requests(300)), Flag()):
+            found.update({completion.key: completion for completion in batch})
+            if victim and len(found) > 20:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+    assert len(found) == 300
+    assert "replica 0" in caplog.text
+    assert "SIGKILL" in caplog.text
+    assert len(pool.replicas) == 1
+    assert drive(pool, ListSource(requests(5))), "the rest still works"
+
+
+def test_the_last_replica_that_is_killed_is_an_error_that_names_the_rows(make_pool):
+    pool = make_pool(replicas=1, echo_latency_seconds=5.0)
+    source = ListSource(requests(10))
+    seen = []
+
+    def kill_once_busy() -> None:
+        for batch in pool.generate(source, Flag()):
+            seen.extend(batch)
+            if pool.replicas and len(pool.replicas[0].in_flight) == 10 - len(seen):
+                os.kill(pool.replicas[0].pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDied, match="replica 0: killed by SIGKILL") as caught:
+        kill_once_busy()
+    done = {completion.key for completion in seen}
+    assert set(caught.value.in_flight) == {("c", index) for index in range(10)} - done
+    with pytest.raises(EngineDied):
+        drive(pool, ListSource(requests(1)))
+
+
+def test_a_row_that_kills_two_replicas_goes_to_no_third_one(make_pool):
+    pool = make_pool(replicas=3, echo_kill_marker="row 7 ", echo_latency_seconds=0.2)
+    with pytest.raises(EngineDied) as caught:
+        drive(pool, ListSource(requests(60, text="row {index} ")))
+    assert caught.value.in_flight.count(("c", 7)) == 2
+    assert len(pool.replicas) == 1
+
+
+def test_a_frozen_replica_counts_as_stalled_and_leaves_no_process(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.7, echo_latency_seconds=0.1)
+    pid = pool.replicas[0].pid
+    source = ListSource(requests(5000))
+    with pytest.raises(EngineStalled, match="replica 0: no step or no token") as caught:
+        for _ in pool.generate(source, Flag()):
+            if source.given > 100 and pid:
+                os.kill(pid, signal.SIGSTOP)
+                pid = 0
+    assert caught.value.in_flight
+
+
+def test_a_request_that_hangs_is_a_stall_too(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.7, echo_hang_marker="row 3 ")
+    with pytest.raises(EngineStalled) as caught:
+        drive(pool, ListSource(requests(20, text="row {index} ")))
+    assert caught.value.in_flight == [("c", 3)]
+
+
+def test_an_idle_engine_never_stalls(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.3)
+    source = ListSource(requests(2))
+    slept = False
+    plain_take = source.take
+
+    def take(count):
+        nonlocal slept
+        if source.given == 2 and not slept:
+            slept = True
+            time.sleep(0.6)
+            return []
+        return plain_take(count)
+
+    source.take = take
+    assert len(drive(pool, source)) == 2
+
+
+def test_text_that_cannot_be_encoded_fails_alone(make_pool):
+    pool = make_pool()
+    rows = requests(6)
+    rows[2] = msgspec.structs.replace(rows[2], text="lone \ud800 surrogate")
+    found = drive(pool, ListSource(rows))
+    assert len(found) == 6
+    assert found["c", 2].failure.code == "engine_rejected"
+    assert sum(1 for completion in found.values() if completion.failure) == 1
+
+
+def test_a_stop_while_it_loads_ends_every_process_at_once():
+    pool = ProcessPool(pool_config(echo_load_seconds=60.0))
+    stop = Flag()
+    pids = []
+
+    def set_once_started() -> None:
+        while len(pool.replicas) < 2:
+            time.sleep(0.01)
+        pids.extend(replica.pid for replica in pool.replicas)
+        stop.set()
+
+    thread = threading.Thread(target=set_once_started)
+    thread.start()
+    with pytest.raises(Interrupted):
+        pool.open(stop)
+    thread.join()
+    assert len(pids) == 2
+    wait_until_gone(pids, 2.0)
+    pool.close()
+
+
+def test_an_engine_that_never_gets_ready_is_an_error():
+    pool = ProcessPool(pool_config(echo_load_seconds=60.0, load_timeout_seconds=0.5))
+    with pytest.raises(EngineLoadError, match=r"not loaded after 0\.5 s"):
+        pool.open(Flag())
+    assert pool.replicas == []
+
+
+def test_closing_a_frozen_engine_ends_it(monkeypatch):
+    monkeypatch.setattr("batchinfer.engines.pool.CLOSE_SECONDS", 0.3)
+    pool = ProcessPool(pool_config(replicas=1))
+    pool.open(Flag())
+    pid = pool.replicas[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    pool.close()
+    wait_until_gone([pid], 1.0)
+    pool.close()
+
+
+PARENT = """
+import sys, time
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pool import ProcessPool
+class Never:
+    def is_set(self): return False
+pool = ProcessPool(EngineConfig(engine="echo", replicas=2, max_num_seqs=4))
+pool.open(Never())
+print(*[replica.pid for replica in pool.replicas], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_leaves_no_engine_process(number):
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.send_signal(number)
+        parent.wait(10)
+    wait_until_gone(pids)
+
+
+def test_nothing_that_the_engine_prints_reaches_our_standard_output(capfd, make_pool):
+    pool = make_pool()
+    drive(pool, ListSource(requests(3)))
+    pool.close()
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "rooms", "count", "shares"),
+    [
+        ([0, 0], [9, 9], 5, [3, 2]),
+        ([6, 0], [3, 9], 4, [0, 4]),
+        ([6, 0], [3, 9], 10, [2, 8]),
+        ([0, 0, 0], [1, 1, 1], 9, [1, 1, 1]),
+        ([0, 0], [0, 5], 9, [0, 5]),
+        ([], [], 3, []),
+    ],
+)
+def test_requests_go_to_those_that_hold_least(held, rooms, count, shares):
+    assert level(held, rooms, count) == shares
