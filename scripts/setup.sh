@@ -90,7 +90,9 @@ make_environment() {
     "$python" -m venv "$venv"
   elif command -v uv >/dev/null; then
     say "making $venv with uv and Python 3.12"
-    uv venv --quiet --seed --python 3.12 --clear "$venv"
+    # --clear is needed over a half-made environment, and unknown to older versions.
+    uv venv --quiet --seed --python 3.12 "$venv" 2>/dev/null \
+      || uv venv --quiet --seed --python 3.12 --clear "$venv"
   elif [ -n "$python" ]; then
     die "$python: has no venv module. Install it (Debian, Ubuntu: apt-get install python3-venv)"
   else

@@ -486,7 +486,7 @@ def make_job(tmp_path: Path, num_rows: int, num_chunks: int, num_workers: int) -
     job = tmp_path / "job"
     subprocess.run(
         [
-            *(sys.executable, "-m", "batchinfer", "split", source, "--output", job),
+            *(sys.executable, "-m", "batchinfer.split", source, "--output", job),
             *("--num-chunks", str(num_chunks), "--num-workers", str(num_workers)),
         ],
         check=True,
