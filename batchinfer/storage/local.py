@@ -1,0 +1,384 @@
+"""A store in a local folder (or a network folder that behaves like one).
+
+How an object becomes visible whole or not at all:
+
+1. its bytes go to a hidden temporary file in the same folder, which is then fsynced,
+2. a create gives that file its second name with link(2), which fails where the name is taken; a replace
+   renames it over the old one, under a lock, after comparing the etag,
+3. the folder is fsynced, so that the name survives a power cut.
+
+A process killed in between leaves one hidden ``.<name>.<nonce>.tmp``, which no verb shows and `sweep_temps` removes.
+Locks are flock(2) on the folder itself, released by the kernel when their owner dies. Where a filesystem cannot lock
+a folder, the lock is a hidden ``.lock`` file in it; where it has no hard links, a create takes the lock too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from batchinfer import codec
+from batchinfer.errors import (
+    AccessDenied,
+    AlreadyExists,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+)
+from batchinfer.storage import Object, ObjectInfo
+from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage.scratch_files import scratch_errors
+
+TEMP_SUFFIX = ".tmp"
+LOCK_NAME = ".lock"
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
+LOCK_SECONDS = 60.0
+"""How long a replace or delete waits for another's, which takes microseconds, before it fails."""
+
+_COARSEST_MTIME_NS = 2_000_000_000  # FAT counts in two seconds
+
+
+class LocalStore:
+    """Objects as files below one folder, which is made by the first create.
+
+    Safe for threads and for processes of one machine; across machines as far as the filesystem's link and flock are.
+
+    Args:
+        root: The folder; a relative one is taken from the current folder now.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - resolve() would follow links
+        self.url = str(self.root)
+
+    def get(self, key: str) -> Object:
+        """See `Store.get`."""
+        path = self._path(key)
+        with self._errors(key), path.open("rb") as file:
+            return Object(file.read(), _etag(os.fstat(file.fileno())))
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store.download`."""
+        with (
+            self._errors(key),
+            self._path(key).open("rb") as source,
+            scratch_errors(path),
+            path.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `Store.stat`."""
+        path = self._path(key)
+        with self._errors(key):
+            found = path.stat()
+            if not path.is_file():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        return ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Hides dot-files; what vanishes during the walk is left out."""
+        folder = check_prefix(prefix).rpartition("/")[0]
+        if any(part.startswith(".") for part in folder.split("/")):
+            return iter(())
+        top = self.root / folder if folder else self.root
+        return self._walk(top, f"{folder}/" if folder else "", prefix, ())
+
+    def create(self, key: str, data: bytes) -> str:
+        """See `Store.create`."""
+        if not data:
+            raise ValueError(f"{key}: an object that is created must not be empty")
+
+        def is_same(path: Path) -> bool:
+            return path.stat().st_size == len(data) and path.read_bytes() == data
+
+        return self._create(key, lambda temp: _write(temp, data), is_same)
+
+    def create_file(self, key: str, path: Path) -> str:
+        """See `Store.create_file`."""
+
+        def is_same(other: Path) -> bool:
+            return other.stat().st_size == path.stat().st_size and _sha256(other) == _sha256(path)
+
+        with scratch_errors(path):
+            path.stat()
+        return self._create(key, lambda temp: _copy(path, temp), is_same)
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """See `Store.replace`. The comparison and the rename are one step for every process that locks."""
+        path = self._path(key, writes=True)
+        changed = PreconditionFailed(f"{path}: is not the version that was read")
+        with self._errors(key):
+            if not path.parent.is_dir():
+                raise changed
+            with _temp(path) as temp:
+                _write(temp, data)
+                with _locked(path.parent):
+                    try:
+                        before = path.stat()
+                    except FileNotFoundError:
+                        raise changed from None
+                    if _etag(before) == etag:
+                        new_etag = _touch(temp, after_ns=before.st_mtime_ns)
+                        os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
+                    elif before.st_size == len(data) and path.read_bytes() == data:
+                        new_etag = _etag(before)
+                    else:
+                        raise changed
+            _fsync_folder(path.parent)
+        return new_etag
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`. Folders that become empty stay."""
+        for key in keys:
+            path = self._path(key)
+            with self._errors(key):
+                try:
+                    with _locked(path.parent):
+                        path.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    pass
+
+    def sweep_temps(self, older_than_seconds: float) -> int:
+        """Remove temporary files that killed processes left. Returns how many.
+
+        Args:
+            older_than_seconds: Younger ones may still be written by a live process and stay.
+        """
+        limit = time.time() - older_than_seconds
+        count = 0
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if not (name.startswith(".") and name.endswith(TEMP_SUFFIX)):
+                    continue
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError), self._errors(name):
+                    if path.stat().st_mtime < limit:
+                        path.unlink()
+                        count += 1
+        return count
+
+    def _path(self, key: str, *, writes: bool = False) -> Path:
+        check_key(key)
+        if writes and any(part.startswith(".") for part in key.split("/")):
+            raise InputError(
+                f"key {key!r}: has a component that starts with a dot, which a local folder hides",
+                hint="use a name without a dot at its start",
+            )
+        return self.root / key
+
+    def _create(
+        self, key: str, fill: Callable[[Path], None], is_same: Callable[[Path], bool]
+    ) -> str:
+        path = self._path(key, writes=True)
+        with self._errors(key):
+            _make_folder(path.parent)
+            with _temp(path) as temp:
+                fill(temp)
+                etag = _touch(temp)
+                try:
+                    _link(temp, path)
+                except FileExistsError:
+                    if path.is_file() and is_same(path):
+                        return _etag(path.stat())
+                    raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
+            _fsync_folder(path.parent)
+        return etag
+
+    def _walk(
+        self, folder: Path, start: str, prefix: str, above: tuple[tuple[int, int], ...]
+    ) -> Iterator[ObjectInfo]:
+        with self._errors(start or "."):
+            try:
+                held = folder.stat()
+                with os.scandir(folder) as scan:
+                    entries = [(_sort_name(entry), entry) for entry in scan]
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        place = (held.st_dev, held.st_ino)
+        if place in above:  # a symbolic link to a folder that it lies in
+            return
+        for name, entry in sorted(entries, key=lambda pair: pair[0]):
+            key = start + name
+            if name.startswith("."):
+                continue
+            if name.endswith("/"):
+                if key.startswith(prefix):
+                    yield from self._walk(Path(entry.path), key, prefix, (*above, place))
+            elif key.startswith(prefix):
+                with self._errors(key):
+                    try:
+                        found = entry.stat()
+                    except FileNotFoundError:
+                        continue
+                if stat.S_ISREG(found.st_mode):
+                    yield ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turn OSError on the object `key` into one of ours."""
+        try:
+            yield
+        except OSError as error:
+            where = self.root / key
+            reason = error.strerror or str(error)
+            if error.errno in _ABSENT:
+                raise ObjectNotFound(f"{where}: no such object") from error
+            if error.errno in _REFUSED:
+                raise AccessDenied(
+                    f"{where}: {reason}, expected permission to read and write",
+                    hint=f"check owner and mount of {self.root} (ls -ld), or use another folder",
+                ) from error
+            if error.errno == errno.ENAMETOOLONG:
+                raise InputError(f"key {key!r}: {reason}, expected a shorter name") from error
+            if error.errno in _FULL:
+                raise StorageError(
+                    f"{where}: {reason}, expected free space", hint=f"free space in {self.root}"
+                ) from error
+            raise StorageError(f"{where}: {reason}") from error
+
+
+def _etag(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns:x}-{found.st_size:x}-{found.st_ino:x}"
+
+
+def _sort_name(entry: os.DirEntry[str]) -> str:
+    """A folder sorts with its slash, so that a depth-first walk comes in key order ("a.x" before "a/b")."""
+    return entry.name + "/" if entry.is_dir() else entry.name
+
+
+def _touch(temp: Path, *, after_ns: int = 0) -> str:
+    """Give a temporary file its final times and return its etag, which no earlier version of the object had.
+
+    The kernel stamps files by a tick of some milliseconds, in which an inode number can come back; the time set here
+    is finer, and later than that of the version before.
+    """
+    now = max(time.time_ns(), after_ns + 1)
+    os.utime(temp, ns=(now, now))
+    found = temp.stat()
+    if found.st_mtime_ns <= after_ns:
+        later = after_ns + _COARSEST_MTIME_NS
+        os.utime(temp, ns=(later, later))
+        found = temp.stat()
+    return _etag(found)
+
+
+@contextmanager
+def _temp(path: Path) -> Iterator[Path]:
+    """Name a fresh temporary file next to `path`; it is gone afterwards."""
+    # The name is cut so that the temporary name is never too long where the key is not.
+    temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
+    try:
+        yield temp
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _write(temp: Path, data: bytes) -> None:
+    with temp.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy(source: Path, temp: Path) -> None:
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise StorageError(f"{source}: {error.strerror}, expected a readable file") from error
+    with file, temp.open("xb") as target:
+        shutil.copyfileobj(file, target, 1 << 20)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return codec.sha256_file(file)
+
+
+def _link(temp: Path, path: Path) -> None:
+    """Give `temp` the name `path`, which must be free. Raises FileExistsError."""
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here (FAT, some FUSE): everyone who creates takes the same lock instead.
+        with _locked(path.parent):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "File exists", str(path)) from None
+            os.replace(temp, path)  # noqa: PTH105 - the plain verb for an atomic step
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. Exclusive between threads and processes; freed when its holder dies."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            _flock(handle, folder)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_LOCKS:
+                raise
+            # NFS locks only what is open for writing, and a folder never is.
+            os.close(handle)
+            handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            _flock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int, folder: Path) -> None:
+    """Wait for a lock, but not for ever: its holder may be a process that someone has frozen."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{folder}: locked by another process for {LOCK_SECONDS:g} s, expected an instant",
+                    hint=f"look for a stopped process that holds it: lslocks, or fuser -v {folder}",
+                ) from None
+            time.sleep(0.002)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, durably."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        _fsync_folder(folder.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some filesystems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)

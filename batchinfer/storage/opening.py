@@ -1,0 +1,119 @@
+"""From a URL to a store. The adapters behind it, and what they import, load only when their scheme is used."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from urllib.parse import unquote
+
+from batchinfer.errors import ConfigError
+from batchinfer.storage import Store
+from batchinfer.storage.retrying import RetryPolicy
+
+S3_SCHEMES = ("s3", "s3a", "r2")
+GCS_SCHEMES = ("gs", "gcs")
+READ_ONLY_SCHEMES = ("hf", "http", "https")
+SCHEMES = ("file", *S3_SCHEMES, *GCS_SCHEMES, *READ_ONLY_SCHEMES, "memory")
+
+_UNDERSTOOD = (
+    "a plain path, file://, s3:// (also r2:// and other S3 stores by AWS_ENDPOINT_URL), gs://, memory://, "
+    "and for reading hf:// and https://"
+)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return (scheme, rest); the scheme of a plain path is "file".
+
+    >>> split_url("s3://bucket/job"), split_url("runs/a"), split_url("file:///data/job")
+    (('s3', 'bucket/job'), ('file', 'runs/a'), ('file', '/data/job'))
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "file", url
+    return scheme.lower(), unquote(rest) if scheme.lower() == "file" else rest
+
+
+def join_url(base: str, key: str) -> str:
+    """Return the URL of `key` below `base`.
+
+    >>> (
+    ...     join_url("s3://bucket/job/", "job.json"),
+    ...     join_url("/data", "job.json"),
+    ...     join_url("s3://bucket", ""),
+    ... )
+    ('s3://bucket/job/job.json', '/data/job.json', 's3://bucket')
+    """
+    stripped = base.rstrip("/") or base[:1]
+    if not key:
+        return stripped
+    return stripped + key if stripped == "/" else f"{stripped}/{key}"
+
+
+def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
+    """Open the store at `url`. Reads configuration only: nothing is created, and no request is sent.
+
+    Args:
+        url: A plain path (``~`` is expanded) or a URL of one of `SCHEMES`.
+        retries: How each request to remote storage is repeated; by default for about a minute.
+
+    Raises:
+        ConfigError: The scheme is unknown, its package is not installed, or the URL names no bucket or no endpoint.
+    """
+    scheme, rest = split_url(url)
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"{url!r}: unknown scheme {scheme!r}, expected {_UNDERSTOOD}",
+            hint="see docs/object-storage.md",
+        )
+    if not rest.strip("/") and not (scheme == "file" and rest):
+        raise ConfigError(f"{url!r}: names nothing, expected {scheme}://name or a path")
+    if scheme == "file":
+        return _open_local(url, rest)
+    if scheme == "memory":
+        from batchinfer.storage.memory import MemoryStore
+
+        return MemoryStore(url)
+    if scheme in S3_SCHEMES:
+        return _open_s3(url, scheme, rest, retries)
+    if scheme in GCS_SCHEMES:
+        _require("gcsfs", url, "pip install 'batchinfer[gcs]'")
+        from batchinfer.storage.gcs import GcsStore
+
+        return GcsStore(url)
+    if scheme == "hf":
+        _require("huggingface_hub", url, "pip install huggingface_hub")
+    else:
+        _require("aiohttp", url, "pip install aiohttp")
+    from batchinfer.storage.remote import ReadOnlyStore
+
+    return ReadOnlyStore(url, retries=retries)
+
+
+def _open_local(url: str, path: str) -> Store:
+    from batchinfer.storage.local import LocalStore
+
+    if "://" in url and not path.startswith("/"):
+        raise ConfigError(
+            f"{url!r}: a file:// URL needs an absolute path",
+            hint=f"write file:///absolute/path, or the plain path {path!r}",
+        )
+    return LocalStore(Path(path).expanduser())
+
+
+def _open_s3(url: str, scheme: str, rest: str, retries: RetryPolicy | None) -> Store:
+    _require("s3fs", url, "pip install 's3fs>=2025.7'")
+    from batchinfer.storage.s3 import S3Store
+
+    store = S3Store(f"s3://{rest}", retries=retries)
+    if scheme == "r2" and store.is_on_aws():
+        raise ConfigError(
+            f"{url!r}: no endpoint is configured, so requests would go to AWS",
+            hint="export AWS_ENDPOINT_URL=https://ACCOUNT_ID.r2.cloudflarestorage.com, "
+            "or put endpoint_url into the profile that AWS_PROFILE names",
+        )
+    return store
+
+
+def _require(package: str, url: str, command: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{url!r}: needs the package {package}, which is missing", hint=command)

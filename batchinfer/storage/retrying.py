@@ -1,0 +1,57 @@
+"""Which failures of remote storage are worth another try, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import stamina
+
+from batchinfer.errors import StorageError
+from batchinfer.records import Record
+
+T = TypeVar("T")
+
+
+class RetryPolicy(Record, frozen=True, kw_only=True):
+    """How one request is repeated: `attempts` in all, with growing random pauses, for at most `total_seconds`."""
+
+    attempts: int = 7
+    total_seconds: float = 120.0
+    """No attempt starts later than this after the first."""
+    first_pause_seconds: float = 1.0
+    longest_pause_seconds: float = 30.0
+
+
+class TransientError(StorageError):
+    """A failure that may pass: a lost connection, a time-out, an overloaded or conflicting store."""
+
+
+class NotSupported(StorageError):
+    """The store has no such operation: it answers 501 or its like."""
+
+
+def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
+    """Run `action` until it succeeds, fails for good, or the policy ends it.
+
+    Raises:
+        StorageError: The last try failed with a TransientError; the message says how often was tried.
+        BatchinferError: Whatever else `action` raises, at once.
+    """
+    tries = 0
+    try:
+        for attempt in stamina.retry_context(
+            on=TransientError,
+            attempts=policy.attempts,
+            timeout=policy.total_seconds,
+            wait_initial=policy.first_pause_seconds,
+            wait_max=policy.longest_pause_seconds,
+            wait_jitter=policy.first_pause_seconds,
+        ):
+            with attempt:
+                tries = attempt.num
+                return action()
+    except TransientError as error:
+        times = f"{tries} attempts" if tries > 1 else "1 attempt"
+        raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error
+    raise AssertionError("a retry loop ends by returning or raising")  # pragma: no cover

@@ -1,0 +1,401 @@
+"""A store in an S3 bucket: AWS, and whatever speaks its API (R2, GCS's own API is in `gcs`).
+
+s3fs gives the session (profiles, SSO, endpoint from the environment) and the event loop; each verb is one or few
+plain S3 requests on it. An s3fs file is never opened for writing: leaving its ``with`` block by an exception would
+publish half an object, and one left open hangs the interpreter at its exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec.asyn
+import s3fs
+
+from batchinfer import codec
+from batchinfer.errors import (
+    AccessDenied,
+    BatchinferError,
+    ObjectNotFound,
+    PreconditionFailed,
+)
+from batchinfer.storage import Object, ObjectInfo
+from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from batchinfer.storage.s3_errors import already_exists, no_such_bucket, of_answer, s3_errors
+from batchinfer.storage.scratch_files import scratch_errors
+
+T = TypeVar("T")
+
+PART_BYTES = 16 << 20
+"""Size of every part but the last of a multipart upload (R2 wants them equal)."""
+MULTIPART_BYTES = 64 << 20
+"""Files of at least this size go up in parts, `PART_CONCURRENCY` at a time."""
+PART_CONCURRENCY = 4
+MAX_PARTS = 10_000
+KEYS_PER_DELETE = 1000
+_READ_BYTES = 1 << 20
+
+
+class Upload(NamedTuple):
+    """An unfinished multipart upload; `started` is Unix seconds by the store's clock."""
+
+    key: str
+    upload_id: str
+    started: float
+
+
+class S3Store:
+    """Objects below ``s3://bucket/prefix``.
+
+    Safe for threads. Credentials, profile, region and endpoint come from where botocore looks for them: environment
+    variables (``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_PROFILE`` …), ~/.aws, the machine's role.
+
+    Args:
+        url: ``s3://bucket`` or ``s3://bucket/prefix``.
+        retries: How each request is repeated.
+        part_bytes: As `PART_BYTES`. At least 5 MiB, says S3.
+        multipart_bytes: As `MULTIPART_BYTES`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        retries: RetryPolicy | None = None,
+        part_bytes: int = PART_BYTES,
+        multipart_bytes: int = MULTIPART_BYTES,
+    ) -> None:
+        bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
+        self.bucket = bucket
+        self.url = f"s3://{bucket}/{root}" if root else f"s3://{bucket}"
+        self._root = f"{root}/" if root else ""
+        self._retries = retries or RetryPolicy()
+        self._part_bytes = part_bytes
+        self._multipart_bytes = multipart_bytes
+        self._is_bucket_seen = False
+        # Repeating is this module's own work: botocore's and s3fs's tries would multiply with it.
+        self._fs = s3fs.S3FileSystem(
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            config_kwargs={
+                "retries": {"total_max_attempts": 1},
+                "connect_timeout": 10,
+                "read_timeout": 60,
+                "max_pool_connections": 32,
+            },
+        )
+        self._fs.retries = 1
+
+    def get(self, key: str) -> Object:
+        """See `Store.get`. One request."""
+        return self._retry(partial(self._read, self._path(key)))
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store.download`. One request."""
+        self._retry(partial(self._fetch, self._path(key), path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `Store.stat`. One request."""
+        try:
+            found = self._retry(partial(self._call, "head_object", Key=self._path(key)))
+        except ObjectNotFound:
+            self._check_bucket()  # a HEAD has no body that could say what is missing
+            raise
+        return ObjectInfo(
+            key, found["ContentLength"], found["ETag"], found["LastModified"].timestamp()
+        )
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
+        return self._list(check_prefix(prefix))
+
+    def create(self, key: str, data: bytes) -> str:
+        """See `Store.create`. One request, two if the key is taken."""
+        if not data:
+            raise ValueError(f"{key}: an object that is created must not be empty")
+        path = self._path(key)
+        try:
+            return self._put(path, data, IfNoneMatch="*")
+        except PreconditionFailed as error:
+            etag = self._etag_if_equal(path, data)
+            if etag is None:
+                raise already_exists(self._url(path)) from error
+            return etag
+
+    def create_file(self, key: str, path: Path) -> str:
+        """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees."""
+        name = self._path(key)
+        with scratch_errors(path):
+            size = path.stat().st_size
+        try:
+            if size >= self._multipart_bytes:
+                return self._retry(partial(self._upload, name, path, size))
+            with scratch_errors(path):
+                data = path.read_bytes()
+            return self._put(name, data, IfNoneMatch="*")
+        except PreconditionFailed as error:
+            etag = self._etag_if_same_file(name, path, size)
+            if etag is None:
+                raise already_exists(self._url(name)) from error
+            return etag
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """See `Store.replace`. One request, two if the object has changed."""
+        path = self._path(key)
+        try:
+            return self._put(path, data, IfMatch=etag)
+        except ObjectNotFound as error:
+            raise PreconditionFailed(
+                f"{self._url(path)}: is absent, expected the version that was read"
+            ) from error
+        except PreconditionFailed:
+            current = self._etag_if_equal(path, data)
+            if current is None:
+                raise
+            return current
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`. One request for every 1000 keys."""
+        paths = iter([self._path(key) for key in keys])
+        while batch := list(itertools.islice(paths, KEYS_PER_DELETE)):
+            try:
+                self._retry(partial(self._delete_batch, batch))
+            except NotSupported:  # some stores know only the single form
+                for path in batch:
+                    self._retry(partial(self._call, "delete_object", Key=path))
+
+    def list_multipart_uploads(self) -> Iterator[Upload]:
+        """Unfinished multipart uploads below the root, in key order: what killed processes left, and live ones."""
+        marker: dict[str, str] = {}
+        while True:
+            page = self._retry(
+                partial(self._call, "list_multipart_uploads", Prefix=self._root, **marker)
+            )
+            for item in page.get("Uploads", ()):
+                key = item["Key"][len(self._root) :]
+                yield Upload(key, item["UploadId"], item["Initiated"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            marker = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def abort_multipart_uploads(self, older_than_seconds: float) -> int:
+        """Abort unfinished multipart uploads, which cost storage although nobody sees them. Returns how many.
+
+        Args:
+            older_than_seconds: Younger ones may belong to a live worker and stay. Compares the store's clock with
+                this machine's.
+        """
+        limit = time.time() - older_than_seconds
+        old = [upload for upload in self.list_multipart_uploads() if upload.started < limit]
+        for upload in old:
+            with contextlib.suppress(ObjectNotFound):  # finished or aborted meanwhile
+                self._retry(partial(self._abort, self._path(upload.key), upload.upload_id))
+        return len(old)
+
+    def is_on_aws(self) -> bool:
+        """Whether requests go to AWS itself. Reads the configuration; sends nothing."""
+        with s3_errors(self.url, self.bucket):
+            endpoint = str(self._fs.s3.meta.endpoint_url)
+        host = urlsplit(endpoint).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+    # ------------------------------------------------------------------ one verb's parts
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        token: dict[str, str] = {}
+        while True:
+            page = self._retry(
+                partial(self._call, "list_objects_v2", Prefix=self._root + prefix, **token)
+            )
+            for item in page.get("Contents", ()):
+                key = item["Key"][len(self._root) :]
+                if key and not key.endswith("/"):  # consoles make "folders" that end in a slash
+                    yield ObjectInfo(
+                        key, item["Size"], item["ETag"], item["LastModified"].timestamp()
+                    )
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _put(self, path: str, data: bytes, **condition: str) -> str:
+        answer = self._retry(partial(self._call, "put_object", Key=path, Body=data, **condition))
+        return str(answer["ETag"])
+
+    def _upload(self, path: str, file: Path, size: int) -> str:
+        """Upload a file in parts; only the last request makes it an object, if there is none.
+
+        Raises:
+            PreconditionFailed: There is one, perhaps this very upload's, completed with its reply lost.
+            TransientError: The upload is gone without having become an object; start again.
+        """
+        part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
+        upload_id = self._call("create_multipart_upload", Key=path)["UploadId"]
+
+        def send(number: int) -> dict[str, Any]:
+            with scratch_errors(file), file.open("rb") as source:
+                source.seek((number - 1) * part_bytes)
+                body = source.read(part_bytes)
+            answer = self._retry(
+                partial(
+                    self._call,
+                    "upload_part",
+                    Key=path,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    Body=body,
+                )
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        pool = ThreadPoolExecutor(PART_CONCURRENCY, thread_name_prefix="upload-part")
+        try:
+            parts = list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
+            return self._complete(path, upload_id, parts)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            with contextlib.suppress(BatchinferError):  # the first error is the one to report
+                self._abort(path, upload_id)
+            raise
+        finally:
+            pool.shutdown()
+
+    def _complete(self, path: str, upload_id: str, parts: Sequence[dict[str, Any]]) -> str:
+        complete = partial(
+            self._call,
+            "complete_multipart_upload",
+            Key=path,
+            UploadId=upload_id,
+            MultipartUpload={"Parts": list(parts)},
+            IfNoneMatch="*",
+        )
+        try:
+            return str(self._retry(complete)["ETag"])
+        except ObjectNotFound:
+            # No such upload: an earlier try completed it and its reply was lost, or someone aborted it.
+            try:
+                self._retry(partial(self._call, "head_object", Key=path))
+            except ObjectNotFound as error:
+                raise TransientError(f"{self._url(path)}: its upload was aborted") from error
+            raise PreconditionFailed(f"{self._url(path)}: exists") from None
+
+    def _abort(self, path: str, upload_id: str) -> None:
+        self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
+
+    def _delete_batch(self, paths: Sequence[str]) -> None:
+        wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
+        for failure in self._call("delete_objects", Delete=wanted).get("Errors", ()):
+            # Shaped like the answer to a request of its own, so that one place decides what a code means.
+            code = failure.get("Code", "")
+            answer = {
+                "Error": failure,
+                "ResponseMetadata": {"HTTPStatusCode": 403 if code == "AccessDenied" else 0},
+            }
+            raise of_answer(answer, self._url(failure.get("Key", "")), self.bucket)
+
+    def _etag_if_equal(self, path: str, data: bytes) -> str | None:
+        """Etag of an object that holds exactly `data`; None if it holds something else, or is gone."""
+        try:
+            held = self._retry(partial(self._read, path))
+        except ObjectNotFound:
+            return None
+        return held.etag if held.data == data else None
+
+    def _etag_if_same_file(self, path: str, file: Path, size: int) -> str | None:
+        """The same for the content of a file, in bounded memory."""
+        try:
+            found = self._retry(partial(self._call, "head_object", Key=path))
+            if found["ContentLength"] != size:
+                return None
+            held_sha256, etag = self._retry(partial(self._digest, path))
+        except ObjectNotFound:
+            return None
+        with scratch_errors(file), file.open("rb") as source:
+            return etag if codec.sha256_file(source) == held_sha256 else None
+
+    def _read(self, path: str) -> Object:
+        pieces = bytearray()
+        etag = self._stream(path, pieces.extend)
+        return Object(bytes(pieces), etag)
+
+    def _digest(self, path: str) -> tuple[str, str]:
+        digest = hashlib.sha256()
+        etag = self._stream(path, digest.update)
+        return digest.hexdigest(), etag
+
+    def _fetch(self, path: str, file: Path) -> None:
+        with scratch_errors(file):
+            target = file.open("wb", buffering=0)
+
+        def write(piece: bytes) -> None:
+            with scratch_errors(file):
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+
+        with target:
+            self._stream(path, write)
+
+    # ------------------------------------------------------------------ requests
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        return retried(self._retries, action)
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        """Send one S3 request, once. The answer is botocore's."""
+        where = self._url(arguments.get("Key", self._root))
+        with s3_errors(where, self.bucket):
+            return self._fs.call_s3(method, Bucket=self.bucket, **arguments)
+
+    def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
+        """Send one GET and pass the body on piece by piece, whole or with an error. Returns the etag."""
+
+        async def copy() -> str:
+            call = self._fs._call_s3  # noqa: SLF001 - fsspec's name for the form to use in a coroutine
+            answer = await call("get_object", Bucket=self.bucket, Key=path)
+            num_bytes = 0
+            try:
+                while piece := await answer["Body"].read(_READ_BYTES):
+                    num_bytes += len(piece)
+                    write(piece)
+            finally:
+                answer["Body"].close()
+            if num_bytes != answer["ContentLength"]:
+                raise TransientError(
+                    f"{self._url(path)}: {num_bytes} bytes arrived, "
+                    f"expected {answer['ContentLength']}"
+                )
+            return str(answer["ETag"])
+
+        with s3_errors(self._url(path), self.bucket):
+            etag: str = fsspec.asyn.sync(self._fs.loop, copy)
+        return etag
+
+    def _check_bucket(self) -> None:
+        """Tell a missing bucket from a missing object, once."""
+        if self._is_bucket_seen:
+            return
+        with contextlib.suppress(AccessDenied):
+            try:
+                self._retry(partial(self._call, "head_bucket"))
+            except ObjectNotFound as error:
+                raise no_such_bucket(self.bucket) from error
+        self._is_bucket_seen = True
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _url(self, path: str) -> str:
+        return f"s3://{self.bucket}/{path}"

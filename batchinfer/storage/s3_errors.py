@@ -1,0 +1,175 @@
+"""What an answer of an S3 API means to us.
+
+s3fs raises built-in errors (FileNotFoundError, OSError 22 …) whose cause is botocore's; which built-in one depends on
+the server, so the decision is made on the HTTP status and the error code of the cause.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+import fsspec.exceptions
+
+from batchinfer.errors import (
+    AccessDenied,
+    AlreadyExists,
+    BatchinferError,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+)
+from batchinfer.storage.retrying import NotSupported, TransientError
+
+CREDENTIALS_HINT = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile in ~/.aws; "
+    "for another provider than AWS also AWS_ENDPOINT_URL (see docs/object-storage.md)"
+)
+_LIST_HINT = (
+    "grant s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucket and s3:AbortMultipartUpload "
+    "on the bucket; without s3:ListBucket a missing object looks like a forbidden one"
+)
+
+_NO_CREDENTIALS = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.UnauthorizedSSOTokenError,
+    botocore.exceptions.SSOError,
+    botocore.exceptions.ProfileNotFound,
+    botocore.exceptions.NoAuthTokenError,
+)
+_LOST = (
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.ResponseStreamingError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.parsers.ResponseParserError,
+    fsspec.exceptions.FSTimeoutError,
+    aiohttp.ClientError,
+    http.client.IncompleteRead,
+    ConnectionError,
+    TimeoutError,
+)
+_BAD_CREDENTIAL_CODES = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+}
+_TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "Throttling", "TooManyRequests", "InternalError"}
+_WRONG_REGION_CODES = {
+    "AuthorizationHeaderMalformed",
+    "PermanentRedirect",
+    "IllegalLocationConstraintException",
+}
+_FAILURES = (OSError, ValueError, botocore.exceptions.BotoCoreError, *_LOST)
+
+
+@contextmanager
+def s3_errors(url: str, bucket: str) -> Iterator[None]:
+    """Turn whatever s3fs and botocore raise on the object or prefix at `url` into our errors."""
+    try:
+        yield
+    except BatchinferError:
+        raise
+    except _FAILURES as error:
+        raise translate(error, url, bucket) from error
+
+
+def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
+    """Choose our error for one of s3fs's or botocore's."""
+    answer = _answer(error)
+    if answer is not None:
+        return of_answer(answer, url, bucket)
+    if isinstance(error, _NO_CREDENTIALS):
+        return AccessDenied(
+            f"{url}: no usable credentials ({error}), expected a key for bucket {bucket}",
+            hint=CREDENTIALS_HINT,
+        )
+    if isinstance(error, botocore.exceptions.ParamValidationError):
+        return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")
+    if isinstance(error, _LOST):
+        return TransientError(
+            f"{url}: no answer from the store ({type(error).__name__}: {_first_line(error)})",
+            hint="check the network and AWS_ENDPOINT_URL",
+        )
+    if isinstance(error, ValueError | botocore.exceptions.BotoCoreError):
+        return ConfigError(
+            f"{url}: {_first_line(error)}, expected a working S3 configuration",
+            hint="check AWS_ENDPOINT_URL (with http:// or https://) and AWS_DEFAULT_REGION",
+        )
+    return StorageError(f"{url}: {_first_line(error)}")
+
+
+def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
+    """Choose our error for a parsed error response."""
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = str(answer.get("Error", {}).get("Code", ""))
+    said = f"{code} {answer.get('Error', {}).get('Message', '')}".strip()
+    if code == "NoSuchBucket":
+        return no_such_bucket(bucket)
+    if code in _BAD_CREDENTIAL_CODES:
+        skewed = code == "RequestTimeTooSkewed"
+        hint = "set this machine's clock" if skewed else CREDENTIALS_HINT
+        return AccessDenied(f"{url}: the store refused the credentials ({said})", hint=hint)
+    if code in _WRONG_REGION_CODES or status in {301, 307}:
+        return ConfigError(
+            f"{url}: the bucket is in another region or at another endpoint ({said})",
+            hint="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it is not on AWS",
+        )
+    if code in _TRANSIENT_CODES or status == 429 or status in {500, 502, 503, 504}:
+        return TransientError(f"{url}: the store answered {status} {said}")
+    if status in {401, 403}:
+        return AccessDenied(f"{url}: the store refused access ({said})", hint=_LIST_HINT)
+    if status == 404:
+        return ObjectNotFound(f"{url}: no such object")
+    if status == 412:
+        return PreconditionFailed(f"{url}: is not the version that was expected")
+    if status == 409:
+        # ConditionalRequestConflict: someone else is writing the same key right now.
+        return TransientError(f"{url}: a concurrent write was in the way ({said})")
+    if status == 501 or code == "NotImplemented":
+        return NotSupported(
+            f"{url}: the store does not support this request ({said})",
+            hint="some stores need AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
+        )
+    return StorageError(f"{url}: the store answered {status} {said}")
+
+
+def no_such_bucket(bucket: str) -> InputError:
+    """Say that a bucket does not exist where we look for it."""
+    return InputError(
+        f"bucket {bucket!r}: does not exist at this endpoint, expected an existing bucket",
+        hint=f"create it (aws s3 mb s3://{bucket}), or check the name, AWS_ENDPOINT_URL and AWS_PROFILE",
+    )
+
+
+def already_exists(url: str) -> AlreadyExists:
+    """Say that a create lost."""
+    return AlreadyExists(f"{url}: exists with other bytes, expected none")
+
+
+def _answer(error: BaseException) -> dict[str, Any] | None:
+    """The parsed error response that led to `error`, if the server gave one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return response
+        cause = cause.__cause__
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

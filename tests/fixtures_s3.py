@@ -1,0 +1,98 @@
+"""An S3 server on 127.0.0.1 for tests: moto, in a process of its own, so that subprocesses reach it too."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1).
+_SERVE = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from moto.server import main
+main(["-H", "127.0.0.1", "-p", "0"])
+"""
+
+S3Url = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the server; it holds everything in memory and takes any credentials."""
+    log = tmp_path_factory.mktemp("s3") / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield _announced(server, log)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _announced(server: subprocess.Popen[bytes], log: Path) -> str:
+    for _ in range(1200):
+        found = re.search(rb"Running on (http://127\.0\.0\.1:[0-9]+)", log.read_bytes())
+        if found:
+            return found.group(1).decode()
+        if server.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise RuntimeError(f"the S3 server did not start:\n{log.read_text()}")
+
+
+@pytest.fixture
+def s3_environment(
+    s3_endpoint: str,
+    clean_environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> str:
+    """Credentials and endpoint in the environment, for this process and those that it starts."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    values = {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "no-aws-config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no-aws-credentials"),
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    return s3_endpoint
+
+
+@pytest.fixture
+def s3_url(s3_environment: str) -> Iterator[S3Url]:
+    """Factory: `s3_url()` makes a bucket and returns its URL, `s3_url("job")` a URL inside a fresh bucket."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=s3_environment)
+    made: list[str] = []
+
+    def make(prefix: str = "") -> str:
+        bucket = f"test-{secrets.token_hex(6)}"
+        client.create_bucket(Bucket=bucket)
+        made.append(bucket)
+        return f"s3://{bucket}/{prefix}".rstrip("/")
+
+    yield make
+    for bucket in made:  # the server keeps all in memory
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            doomed = [{"Key": item["Key"]} for item in page.get("Contents", ())]
+            if doomed:
+                client.delete_objects(Bucket=bucket, Delete={"Objects": doomed})
+    client.close()

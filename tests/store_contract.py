@@ -1,0 +1,273 @@
+"""What every writable store promises. A store's test module inherits the class and says how to open one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from batchinfer.errors import (
+    AlreadyExists,
+    BatchinferError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    ScratchFull,
+)
+from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.counting import CountingStore
+from batchinfer.storage.probing import probe
+
+BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
+
+
+def race(actions: list[Callable[[], str]]) -> tuple[list[str], list[Exception]]:
+    """Run all actions at the same time; return what succeeded and what failed."""
+    barrier = threading.Barrier(len(actions))
+    etags: list[str] = []
+    errors: list[Exception] = []
+
+    def run(action: Callable[[], str]) -> None:
+        barrier.wait()
+        try:
+            etags.append(action())
+        except BatchinferError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return etags, errors
+
+
+class StoreContract:
+    """Inherit, and give the fixture `reopen`: a function that opens the same root anew, as another worker does."""
+
+    @pytest.fixture
+    def reopen(self) -> Callable[[], Store]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, reopen: Callable[[], Store]) -> Store:
+        return reopen()
+
+    def test_created_object_reads_back(self, store: Store) -> None:
+        etag = store.create("a/b.json", b"one")
+        assert store.get("a/b.json") == (b"one", etag)
+        found = store.stat("a/b.json")
+        assert (found.key, found.bytes, found.etag) == ("a/b.json", 3, etag)
+        assert found.modified > 1.7e9
+
+    def test_absent_object_is_not_found(self, store: Store, tmp_path: Path) -> None:
+        store.create("a/b", b"one")
+        for key in ("a/c", "a", "x/y", "a/b/c"):
+            with pytest.raises(ObjectNotFound, match=key):
+                store.get(key)
+            with pytest.raises(ObjectNotFound, match=key):
+                store.stat(key)
+            with pytest.raises(ObjectNotFound, match=key):
+                store.download(key, tmp_path / "copy")
+
+    def test_second_create_is_refused_and_changes_nothing(self, store: Store) -> None:
+        etag = store.create("k", b"one")
+        with pytest.raises(AlreadyExists, match="k"):
+            store.create("k", b"two")
+        assert store.get("k") == (b"one", etag)
+
+    def test_create_of_the_same_bytes_is_taken_for_a_lost_reply(self, store: Store) -> None:
+        etag = store.create("k", b"one with a nonce")
+        assert store.create("k", b"one with a nonce") == etag
+
+    def test_create_of_nothing_is_a_bug_of_the_caller(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="empty"):
+            store.create("k", b"")
+        assert list(store.list()) == []
+
+    def test_file_is_created_once(self, store: Store, tmp_path: Path) -> None:
+        file = tmp_path / "result.jsonl"
+        file.write_bytes(b"rows\n" * 1000)
+        etag = store.create_file("outputs/part-00000.jsonl", file)
+        assert store.get("outputs/part-00000.jsonl") == (file.read_bytes(), etag)
+        assert store.create_file("outputs/part-00000.jsonl", file) == etag
+        file.write_bytes(b"swor\n" * 1000)
+        with pytest.raises(AlreadyExists):
+            store.create_file("outputs/part-00000.jsonl", file)
+        file.write_bytes(b"short")
+        with pytest.raises(AlreadyExists):
+            store.create_file("outputs/part-00000.jsonl", file)
+        assert store.get("outputs/part-00000.jsonl").etag == etag
+
+    def test_empty_file_can_be_created(self, store: Store, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        store.create_file("empty", tmp_path / "empty")
+        assert store.get("empty").data == b""
+        assert store.stat("empty").bytes == 0
+
+    def test_file_that_is_not_there_is_named(self, store: Store, tmp_path: Path) -> None:
+        with pytest.raises(BatchinferError, match="nowhere"):
+            store.create_file("k", tmp_path / "nowhere")
+        assert list(store.list()) == []
+
+    def test_download_overwrites_a_local_file(self, store: Store, tmp_path: Path) -> None:
+        data = bytes(range(256)) * 20_000
+        store.create("big", data)
+        target = tmp_path / "copy"
+        target.write_bytes(b"old" * 10_000_000)
+        store.download("big", target)
+        assert target.read_bytes() == data
+
+    def test_download_to_an_unusable_folder_names_it(self, store: Store, tmp_path: Path) -> None:
+        store.create("k", b"one")
+        with pytest.raises(BatchinferError, match="gone"):
+            store.download("k", tmp_path / "gone" / "copy")
+
+    def test_download_to_a_full_disk_is_scratch_full(self, store: Store) -> None:
+        store.create("k", b"one" * 1000)
+        with pytest.raises(ScratchFull, match="/dev"):
+            store.download("k", Path("/dev/full"))
+
+    def test_replace_needs_the_current_etag(self, store: Store) -> None:
+        first = store.create("w.json", b"beat 1")
+        second = store.replace("w.json", b"beat 2", first)
+        assert second != first
+        with pytest.raises(PreconditionFailed, match=r"w\.json"):
+            store.replace("w.json", b"ghost", first)
+        assert store.get("w.json") == (b"beat 2", second)
+
+    def test_replace_of_an_absent_object_is_refused(self, store: Store) -> None:
+        etag = store.create("gone", b"one")
+        store.delete(["gone"])
+        for key in ("gone", "never/was"):
+            with pytest.raises(PreconditionFailed, match=key):
+                store.replace(key, b"two", etag)
+        assert list(store.list()) == []
+
+    def test_replace_by_the_same_bytes_is_taken_for_a_lost_reply(self, store: Store) -> None:
+        first = store.create("w.json", b"beat 1")
+        second = store.replace("w.json", b"beat 2", first)
+        assert store.replace("w.json", b"beat 2", first) == second
+
+    def test_etag_changes_with_every_replace_of_equal_length(self, store: Store) -> None:
+        etag = store.create("w.json", b"beat 000")
+        seen = {etag}
+        for beat in range(1, 30):
+            etag = store.replace("w.json", b"beat %03d" % beat, etag)
+            assert store.stat("w.json").etag == etag
+            seen.add(etag)
+        assert len(seen) == 30
+
+    def test_list_is_recursive_in_key_order_below_a_string_prefix(self, store: Store) -> None:
+        keys = ["a", "a-b", "a.txt", "a0", "b/c/d", "b/c.d", "b/c-d", "b/e", "bb", "é/ü"]
+        for key in reversed([key for key in keys if key != "a"]):
+            store.create(key, key.encode())
+        store.create("a", b"a")
+        assert [found.key for found in store.list()] == sorted(keys)
+        assert [found.key for found in store.list("b")] == ["b/c-d", "b/c.d", "b/c/d", "b/e", "bb"]
+        assert [found.key for found in store.list("b/")] == ["b/c-d", "b/c.d", "b/c/d", "b/e"]
+        assert [found.key for found in store.list("b/c")] == ["b/c-d", "b/c.d", "b/c/d"]
+        assert list(store.list("nothing/")) == []
+        for found in store.list():
+            assert (found.bytes, found.etag) == store.stat(found.key)[1:3]
+
+    def test_fresh_root_lists_nothing(self, store: Store) -> None:
+        assert list(store.list()) == []
+        assert list(store.list("outputs/")) == []
+
+    def test_other_workers_objects_show_at_once(self, reopen: Callable[[], Store]) -> None:
+        mine, other = reopen(), reopen()
+        assert list(mine.list("outputs/")) == []
+        with pytest.raises(ObjectNotFound):
+            mine.stat("outputs/a.succeed")
+        etag = other.create("outputs/a.succeed", b"{}")
+        assert [found.key for found in mine.list("outputs/")] == ["outputs/a.succeed"]
+        assert mine.stat("outputs/a.succeed").etag == etag
+        other.replace("outputs/a.succeed", b"{...}", etag)
+        assert mine.stat("outputs/a.succeed").bytes == 5
+        assert [found.bytes for found in mine.list()] == [5]
+        other.delete(["outputs/a.succeed"])
+        assert list(mine.list()) == []
+
+    def test_delete_takes_many_and_forgives_absent_ones(self, store: Store) -> None:
+        for index in range(5):
+            store.create(f"x/{index}", b"1")
+        store.delete(f"x/{index}" for index in (0, 1, 2, 7))
+        store.delete(["never/was", "x/0", "x/3/below"])
+        store.delete([])
+        assert [found.key for found in store.list()] == ["x/3", "x/4"]
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_key_that_leaves_the_root_is_refused(
+        self, store: Store, key: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "file"
+        file.write_bytes(b"x")
+        for verb in (
+            lambda: store.get(key),
+            lambda: store.stat(key),
+            lambda: store.download(key, tmp_path / "copy"),
+            lambda: store.create(key, b"x"),
+            lambda: store.create_file(key, file),
+            lambda: store.replace(key, b"x", "etag"),
+            lambda: store.delete([key]),
+        ):
+            with pytest.raises(InputError, match="key"):
+                verb()
+
+    def test_prefix_that_leaves_the_root_is_refused(self, store: Store) -> None:
+        for prefix in ("../", "/etc", "a/../b", ".."):
+            with pytest.raises(InputError):
+                store.list(prefix)
+
+    def test_one_of_sixteen_creators_wins(self, reopen: Callable[[], Store]) -> None:
+        stores = [reopen(), reopen()]
+        for round_index in range(4):
+            key = f"claims/{round_index}"
+            bodies = [b"worker %02d" % index for index in range(16)]
+            etags, errors = race(
+                [
+                    lambda index=index, body=body: stores[index % 2].create(key, body)
+                    for index, body in enumerate(bodies)
+                ]
+            )
+            assert len(etags) == 1
+            assert [type(error) for error in errors] == [AlreadyExists] * 15
+            held = stores[0].get(key)
+            assert held.etag == etags[0]
+            assert held.data in bodies
+
+    def test_one_of_sixteen_replacers_wins(self, reopen: Callable[[], Store]) -> None:
+        stores = [reopen(), reopen()]
+        etag = stores[0].create("w.json", b"worker none")
+        etags, errors = race(
+            [
+                lambda index=index: stores[index % 2].replace("w.json", b"worker %d" % index, etag)
+                for index in range(16)
+            ]
+        )
+        assert len(etags) == 1
+        assert [type(error) for error in errors] == [PreconditionFailed] * 15
+        assert stores[1].get("w.json").etag == etags[0]
+
+    def test_probe_finds_the_store_safe_and_leaves_nothing(self, store: Store) -> None:
+        found = probe(store)
+        assert found == Preconditions(create=True, replace=True)
+        assert found.is_safe
+        assert list(store.list()) == []
+
+    def test_requests_can_be_counted(self, store: Store, tmp_path: Path) -> None:
+        counting = CountingStore(store)
+        etag = counting.create("k", b"1")
+        counting.replace("k", b"2", etag)
+        counting.get("k")
+        counting.stat("k")
+        counting.download("k", tmp_path / "copy")
+        counting.create_file("l", tmp_path / "copy")
+        assert len(list(counting.list())) == 2
+        counting.delete(["k", "l"])
+        verbs = ["create", "create_file", "delete", "download", "get", "list", "replace", "stat"]
+        assert dict(counting.requests) == dict.fromkeys(verbs, 1)
+        assert counting.url == store.url
