@@ -1,0 +1,182 @@
+"""A model's tokenizer, through transformers: renders and tokenizes as vLLM's own `LLM.chat` and `LLM.generate`.
+
+Chats are rendered first and then tokenized without special tokens of the tokenizer's own (the template
+wrote them); plain prompts get those special tokens. In both, the text of a special token inside a
+user's text becomes that token, as everywhere in vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+from batchinfer.errors import ConfigError, RowError
+from batchinfer.prompts import Code, Tokenizer
+from batchinfer.prompts.model import RowProblem
+
+logger = logging.getLogger(__name__)
+
+# Arguments of the rendering itself, which a run's or a request's own must not replace.
+_RESERVED = frozenset(
+    {"chat_template", "tokenize", "conversation", "add_generation_prompt", "continue_final_message"}
+)
+
+
+def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Args:
+        model: Name on the Hub, or a local folder.
+        revision: Branch, tag or commit; empty for the default.
+        trust_remote_code: Run code that comes with the model.
+
+    Raises:
+        ConfigError: no such model, no tokenizer in it, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "package transformers: not installed, expected for tokenizing prompts",
+            hint="pip install 'batchinfer[vllm]' on a machine with GPUs, 'batchinfer[cpu]' on others",
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, revision=revision or None, trust_remote_code=trust_remote_code
+        )
+    # A model's files can fail in many ways (missing, malformed, asking for a package), each with an
+    # error class of its own; none of them can be helped by a retry with the same options.
+    except Exception as error:
+        raise _not_loaded(model, revision, error) from error
+    return HfTokenizer(tokenizer)
+
+
+def _not_loaded(model: str, revision: str, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()
+    at = f" at revision {revision}" if revision else ""
+    hint = (
+        "check --model (a name on the Hub or a folder with config.json and tokenizer.json), "
+        "HF_TOKEN for gated models, and --tokenizer where the model brings none"
+    )
+    if "trust_remote_code" in str(error):
+        hint = "the model brings its own code: read it, then pass --trust-remote-code"
+    return ConfigError(
+        f"model {model}{at}: its tokenizer cannot be loaded ({reason[0] if reason else error!r})",
+        hint=hint,
+    )
+
+
+class HfTokenizer:
+    """A transformers tokenizer behind the Tokenizer protocol."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token: str = tokenizer.eos_token or ""
+        self.has_chat_template = bool(tokenizer.chat_template)
+        self.longest_token = _longest_token(tokenizer)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        template: str,
+        continue_final: bool,
+        kwargs: dict[str, Any],
+    ) -> str:
+        """Render a conversation. Raises RowError when the template refuses it."""
+        source = template or self._default_template(bool(kwargs.get("tools")))
+        conversation = [
+            _as_the_template_reads(message, _wants_parts(source)) for message in messages
+        ]
+        options = {name: value for name, value in kwargs.items() if name not in _RESERVED}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=source or None,
+                tokenize=False,
+                add_generation_prompt=not continue_final,
+                continue_final_message=continue_final,
+                **options,
+            )
+        except RowError:
+            raise
+        except Exception as error:
+            # Templates raise on purpose (roles must alternate) and by accident; either way it is
+            # this conversation that cannot be rendered.
+            raise RowProblem(
+                Code.TEMPLATE_ERROR, f"chat template: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
+        return str(rendered)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; the GIL is free meanwhile, where the tokenizer is a fast one."""
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        token_ids: list[list[int]] = encoded["input_ids"]
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _default_template(self, has_tools: bool) -> str:
+        found = self._tokenizer.chat_template
+        if isinstance(found, dict):
+            chosen = found.get("tool_use") if has_tools else None
+            return str(chosen or found.get("default") or "")
+        return str(found or "")
+
+
+def _as_the_template_reads(message: dict[str, Any], wants_parts: bool) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        if not wants_parts:
+            return message
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if wants_parts:
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+@lru_cache(maxsize=32)
+def _wants_parts(template: str) -> bool:
+    """Whether a chat template loops over a message's content, as those of vision models do.
+
+    Such templates get text as a list of parts; all others would print the list itself.
+    """
+    # `generation` is a tag that transformers adds for training and that plain Jinja does not know.
+    plain = template.replace("endgeneration", "endif").replace("{% generation", "{% if true")
+    plain = plain.replace("{%- generation", "{%- if true")
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)  # noqa: S701 -- parsed, never rendered
+    except jinja2.TemplateError:
+        return False
+    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Filter | nodes.Test) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        if isinstance(node.arg, nodes.Slice):
+            return _is_content(node.node)
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name == "content"
+
+
+def _longest_token(tokenizer: Any) -> int:
+    if not getattr(tokenizer, "is_fast", False):
+        return 0
+    return max((len(token) for token in tokenizer.get_vocab()), default=0)

@@ -1,0 +1,53 @@
+"""The output format `completions`: the request as it came, and its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchinfer.formats.answers import failure_of, shown_choices, to_line
+from batchinfer.formats.openai import completion_logprobs, error_object
+from batchinfer.prompts import Prepared
+from batchinfer.records import Choice, Completion
+
+
+class CompletionsEncoder:
+    """Lines of {request, result}; a failed row has a null result and its error.
+
+    Args:
+        strip: Remove white space around every answer.
+        has_timing: Write `request_time`. Rows are not generated in batches of their own: `batch_time`
+            is the row's own time in the engine, and `batch_size` is 1.
+    """
+
+    def __init__(self, *, strip: bool, has_timing: bool) -> None:
+        self._strip = strip
+        self._has_timing = has_timing
+
+    def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
+        """Return one line."""
+        line: dict[str, Any] = {"request": prepared.body}
+        if prepared.body is None:
+            line["request"] = {} if prepared.prompt is None else {"prompt": prepared.prompt}
+        failure = failure_of(prepared, completion)
+        if failure is None and completion is not None:
+            result: dict[str, Any] = {
+                "choices": list(map(self._choice, shown_choices(prepared, completion)))
+            }
+            if self._has_timing:
+                seconds = completion.queue_seconds + completion.generation_seconds
+                result["request_time"] = {"batch_time": round(seconds, 6), "batch_size": 1}
+            line["result"] = result
+        elif failure is not None:
+            line["result"] = None
+            line["error"] = error_object(failure, prepared.param)
+        if prepared.source is not None:
+            line["source"] = prepared.source
+        return to_line(line)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "text": choice.text.strip() if self._strip else choice.text,
+            "index": choice.index,
+            "logprobs": completion_logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }

@@ -1,0 +1,142 @@
+"""The native output line: docs/format.md describes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from batchinfer.formats.answers import (
+    failure_of,
+    finite,
+    num_completion_tokens,
+    shown_choices,
+    to_line,
+)
+from batchinfer.prompts import Prepared
+from batchinfer.records import Choice, Completion, TokenLogprob
+
+_UNSET = msgspec.UNSET
+
+
+class _TopLine(msgspec.Struct):
+    token: str
+    logprob: float | None
+
+
+class _LogprobLine(msgspec.Struct, omit_defaults=True):
+    token: str
+    logprob: float | None
+    token_id: int = -1
+    top: list[_TopLine] = []
+
+
+class _ChoiceLine(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: int | str | msgspec.UnsetType = _UNSET
+    num_tokens: int | msgspec.UnsetType = _UNSET
+    logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class _Timing(msgspec.Struct):
+    queue_seconds: float
+    generation_seconds: float
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct, rename={"row": "_row", "row_id": "_id"}):
+    row: int
+    row_id: str
+    status: str
+    choices: list[_ChoiceLine]
+    usage: _Usage
+    timing: _Timing | msgspec.UnsetType
+    error: _Error | None
+    prompt: Any = _UNSET
+    prompt_logprobs: list[_LogprobLine | None] | msgspec.UnsetType = _UNSET
+    source: dict[str, Any] | msgspec.UnsetType = _UNSET
+
+
+class NativeEncoder:
+    """Native lines.
+
+    Args:
+        strip: Remove white space around every answer.
+        has_timing: Write the seconds of each row. Without them equal answers are equal bytes.
+    """
+
+    def __init__(self, *, strip: bool = False, has_timing: bool = True) -> None:
+        self._strip = strip
+        self._has_timing = has_timing
+
+    def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
+        """Return one native line."""
+        failure = failure_of(prepared, completion)
+        line = _Line(
+            prepared.row,
+            prepared.id,
+            "ok" if failure is None else "error",
+            [],
+            _Usage(),
+            _UNSET,
+            None if failure is None else _Error(failure.code, failure.message),
+        )
+        if completion is not None:
+            line.usage = _Usage(
+                completion.prompt_tokens,
+                num_completion_tokens(prepared, completion),
+                completion.cached_tokens,
+            )
+            if self._has_timing:
+                line.timing = _Timing(
+                    round(completion.queue_seconds, 6), round(completion.generation_seconds, 6)
+                )
+            if failure is None:
+                choices = shown_choices(prepared, completion)
+                has_several = len(choices) > 1
+                line.choices = [self._choice(choice, has_several) for choice in choices]
+                if completion.prompt_logprobs is not None:
+                    line.prompt_logprobs = [
+                        None if position is None else _logprob(position)
+                        for position in completion.prompt_logprobs
+                    ]
+        if prepared.prompt is not None:
+            line.prompt = prepared.prompt
+        if prepared.source is not None:
+            line.source = prepared.source
+        return to_line(line)
+
+    def _choice(self, choice: Choice, has_several: bool) -> _ChoiceLine:
+        line = _ChoiceLine(
+            choice.index,
+            choice.text.strip() if self._strip else choice.text,
+            choice.finish_reason,
+        )
+        if choice.stop_reason is not None:
+            line.stop_reason = choice.stop_reason
+        if has_several:
+            line.num_tokens = choice.num_tokens
+        if choice.logprobs is not None:
+            line.logprobs = [_logprob(position) for position in choice.logprobs]
+        return line
+
+
+def _logprob(position: TokenLogprob) -> _LogprobLine:
+    return _LogprobLine(
+        position.token,
+        finite(position.logprob),
+        position.token_id,
+        [_TopLine(token, finite(logprob)) for token, logprob in position.top],
+    )

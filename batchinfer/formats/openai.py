@@ -1,0 +1,179 @@
+"""The output formats of the OpenAI API: batch output lines, and the bodies inside them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from batchinfer.formats.answers import (
+    failure_of,
+    finite,
+    num_completion_tokens,
+    shown_choices,
+    to_line,
+)
+from batchinfer.prompts import COMPLETIONS_URL, Code, Prepared
+from batchinfer.records import Choice, Completion, Failure, RowKey, TokenLogprob
+
+# Of the engines' reasons to stop, those that the API knows; anything else ended the answer early.
+_CHAT_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
+_COMPLETION_REASONS = frozenset({"stop", "length", "content_filter"})
+# The engine refused this request: the client's fault, as everything that the request itself is wrong in.
+_CLIENT_CODES = frozenset({*(code.value for code in Code), "engine_rejected"})
+
+
+class OpenAIBatchEncoder:
+    """Lines of OpenAI's batch output file.
+
+    Ids are derived from the row's key, so a row has the same line whoever makes it.
+
+    Args:
+        model: The run's model.
+        created: Unix seconds for the bodies.
+        strip: Remove white space around every answer.
+    """
+
+    def __init__(self, *, model: str, created: int, strip: bool) -> None:
+        self._model = model
+        self._created = created
+        self._strip = strip
+
+    def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
+        """Return one line of the batch output."""
+        digest = _digest(prepared.key)
+        line: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": prepared.id}
+        failure = failure_of(prepared, completion)
+        if failure is None and completion is not None:
+            body = self._body(digest, prepared, completion)
+            line |= {"response": _response(digest, 200, body), "error": None}
+        elif failure is not None and failure.code in _CLIENT_CODES:
+            body = {"error": error_object(failure, prepared.param)}
+            line |= {"response": _response(digest, 400, body), "error": None}
+        elif failure is not None:
+            # Not an answer of the API at all, as with a batch that expired.
+            error = {"code": failure.code, "message": failure.message}
+            line |= {"response": None, "error": error}
+        if prepared.source is not None:
+            line["source"] = prepared.source
+        if prepared.prompt is not None and (prepared.view is None or not prepared.view.echo):
+            line["prompt"] = prepared.prompt
+        return to_line(line)
+
+    def _body(self, digest: str, prepared: Prepared, completion: Completion) -> dict[str, Any]:
+        choices = shown_choices(prepared, completion)
+        is_completion = _is_completion(prepared)
+        make = self._completion_choice if is_completion else self._chat_choice
+        num_generated = num_completion_tokens(prepared, completion)
+        return {
+            "id": f"{'cmpl' if is_completion else 'chatcmpl'}-{digest}",
+            "object": "text_completion" if is_completion else "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [make(choice) for choice in choices],
+            "usage": {
+                "prompt_tokens": completion.prompt_tokens,
+                "completion_tokens": num_generated,
+                "total_tokens": completion.prompt_tokens + num_generated,
+                "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
+            },
+        }
+
+    def _chat_choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = {"content": list(map(_chat_logprob, choice.logprobs)), "refusal": None}
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": self._text(choice), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": _reason(choice, _CHAT_REASONS),
+        }
+
+    def _completion_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": self._text(choice),
+            "logprobs": completion_logprobs(choice),
+            "finish_reason": _reason(choice, _COMPLETION_REASONS),
+        }
+
+    def _text(self, choice: Choice) -> str:
+        return choice.text.strip() if self._strip else choice.text
+
+
+def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
+    """Return a failure in the API's own form."""
+    is_client = failure.code in _CLIENT_CODES
+    return {
+        "message": failure.message,
+        "type": "invalid_request_error" if is_client else "server_error",
+        "param": param,
+        "code": failure.code,
+    }
+
+
+def completion_logprobs(choice: Choice) -> dict[str, list[Any]] | None:
+    """Return log-probabilities in the completions API's form: four lists, one entry per token.
+
+    `text_offset` counts characters from the beginning of the choice's text. A token without a
+    log-probability (the first of an echoed prompt) has null in both lists.
+    """
+    if choice.logprobs is None:
+        return None
+    offsets = []
+    offset = 0
+    for position in choice.logprobs:
+        offsets.append(offset)
+        offset += len(position.token)
+    return {
+        "tokens": [position.token for position in choice.logprobs],
+        "token_logprobs": [finite(position.logprob) for position in choice.logprobs],
+        "top_logprobs": [_top(position) for position in choice.logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _top(position: TokenLogprob) -> dict[str, float | None] | None:
+    own = finite(position.logprob)
+    if own is None:
+        return None
+    # Tokens of one text are possible (parts of characters); the likelier one comes first and stays.
+    top: dict[str, float | None] = {}
+    for token, logprob in [*position.top, (position.token, own)]:
+        top.setdefault(token, finite(logprob))
+    return top
+
+
+def _chat_logprob(position: TokenLogprob) -> dict[str, Any]:
+    alternatives: Sequence[tuple[str, float]] = position.top
+    return {
+        **_token(position.token, position.logprob),
+        "top_logprobs": [_token(token, logprob) for token, logprob in alternatives],
+    }
+
+
+def _token(token: str, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token,
+        "bytes": list(token.encode("utf-8", "replace")),
+        "logprob": finite(logprob),
+    }
+
+
+def _is_completion(prepared: Prepared) -> bool:
+    if prepared.url:
+        return prepared.url == COMPLETIONS_URL
+    return not prepared.is_chat
+
+
+def _reason(choice: Choice, known: frozenset[str]) -> str:
+    return choice.finish_reason if choice.finish_reason in known else "stop"
+
+
+def _response(digest: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": status_code, "request_id": f"req_{digest}", "body": body}
+
+
+def _digest(key: RowKey) -> str:
+    return hashlib.blake2b(f"{key[0]}\0{key[1]}".encode(), digest_size=12).hexdigest()

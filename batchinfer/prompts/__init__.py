@@ -1,0 +1,32 @@
+"""Rows to requests: request formats, templates, conversations, tokens. Pure."""
+
+from __future__ import annotations
+
+from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.codes import Code
+from batchinfer.prompts.model import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    REQUEST_FORMATS,
+    TRUNCATIONS,
+    Prepared,
+    PromptConfig,
+    RawRow,
+    Tokenizer,
+)
+from batchinfer.prompts.templates import NamedTemplate, list_templates
+
+__all__ = [
+    "CHAT_URL",
+    "COMPLETIONS_URL",
+    "REQUEST_FORMATS",
+    "TRUNCATIONS",
+    "Code",
+    "NamedTemplate",
+    "Prepared",
+    "PromptBuilder",
+    "PromptConfig",
+    "RawRow",
+    "Tokenizer",
+    "list_templates",
+]

@@ -1,0 +1,321 @@
+"""From the lines of a chunk to requests, one for each row, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import msgspec
+
+from batchinfer import codec
+from batchinfer.errors import ConfigError, RowError
+from batchinfer.prompts import conversation
+from batchinfer.prompts.codes import Code, near
+from batchinfer.prompts.fit import fit, too_long
+from batchinfer.prompts.model import (
+    REQUEST_FORMATS,
+    TRUNCATIONS,
+    Draft,
+    Prepared,
+    PromptConfig,
+    RawRow,
+    Reader,
+    RowProblem,
+    Tokenizer,
+)
+from batchinfer.prompts.parameters import check_sampling, plan_view
+from batchinfer.prompts.requests import RequestsReader
+from batchinfer.prompts.rows import RowsReader
+from batchinfer.prompts.sandbox import compile_template
+from batchinfer.records import Failure, Request, Sampling
+
+# Outputs that show the prompt even where nobody asked for it.
+_OUTPUTS_WITH_PROMPT = ("completions",)
+_SAMPLE = [{"role": "user", "content": "Hello"}]
+
+
+class PromptBuilder:
+    """Turns rows into requests. Pure: no effect, no state between calls, safe to share among threads.
+
+    Args:
+        config: How rows become prompts; checked here.
+        sampling: The run's parameters; requests with parameters of their own override them one by one.
+        run_seed: Every sampled row gets a seed from it and its key alone; None: no seeds.
+        tokenizer: None leaves rendering and tokenizing to the engine: requests then carry text or messages.
+        max_model_len: Tokens of prompt and answer together; None: the engine refuses what is too long.
+
+    Raises:
+        ConfigError: options that contradict each other or cannot work.
+    """
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        sampling: Sampling,
+        run_seed: int | None,
+        tokenizer: Tokenizer | None,
+        max_model_len: int | None,
+    ) -> None:
+        _check_values(config)
+        try:
+            check_sampling(sampling, max_n=config.max_n, max_logprobs=config.max_logprobs)
+        except RowProblem as error:
+            raise ConfigError(
+                f"sampling options: {error.message}", hint="see the sampling options in docs/cli.md"
+            ) from error
+        self._config = config
+        self._sampling, self._view = plan_view(sampling)
+        self._run_seed = run_seed
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._has_prompt = config.keep_prompt or config.output_format in _OUTPUTS_WITH_PROMPT
+        self._reader: Reader
+        if config.request_format == "rows":
+            eos_token = tokenizer.eos_token if tokenizer is not None else ""
+            reader = RowsReader(config, eos_token=eos_token)
+            self._reader = reader
+            if reader.is_chat:
+                self._check_chat()
+        else:
+            self._reader = RequestsReader(config, sampling)
+
+    def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
+        """Prepare rows: one result for each, in order. A bad row is a result with a failure, never a raise.
+
+        Args:
+            chunk: The chunk's name, first half of every row's key.
+            first_row: Number of the chunk's first row in the job; 0 for a chunk from elsewhere.
+            rows: Lines of this chunk, in any number and order.
+        """
+        fill = self._reader.fill
+        drafts = []
+        for line_index, data in rows:
+            row = first_row + line_index
+            draft = Draft(row, str(row))
+            try:
+                fill(draft, data)
+            except RowError as error:
+                _fail(draft, error)
+            drafts.append(draft)
+        if self._tokenizer is not None:
+            self._tokenize(drafts, self._tokenizer)
+        return [
+            self._finish(chunk, line_index, draft)
+            for (line_index, _), draft in zip(rows, drafts, strict=True)
+        ]
+
+    def _finish(self, chunk: str, line_index: int, draft: Draft) -> Prepared:
+        key = (chunk, line_index)
+        if draft.failure is not None:
+            return Prepared(
+                key=key,
+                row=draft.row,
+                id=draft.id,
+                failure=draft.failure,
+                source=draft.source,
+                body=draft.body,
+                url=draft.url,
+                is_chat=draft.messages is not None,
+                param=draft.param,
+            )
+        messages = None
+        text = None
+        token_ids = draft.token_ids
+        if token_ids is None:
+            text = draft.text
+            messages = draft.messages
+            if messages is not None:
+                # Whoever renders later may know texts only.
+                messages = [
+                    message
+                    if type(message["content"]) is str
+                    else {**message, "content": conversation.text_of(message)}
+                    for message in messages
+                ]
+        prompt = None
+        view = draft.view or self._view
+        if self._has_prompt or (view is not None and view.echo):
+            prompt = self._prompt_of(draft)
+        return Prepared(
+            key=key,
+            row=draft.row,
+            id=draft.id,
+            request=Request(
+                key=key,
+                sampling=self._sampling_of(chunk, line_index, draft),
+                text=text,
+                token_ids=token_ids,
+                messages=messages,
+                task=self._config.task,
+            ),
+            source=draft.source,
+            body=draft.body,
+            prompt=prompt,
+            url=draft.url,
+            is_chat=draft.messages is not None,
+            view=view,
+        )
+
+    def _sampling_of(self, chunk: str, line_index: int, draft: Draft) -> Sampling:
+        sampling = draft.sampling or self._sampling
+        if draft.is_open_ended and draft.token_ids is not None and self._max_model_len is not None:
+            room = self._max_model_len - len(draft.token_ids)
+            sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
+        if self._run_seed is None or sampling.seed is not None:
+            return sampling
+        # Without a temperature the engine samples at 1.0 (or the model's own default).
+        if sampling.temperature is not None and sampling.temperature <= 0:
+            return sampling
+        seed = codec.row_seed(self._run_seed, chunk, line_index)
+        return msgspec.structs.replace(sampling, seed=seed)
+
+    def _prompt_of(self, draft: Draft) -> Any:
+        if draft.is_cut and self._tokenizer is not None and draft.token_ids is not None:
+            return self._tokenizer.decode(draft.token_ids)
+        if draft.text is not None:
+            return draft.text
+        if draft.token_ids is not None:
+            if draft.view is not None and draft.view.echo and self._tokenizer is not None:
+                return self._tokenizer.decode(draft.token_ids)
+            return draft.token_ids
+        return draft.messages
+
+    # ------------------------------------------------------------------ tokens
+
+    def _tokenize(self, drafts: list[Draft], tokenizer: Tokenizer) -> None:
+        for draft in drafts:
+            if draft.messages is not None and draft.failure is None:
+                self._render(draft, tokenizer)
+        for special in (False, True):
+            group = [
+                draft
+                for draft in drafts
+                if draft.failure is None
+                and draft.text is not None
+                and draft.add_special_tokens is special
+                and not self._is_hopeless(draft, tokenizer)
+            ]
+            if group:
+                _encode(group, tokenizer, add_special_tokens=special)
+        if self._max_model_len is not None:
+            for draft in drafts:
+                if draft.failure is None and draft.token_ids is not None:
+                    self._fit(draft, self._max_model_len)
+
+    def _render(self, draft: Draft, tokenizer: Tokenizer) -> None:
+        kwargs = self._config.chat_template_kwargs
+        if draft.chat_template_kwargs:
+            kwargs = {**kwargs, **draft.chat_template_kwargs}
+        try:
+            draft.text = tokenizer.apply_chat_template(
+                draft.messages or [],
+                template=self._config.chat_template,
+                continue_final=draft.continue_final,
+                kwargs=kwargs,
+            )
+            draft.add_special_tokens = False
+            if not draft.text:
+                raise RowProblem(Code.EMPTY_PROMPT, "the chat template wrote nothing")
+        except RowError as error:
+            _fail(draft, error)
+
+    def _is_hopeless(self, draft: Draft, tokenizer: Tokenizer) -> bool:
+        # Tokenizing megabytes only to refuse them would hold up everybody else.
+        longest = tokenizer.longest_token
+        if self._max_model_len is None or not longest or self._config.truncate_prompt != "error":
+            return False
+        num_chars = len(draft.text or "")
+        if num_chars <= self._max_model_len * longest:
+            return False
+        _fail(
+            draft,
+            too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len),
+        )
+        return True
+
+    def _fit(self, draft: Draft, max_model_len: int) -> None:
+        token_ids = draft.token_ids or []
+        sampling = draft.sampling or self._sampling
+        try:
+            draft.token_ids = fit(
+                token_ids,
+                max_model_len=max_model_len,
+                max_tokens=sampling.max_tokens,
+                mode=self._config.truncate_prompt,
+            )
+        except RowError as error:
+            _fail(draft, error)
+        draft.is_cut = draft.token_ids is not token_ids
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_chat(self) -> None:
+        template = self._config.chat_template
+        if template:
+            compiled = compile_template(
+                template, name="--chat-template", undefined=jinja2.Undefined
+            )
+            try:
+                compiled.render(
+                    {
+                        "messages": _SAMPLE,
+                        "add_generation_prompt": True,
+                        "bos_token": "",
+                        "eos_token": "",
+                        **self._config.chat_template_kwargs,
+                    }
+                )
+            except (RowProblem, jinja2.UndefinedError) as error:
+                raise ConfigError(
+                    f"--chat-template fails on a conversation of one user message: {error}",
+                    hint="the template gets `messages` and `add_generation_prompt`",
+                ) from error
+        elif self._tokenizer is not None and not self._tokenizer.has_chat_template:
+            raise ConfigError(
+                "the model's tokenizer has no chat template, expected one for a messages column",
+                hint="pass --chat-template FILE, or make plain text prompts with --prompt-template",
+            )
+
+
+def _encode(drafts: list[Draft], tokenizer: Tokenizer, *, add_special_tokens: bool) -> None:
+    texts = [draft.text or "" for draft in drafts]
+    try:
+        encoded = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+    except Exception as error:  # noqa: BLE001 -- tokenizers raise whatever they like; one row is at fault
+        if len(drafts) == 1:
+            _fail(drafts[0], RowProblem(Code.TOKENIZER_ERROR, f"{type(error).__name__}: {error}"))
+            return
+        for draft in drafts:
+            _encode([draft], tokenizer, add_special_tokens=add_special_tokens)
+        return
+    for draft, token_ids in zip(drafts, encoded, strict=True):
+        draft.token_ids = token_ids
+        if not token_ids:
+            _fail(draft, RowProblem(Code.EMPTY_PROMPT, "the prompt has no token"))
+
+
+def _fail(draft: Draft, error: RowError) -> None:
+    draft.failure = Failure(code=error.code, message=error.message)
+    draft.param = error.param if isinstance(error, RowProblem) else None
+
+
+def _check_values(config: PromptConfig) -> None:
+    for option, value, known in (
+        ("--request-format", config.request_format, REQUEST_FORMATS),
+        ("--truncate-prompt", config.truncate_prompt, TRUNCATIONS),
+    ):
+        if value not in known:
+            raise ConfigError(
+                f"{option} {value}: expected one of {', '.join(known)}{near(value, known)}",
+                hint=f"pass {option} {known[0]}, which is the default",
+            )
+    texts = {
+        "--system-prompt": config.system_prompt,
+        "--continue-final": config.continue_final if isinstance(config.continue_final, str) else "",
+    }
+    for option, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{option}: holds bytes that are no text, expected UTF-8") from error

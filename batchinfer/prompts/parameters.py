@@ -1,0 +1,347 @@
+"""Parameters of OpenAI requests as sampling parameters: every one is applied, known to be harmless, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from batchinfer.prompts.codes import Code, near
+from batchinfer.prompts.lines import json_type
+from batchinfer.prompts.model import RowProblem, View
+from batchinfer.records import Record, Sampling
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the completions API generates when nobody says how much."""
+
+# Bookkeeping of the hosted service: accepted, without effect here.
+HARMLESS = frozenset(
+    {
+        "engine",
+        "metadata",
+        "model",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# (lowest, highest, whether the lowest itself is allowed)
+_NUMBERS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, True),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "repetition_penalty": (0, 1000, False),
+}
+_INT64 = 2**63
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "seed": (-_INT64, _INT64 - 1),
+    "top_k": (-1, _INT64 - 1),
+    "min_tokens": (0, _INT64 - 1),
+    "max_tokens": (0, _INT64 - 1),
+    "max_completion_tokens": (1, _INT64 - 1),
+    "n": (1, _INT64 - 1),
+    "best_of": (1, _INT64 - 1),
+    "prompt_logprobs": (0, _INT64 - 1),
+    "top_logprobs": (0, _INT64 - 1),
+}
+_BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
+# Values of parameters that are otherwise unsupported, which ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+}
+_STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """What a run allows one request to ask for."""
+
+    max_n: int
+    max_logprobs: int
+
+
+class Wishes(msgspec.Struct):
+    """What a request wants beside sampling parameters."""
+
+    echo: bool = False
+    is_prompt_only: bool = False
+    continue_final: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    is_open_ended: bool = False
+
+
+def read_parameters(
+    body: dict[str, Any], base: Sampling, limits: Limits, *, is_chat: bool
+) -> tuple[Sampling, Wishes]:
+    """Read a request's parameters.
+
+    Args:
+        body: The request without what is to be answered. A null is a parameter that is not there.
+        base: The run's parameters, for what the request leaves open.
+        limits: What may be asked for at most.
+        is_chat: Which of the two APIs the request is for: they differ in `logprobs` and `echo`.
+
+    Raises:
+        RowProblem: a parameter that is unsupported, out of its range, or contradicts another.
+    """
+    found: dict[str, Any] = {}
+    wishes = Wishes()
+    for name, value in body.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name in _NUMBERS:
+            found[name] = _number(name, value)
+        elif name in _INTEGERS:
+            found[name] = _integer(name, value)
+        elif name in _BOOLEANS:
+            found[name] = _boolean(name, value)
+        elif name == "logprobs":
+            found[name] = _boolean(name, value) if is_chat else _integer(name, value, 0)
+        elif name in _READERS:
+            _READERS[name](value, found)
+        elif name == "chat_template_kwargs" and is_chat:
+            wishes.chat_template_kwargs = _object(name, value)
+        elif name == "continue_final_message" and is_chat:
+            wishes.continue_final = _boolean(name, value)
+        elif name == "echo" and not is_chat:
+            wishes.echo = _boolean(name, value)
+        elif not _asks_for_nothing(name, value, found, wishes):
+            raise _unsupported(name)
+    _settle_lengths(found, base, wishes, is_chat=is_chat)
+    _settle_logprobs(found, wishes, is_chat=is_chat)
+    sampling = msgspec.structs.replace(base, **found)
+    check_sampling(sampling, max_n=limits.max_n, max_logprobs=limits.max_logprobs)
+    return sampling, wishes
+
+
+def check_sampling(sampling: Sampling, *, max_n: int, max_logprobs: int) -> None:
+    """Refuse parameters that contradict each other or go beyond a run's limits. Raises RowProblem."""
+    best_of = sampling.best_of or sampling.n
+    if sampling.n < 1:
+        raise _invalid("n", f"{sampling.n}, expected at least 1")
+    if best_of < sampling.n:
+        raise _invalid("best_of", f"{best_of} with n {sampling.n}, expected at least n")
+    if best_of > max_n:
+        name = "best_of" if sampling.best_of else "n"
+        raise _invalid(name, f"{best_of}, expected at most {max_n}")
+    if best_of > 1 and sampling.temperature is not None and sampling.temperature == 0:
+        raise _invalid("n", f"{best_of} answers at temperature 0 would be one, expected n 1")
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(sampling, name)
+        if number is not None and number > max_logprobs:
+            raise _invalid(name, f"{number}, expected at most {max_logprobs}")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise _invalid("max_tokens", f"{sampling.max_tokens}, expected at least 1")
+    if (sampling.min_tokens or 0) > (sampling.max_tokens or _INT64):
+        raise _invalid(
+            "min_tokens",
+            f"{sampling.min_tokens}, expected at most max_tokens {sampling.max_tokens}",
+        )
+
+
+def plan_view(
+    sampling: Sampling, *, echo: bool = False, is_prompt_only: bool = False
+) -> tuple[Sampling, View | None]:
+    """Return the parameters for the engine, and what of its answer is to be shown.
+
+    Engines know no `best_of`: all candidates are generated, with the log-probabilities that rank them.
+    """
+    num_candidates = sampling.best_of or sampling.n
+    if num_candidates > sampling.n:
+        view = View(
+            echo=echo,
+            is_prompt_only=is_prompt_only,
+            num_choices=sampling.n,
+            has_logprobs=sampling.logprobs is not None,
+        )
+        return msgspec.structs.replace(
+            sampling, n=num_candidates, best_of=None, logprobs=sampling.logprobs or 0
+        ), view
+    if sampling.best_of is not None:
+        sampling = msgspec.structs.replace(sampling, best_of=None)
+    if echo:
+        return sampling, View(echo=True, is_prompt_only=is_prompt_only)
+    return sampling, None
+
+
+def _settle_lengths(
+    found: dict[str, Any], base: Sampling, wishes: Wishes, *, is_chat: bool
+) -> None:
+    newer = found.pop("max_completion_tokens", None)
+    older = found.get("max_tokens")
+    if newer is not None:
+        if older is not None and older != newer:
+            raise _invalid(
+                "max_completion_tokens", f"{newer} with max_tokens {older}, expected one of the two"
+            )
+        found["max_tokens"] = newer
+    elif older == 0 and wishes.echo:
+        # Scoring: only the prompt is wanted. Engines generate at least one token; it is dropped.
+        found["max_tokens"] = 1
+        wishes.is_prompt_only = True
+    elif older is None and base.max_tokens is None:
+        if is_chat:
+            wishes.is_open_ended = True
+        else:
+            found["max_tokens"] = DEFAULT_COMPLETION_TOKENS
+
+
+def _settle_logprobs(found: dict[str, Any], wishes: Wishes, *, is_chat: bool) -> None:
+    top = found.pop("top_logprobs", None)
+    if not is_chat:
+        if top is not None:
+            raise _unsupported("top_logprobs")
+        if wishes.echo and found.get("logprobs") is not None:
+            found.setdefault("prompt_logprobs", found["logprobs"])
+        return
+    wanted = found.pop("logprobs", None)
+    if wanted:
+        found["logprobs"] = top or 0
+    elif top:
+        raise _invalid("top_logprobs", f"{top} without logprobs, expected logprobs true with it")
+    elif wanted is False:
+        found["logprobs"] = None
+
+
+def _number(name: str, value: Any) -> float:
+    low, high, is_low_allowed = _NUMBERS[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (value == low and not is_low_allowed):
+        bound = "from" if is_low_allowed else "above"
+        raise _invalid(name, f"{_show(value)}, expected a number {bound} {low:g} to {high:g}")
+    return float(value)
+
+
+def _integer(name: str, value: Any, lowest: int | None = None) -> int:
+    low, high = _INTEGERS.get(name, (lowest or 0, _INT64 - 1))
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _invalid(name, f"{_show(value)}, expected a whole number from {low}")
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _invalid(name, f"{_show(value)}, expected true or false")
+    return value
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _invalid(name, f"a JSON {json_type(value)}, expected an object")
+    return value
+
+
+def _read_stop(value: Any, found: dict[str, Any]) -> None:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _invalid("stop", f"{_show(value)}, expected a text or a list of texts, none empty")
+    found["stop"] = texts or None
+
+
+def _read_stop_ids(value: Any, found: dict[str, Any]) -> None:
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise _invalid("stop_token_ids", f"{_show(value)}, expected a list of token ids")
+    found["stop_token_ids"] = value or None
+
+
+def _read_bias(value: Any, found: dict[str, Any]) -> None:
+    for token, bias in _object("logit_bias", value).items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not token.isdecimal() or not is_number or not -100 <= bias <= 100:
+            raise _invalid(
+                "logit_bias",
+                f"{_show({token: bias})}, expected token ids with numbers from -100 to 100",
+            )
+    found["logit_bias"] = {token: float(bias) for token, bias in value.items()} or None
+
+
+def _read_response_format(value: Any, found: dict[str, Any]) -> None:
+    kind = _object("response_format", value).get("type")
+    if kind == "text":
+        return
+    if kind == "json_object":
+        _set_structured(found, "response_format", {"json_object": True})
+        return
+    if kind != "json_schema":
+        raise _invalid(
+            "response_format",
+            f"type {_show(kind)}, expected text, json_object or json_schema",
+        )
+    wrapper = value.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+    if not isinstance(schema, dict):
+        raise _invalid(
+            "response_format", "json_schema without an object in its field schema, expected one"
+        )
+    _set_structured(found, "response_format", {"json": schema})
+
+
+def _read_structured(value: Any, found: dict[str, Any]) -> None:
+    given = {
+        name: item
+        for name, item in _object("structured_outputs", value).items()
+        if item is not None
+    }
+    if len(given) != 1 or not given.keys() <= set(_STRUCTURED):
+        raise _invalid(
+            "structured_outputs",
+            f"{_show(sorted(given))}, expected one of {', '.join(_STRUCTURED)}",
+        )
+    _set_structured(found, "structured_outputs", given)
+
+
+def _set_structured(found: dict[str, Any], name: str, structured: dict[str, Any]) -> None:
+    if "structured" in found:
+        raise _invalid(
+            name, "given together with another, expected one of response_format, structured_outputs"
+        )
+    found["structured"] = structured
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+    "stop": _read_stop,
+    "stop_token_ids": _read_stop_ids,
+    "logit_bias": _read_bias,
+    "response_format": _read_response_format,
+    "structured_outputs": _read_structured,
+}
+KNOWN = sorted({*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *HARMLESS, "logprobs", "echo"})
+
+
+def _asks_for_nothing(name: str, value: Any, found: dict[str, Any], wishes: Wishes) -> bool:
+    if name == "add_generation_prompt" and value is False:
+        # Said by everybody who continues an answer.
+        return wishes.continue_final or bool(found.get("continue_final_message"))
+    return value in _NEUTRAL.get(name, ())
+
+
+def _unsupported(name: str) -> RowProblem:
+    return RowProblem(
+        Code.UNSUPPORTED_PARAMETER,
+        f"{name}: not supported, expected the request without it{near(name, KNOWN)}",
+        param=name,
+    )
+
+
+def _invalid(name: str, finding: str) -> RowProblem:
+    return RowProblem(Code.INVALID_PARAMETER, f"{name}: {finding}", param=name)
+
+
+def _show(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

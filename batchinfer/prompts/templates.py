@@ -1,0 +1,196 @@
+"""The named prompt templates, and prompts made from the columns of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+from batchinfer.errors import ConfigError
+from batchinfer.prompts.codes import Code, near
+from batchinfer.prompts.model import RowProblem
+from batchinfer.prompts.sandbox import BoundedEnvironment, compile_template
+from batchinfer.records import Record
+
+# The Alpaca format's fixed wording: models trained on it expect it letter by letter.
+_ALPACA = """\
+{% if input is defined and input -%}
+Below is an instruction that describes a task, paired with an input that provides further context. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+{{ instruction }}
+
+### Input:
+{{ input }}
+
+### Response:
+{%- else -%}
+Below is an instruction that describes a task. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+{{ instruction }}
+
+### Response:
+{%- endif %}
+"""
+
+_QUESTION_ANSWER = """\
+{% if context is defined and context -%}
+Context: {{ context }}
+{% endif -%}
+Question: {{ question }}
+Answer:"""
+
+_SUMMARISE = """\
+{% set document = text if text is defined else article if article is defined else document -%}
+{{ document }}
+
+Summary:"""
+
+
+class NamedTemplate(Record, frozen=True, kw_only=True):
+    """A template that `--template NAME` knows.
+
+    `source` is Jinja over `columns`; `answers` are the columns that may hold an example's answer.
+    A template with a `messages_column` is a conversation for the model's chat template instead.
+    """
+
+    name: str
+    description: str
+    columns: list[str]
+    source: str = ""
+    answers: list[str] = []
+    messages_column: str = ""
+    separator: str = " "
+    """Between an example's prompt and its answer."""
+
+
+_TEMPLATES = [
+    NamedTemplate(
+        name="alpaca",
+        description="instruction with an optional input, in the Alpaca format",
+        columns=["instruction", "input"],
+        source=_ALPACA,
+        answers=["output", "response"],
+        separator="\n",
+    ),
+    NamedTemplate(
+        name="gpteacher",
+        description="as alpaca, for rows whose answer is in `response`",
+        columns=["instruction", "input"],
+        source=_ALPACA,
+        answers=["response", "output"],
+        separator="\n",
+    ),
+    NamedTemplate(
+        name="sharegpt",
+        description="a conversation of {from, value} turns, through the model's chat template",
+        columns=["conversations"],
+        messages_column="conversations",
+    ),
+    NamedTemplate(
+        name="completion",
+        description="the column `text` as it is",
+        columns=["text"],
+        source="{{ text }}",
+    ),
+    NamedTemplate(
+        name="question-answer",
+        description="a question with an optional context, answered after `Answer:`",
+        columns=["question", "context"],
+        source=_QUESTION_ANSWER,
+        answers=["answer", "response", "output"],
+    ),
+    NamedTemplate(
+        name="summarise",
+        description="a text (column `text`, `article` or `document`), summed up after `Summary:`",
+        columns=["text", "article", "document"],
+        source=_SUMMARISE,
+        answers=["summary", "highlights", "response", "output"],
+    ),
+]
+
+
+def list_templates() -> list[NamedTemplate]:
+    """Return the named templates, for `--template list`."""
+    return list(_TEMPLATES)
+
+
+def named_template(name: str) -> NamedTemplate:
+    """Look up a template. Raises ConfigError with the nearest name."""
+    by_name = {template.name: template for template in _TEMPLATES}
+    if name not in by_name:
+        raise ConfigError(
+            f"--template {name}: no such template, expected one of {', '.join(by_name)}"
+            + near(name, by_name),
+            hint="`--template list` describes them; a file of your own goes into --prompt-template",
+        )
+    return by_name[name]
+
+
+class PromptTemplate:
+    """Prompt texts from rows: a compiled template with its worked examples.
+
+    Args:
+        source: Jinja text. It sees every column by its name, all of them as `row`, the worked examples
+            as `examples` and the system prompt as `system_prompt`; a column of the same name wins.
+        name: What messages call it.
+        values: What the template sees beside the columns.
+    """
+
+    def __init__(self, source: str, *, name: str, values: dict[str, Any]) -> None:
+        self._template = compile_template(source, name=name, undefined=jinja2.StrictUndefined)
+        parser = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+        self.variables = sorted(meta.find_undeclared_variables(parser.parse(source)))
+        self._name = name
+        self._values = values
+
+    def render(self, row: dict[str, Any]) -> str:
+        """Render one row. Raises RowProblem, with the missing column's name where that is the cause."""
+        try:
+            return self._template.render({"row": row, **self._values, **row})
+        except jinja2.UndefinedError as error:
+            known = {"row", *self._values, *self._template.global_names}
+            missing = [name for name in self.variables if name not in row and name not in known]
+            # Only a variable that the message names is the cause: others may be optional.
+            missing = [name for name in missing if f"'{name}'" in str(error)]
+            if missing:
+                raise RowProblem(
+                    Code.MISSING_COLUMN,
+                    f"{self._name}: column {missing[0]!r} is not in the row (it has: "
+                    f"{', '.join(list(row)[:20])}){near(missing[0], row)}",
+                ) from error
+            raise RowProblem(Code.TEMPLATE_ERROR, f"{self._name}: {error}") from error
+
+
+def examples_text(template: NamedTemplate, examples: list[dict[str, Any]]) -> str:
+    """Render worked examples with their answers, to stand before every prompt.
+
+    Raises:
+        ConfigError: an example lacks a column or an answer.
+    """
+    if not examples:
+        return ""
+    if not template.answers:
+        raise ConfigError(
+            f"--few-shot with --template {template.name}: this template has no place for examples",
+            hint="write a Jinja file that loops over `examples` and pass it with --prompt-template",
+        )
+    prompt = PromptTemplate(template.source, name=f"--template {template.name}", values={})
+    texts = []
+    for index, example in enumerate(examples):
+        answer = next((example[name] for name in template.answers if name in example), None)
+        if answer is None:
+            raise ConfigError(
+                f"--few-shot example {index}: no answer, expected a column "
+                + " or ".join(template.answers),
+                hint="every example needs the answer that the model should imitate",
+            )
+        try:
+            texts.append(prompt.render(example) + template.separator + str(answer))
+        except RowProblem as error:
+            raise ConfigError(f"--few-shot example {index}: {error.message}") from error
+    return "\n\n".join(texts) + "\n\n"
