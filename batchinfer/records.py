@@ -27,6 +27,8 @@ class SourceFile(Record):
     url: str
     bytes: int
     rows: int
+    digest: str = ""
+    """sha256 of the content (JSON Lines, CSV) or of the footer (parquet): tells a changed file from the same one."""
 
 
 class Source(Record):
