@@ -229,7 +229,7 @@ class StoreContract:
             bodies = [b"worker %02d" % index for index in range(16)]
             etags, errors = race(
                 [
-                    lambda index=index, body=body: stores[index % 2].create(key, body)
+                    lambda key=key, index=index, body=body: stores[index % 2].create(key, body)
                     for index, body in enumerate(bodies)
                 ]
             )

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_contract import StoreContract
 
 from batchinfer.errors import AccessDenied, AlreadyExists, InputError, ScratchFull, StorageError
 from batchinfer.storage import Store, local
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.probing import probe
+from store_contract import StoreContract
 
 
 class TestLocalStore(StoreContract):
@@ -154,7 +154,7 @@ def test_killed_writer_never_shows_a_part(store: LocalStore, tmp_path: Path):
             assert hashlib.sha256(store.get(found.key).data).hexdigest() == sha256
         num_whole += len(whole)
         store.delete([found.key for found in whole])
-    temps = [path for path in store.root.rglob(".*.tmp")]
+    temps = list(store.root.rglob(".*.tmp"))
     assert num_whole or temps, "nothing was ever written: the test showed nothing"
     assert store.sweep_temps(3600) == 0
     assert store.sweep_temps(-1) == len(temps)
@@ -253,7 +253,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(store: LocalStore, monk
     with pytest.raises(StorageError, match="No space left") as caught:
         store.create("a/c", b"1")
     assert not isinstance(caught.value, ScratchFull)
-    assert os.listdir(store.root / "a") == ["b"]
+    assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
 
 
 def test_name_that_is_too_long_is_refused(store: LocalStore):

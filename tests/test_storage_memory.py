@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from store_contract import StoreContract
 
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore, forget
+from store_contract import StoreContract
 
 
 class TestMemoryStore(StoreContract):

@@ -48,6 +48,7 @@ _NO_CREDENTIALS = (
     botocore.exceptions.NoAuthTokenError,
 )
 _LOST = (
+    botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.ResponseStreamingError,
     botocore.exceptions.IncompleteReadError,
