@@ -23,7 +23,8 @@
   x Interrupted              75   stopped by a signal or a preemption notice with work left
   x RowError                  -   one row is bad; never leaves the worker, becomes an error line
 
-A message reads ``subject: what is, what was expected``; `hint` holds the next thing to do, as a command where there is one.
+A message reads ``subject: what is, what was expected``; `hint` holds the next thing to do, as a command where it
+can.
 """
 
 from __future__ import annotations

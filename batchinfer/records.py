@@ -15,13 +15,13 @@ FORMAT_VERSION = 1
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every record."""
+    """Base of every record. Subclasses repeat both: msgspec does not inherit kw_only, nor do type checkers frozen."""
 
 
 # --------------------------------------------------------------------------- the job (written once by `split`)
 
 
-class SourceFile(Record):
+class SourceFile(Record, frozen=True, kw_only=True):
     """One input file. `url` as given or resolved; `rows` counts its rows, broken lines included."""
 
     url: str
@@ -31,7 +31,7 @@ class SourceFile(Record):
     """sha256 of the content (JSON Lines, CSV) or of the footer (parquet): tells a changed file from the same one."""
 
 
-class Source(Record):
+class Source(Record, frozen=True, kw_only=True):
     """One SOURCE argument, resolved. `revision` is a commit for hf:// sources, else empty."""
 
     url: str
@@ -40,7 +40,7 @@ class Source(Record):
     revision: str = ""
 
 
-class Chunk(Record):
+class Chunk(Record, frozen=True, kw_only=True):
     """One chunk. `first_row` counts from 0 over the whole job; `bytes` and `sha256` are those of the stored object."""
 
     name: str
@@ -50,7 +50,7 @@ class Chunk(Record):
     sha256: str
 
 
-class Job(Record):
+class Job(Record, frozen=True, kw_only=True):
     """job.json: what was split, and into what. Holds no clock time, so equal inputs give equal bytes."""
 
     format_version: int
@@ -73,10 +73,11 @@ class Job(Record):
 # --------------------------------------------------------------------------- requests and completions
 
 
-class Sampling(Record, omit_defaults=True):
+class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request, by vLLM's names. None means the engine's default.
 
-    `structured` holds one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]}, {"grammar": ...}.
+    `structured` holds one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
+    {"grammar": ...}.
     `extra` goes to the engine's own parameter object unchanged (``--sampling key=value``).
     """
 
@@ -108,7 +109,7 @@ RowKey = tuple[str, int]
 """(chunk name, line index from 0): what identifies a row everywhere."""
 
 
-class Request(Record, omit_defaults=True):
+class Request(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One row on its way to the engine. Exactly one of text, token_ids and messages is set."""
 
     key: RowKey
@@ -120,7 +121,7 @@ class Request(Record, omit_defaults=True):
     task: str = "generate"
 
 
-class TokenLogprob(Record, omit_defaults=True):
+class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One position: the token, its text and log-probability, and the alternatives as (text, log-probability)."""
 
     token: str
@@ -129,7 +130,7 @@ class TokenLogprob(Record, omit_defaults=True):
     top: list[tuple[str, float]] = []
 
 
-class Choice(Record, omit_defaults=True):
+class Choice(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One generated answer. `index` counts from 0 below n."""
 
     index: int
@@ -141,7 +142,7 @@ class Choice(Record, omit_defaults=True):
     num_tokens: int = 0
 
 
-class Failure(Record):
+class Failure(Record, frozen=True, kw_only=True):
     """Why a row has no answer. `transient` failures are worth another try in the same worker."""
 
     code: str
@@ -149,7 +150,7 @@ class Failure(Record):
     transient: bool = False
 
 
-class Completion(Record, omit_defaults=True):
+class Completion(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine's answer to one request: choices, or a failure.
 
     `prompt_logprobs` has one entry per prompt token, the first None (it has no predecessor).
@@ -167,7 +168,7 @@ class Completion(Record, omit_defaults=True):
     generation_seconds: float = 0.0
 
 
-class EngineInfo(Record):
+class EngineInfo(Record, frozen=True, kw_only=True):
     """What an opened engine is. `max_in_flight` is how many requests the worker should keep in it."""
 
     name: str
@@ -184,7 +185,7 @@ class EngineInfo(Record):
     load_seconds: float = 0.0
 
 
-class EngineStats(Record):
+class EngineStats(Record, frozen=True, kw_only=True):
     """Counters since the engine was opened, summed over its replicas."""
 
     steps: int = 0
@@ -197,7 +198,7 @@ class EngineStats(Record):
 # --------------------------------------------------------------------------- the run
 
 
-class Run(Record):
+class Run(Record, frozen=True, kw_only=True):
     """run.json, created once. `config` is what the fingerprint covers; `recorded` is for the record only."""
 
     format_version: int
@@ -207,7 +208,7 @@ class Run(Record):
     nonce: str
 
 
-class Marker(Record):
+class Marker(Record, frozen=True, kw_only=True):
     """`<output>.succeed`: vouches for one output. `start` and `end` are UTC, ISO 8601."""
 
     output: str
@@ -232,7 +233,7 @@ class Marker(Record):
     """Error rows by code."""
 
 
-class Claim(Record):
+class Claim(Record, frozen=True, kw_only=True):
     """claims/<chunk>.json: who works on a chunk. Valid as long as that worker's heartbeat moves at this epoch."""
 
     worker: str
@@ -240,7 +241,7 @@ class Claim(Record):
     nonce: str
 
 
-class ErrorExample(Record):
+class ErrorExample(Record, frozen=True, kw_only=True):
     """The first row that failed with a code."""
 
     chunk: str
@@ -248,7 +249,7 @@ class ErrorExample(Record):
     message: str
 
 
-class Minute(Record, array_like=True):
+class Minute(Record, frozen=True, kw_only=True, array_like=True):
     """What a worker did in one minute; `minute` counts from the Unix epoch."""
 
     minute: int
@@ -258,7 +259,7 @@ class Minute(Record, array_like=True):
     errors: int
 
 
-class Span(Record, array_like=True):
+class Span(Record, frozen=True, kw_only=True, array_like=True):
     """One chunk's time in a worker, in Unix seconds; `outcome` is done, lost or released."""
 
     chunk: str
@@ -270,7 +271,7 @@ class Span(Record, array_like=True):
     outcome: str
 
 
-class Worker(Record):
+class Worker(Record, frozen=True, kw_only=True):
     """workers/<id>.json: heartbeat, lease and the numbers that `status` and `report` read.
 
     Counters cover every epoch of this worker; per-epoch starts are in `starts`. Lists are bounded (see telemetry).

@@ -1,0 +1,5 @@
+"""``python -m batchinfer``."""
+
+from batchinfer.cli import run
+
+run()

@@ -1,0 +1,106 @@
+"""The command line: lazily loaded commands, exit status, and the one JSON object on the last line of stdout."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from batchinfer import __version__
+from batchinfer.commands import COMMANDS
+from batchinfer.console import configure_logging
+from batchinfer.errors import BatchinferError
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when it runs; `--help` imports none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """See click.Group."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """See click.Group."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = importlib.import_module(entry.module).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """See click.Group."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, context_settings={**_CONTEXT, "auto_envvar_prefix": "BATCHINFER"})
+@click.version_option(__version__, prog_name="batchinfer")
+def group() -> None:
+    """Offline batch inference with vLLM over object storage, on machines that may vanish.
+
+    Every option can also be set by environment (BATCHINFER_<COMMAND>_<OPTION>) or in a YAML file (--config).
+    Logs go to stderr; the last line of stdout is one JSON object.
+    """
+
+
+@group.result_callback()
+def print_result(result: Any) -> None:
+    """Print a command's result."""
+    if result is not None:
+        from batchinfer import codec
+
+        click.echo(codec.encode(result).decode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status. Never shows a traceback for a user's mistake."""
+    configure_logging()
+    try:
+        group.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="batchinfer",
+            standalone_mode=False,
+        )
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        return 75
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BatchinferError as error:
+        _show(error)
+        return error.exit_status
+    return 0
+
+
+def _show(error: BatchinferError) -> None:
+    click.echo(f"error: {error.message}", err=True)
+    if error.hint:
+        click.echo(f"hint: {error.hint}", err=True)
+    result = getattr(error, "result", None)
+    if result is not None:
+        print_result(result)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script and of ``python -m batchinfer``.
+
+    Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
+    ending. By then every result is durable and the streams are flushed.
+    """
+    status = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    run()

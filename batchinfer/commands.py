@@ -1,0 +1,23 @@
+"""The commands, by name: where each lives and what it says about itself, without importing any."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CommandEntry(NamedTuple):
+    """Module with the click command `command`, and the line that `batchinfer --help` shows."""
+
+    module: str
+    help: str
+
+
+COMMANDS: dict[str, CommandEntry] = {
+    "split": CommandEntry(
+        "batchinfer.split", "Split data sets into JSONL chunks and per-worker manifests."
+    ),
+    "worker": CommandEntry(
+        "batchinfer.worker",
+        "Run a model over the chunks of a manifest; resumes where it was stopped.",
+    ),
+}

@@ -1,0 +1,275 @@
+"""Which chunk to open next: own ones first, then what others left, then the chunks of workers that are gone or slow.
+
+A plan belongs to the worker's main thread. It looks at storage only through `Scout`, in the background, and only once
+its own chunks have run out.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from batchinfer import codec, layout
+from batchinfer.background import Background, Pending
+from batchinfer.claims import Claims, Held
+from batchinfer.clock import Clock
+from batchinfer.errors import ObjectNotFound
+from batchinfer.manifests import ChunkRef
+from batchinfer.records import Claim, Worker
+from batchinfer.storage import Store
+
+logger = logging.getLogger(__name__)
+
+_FEW = 20
+"""Up to so many chunks are asked for one by one; more are found by one listing."""
+SLOWER = 1.5
+"""A worker this many times slower than this one is helped with the chunks that it holds."""
+
+
+class Candidate(NamedTuple):
+    """A chunk to open. `take_over`: its lapsed claim. `is_backup`: without a claim, in a race with its owner."""
+
+    ref: ChunkRef
+    take_over: Held | None = None
+    is_backup: bool = False
+
+
+class Survey(NamedTuple):
+    """What one look at the run found about the chunks asked for."""
+
+    done: set[str]
+    lapsed: dict[str, Held]
+    alive: dict[str, tuple[Held, Worker]]
+    unclaimed: list[str]
+
+
+def finished_chunks(store: Store) -> dict[str, int]:
+    """Every chunk that has a marker, with its highest generation: one listing of outputs/."""
+    found: dict[str, int] = {}
+    for info in store.list(layout.OUTPUTS):
+        if not info.key[-1].isdigit() and not info.key.endswith(layout.MARKER_SUFFIX):
+            continue
+        marker = layout.parse_marker(info.key)
+        if marker is not None and info.bytes > 0:
+            name, generation = marker
+            found[name] = max(generation, found.get(name, 0))
+    return found
+
+
+class Scout:
+    """Looks at markers, claims and their owners. Read-only; used by one background job at a time."""
+
+    def __init__(self, store: Store, claims: Claims | None) -> None:
+        self._store = store
+        self._claims = claims
+
+    def survey(self, generations: dict[str, int]) -> Survey:
+        """Find out which chunks (name: generation wanted) are done, and who holds the others."""
+        survey = Survey(self._done(generations), {}, {}, [])
+        if self._claims is None:
+            return survey
+        wanted = list(generations)
+        claimed: set[str] | None = None
+        if len(wanted) > _FEW:
+            claimed = {
+                layout.stem(info.key).removesuffix(".json")
+                for info in self._store.list(layout.CLAIMS)
+            }
+        for name in wanted:
+            if name not in survey.done:
+                self._look(self._claims, name, claimed, survey)
+        return survey
+
+    def _done(self, generations: dict[str, int]) -> set[str]:
+        if len(generations) > _FEW:
+            finished = finished_chunks(self._store)
+            return {
+                name for name, wanted in generations.items() if finished.get(name, -1) >= wanted
+            }
+        return {
+            name
+            for name, wanted in generations.items()
+            if self._exists(layout.marker_key(name, wanted))
+        }
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._store.stat(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _look(self, claims: Claims, name: str, claimed: set[str] | None, survey: Survey) -> None:
+        if claimed is not None and name not in claimed:
+            survey.unclaimed.append(name)
+            return
+        key = layout.claim_key(name)
+        try:
+            data, etag = self._store.get(key)
+        except ObjectNotFound:
+            survey.unclaimed.append(name)
+            return
+        held = Held(codec.decode(data, Claim, name=key), etag)
+        if not held.claim.worker:
+            survey.lapsed[name] = held  # released
+            return
+        owner = claims.look(held)
+        if owner is None:
+            survey.lapsed[name] = held
+        else:
+            survey.alive[name] = (held, owner)
+
+
+class Plan:
+    """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a worker that it draws on, each once
+        self,
+        own: Iterable[ChunkRef],
+        *,
+        everything: Callable[[], dict[str, ChunkRef]] | None,
+        scout: Scout,
+        background: Background,
+        clock: Clock,
+        look_seconds: float,
+        worker_id: str,
+        done: Iterable[str],
+    ) -> None:
+        self._todo = deque(Candidate(ref) for ref in own)
+        self._own = {candidate.ref.name: candidate.ref for candidate in self._todo}
+        self._everything = everything
+        self._scout = scout
+        self._background = background
+        self._clock = clock
+        self._look_seconds = look_seconds
+        self._worker_id = worker_id
+        self._busy: set[str] = set()
+        self._done = set(done)
+        self._helped: set[str] = set()
+        self._others: dict[str, ChunkRef] | None = None
+        self._first_beats: dict[str, int] = {}
+        self._pending: Pending[Survey] | None = None
+        self._looked = float("-inf")
+        self._has_nothing_to_help = everything is None
+
+    # -- what the stream tells
+
+    def started(self, name: str) -> None:
+        """A chunk is being opened or worked on."""
+        self._busy.add(name)
+
+    def finished(self, name: str) -> None:
+        """A chunk has its marker, whoever wrote it."""
+        self._busy.discard(name)
+        self._done.add(name)
+
+    def gave_up(self, name: str) -> None:
+        """A chunk failed here for good. It counts as neither done nor waiting."""
+        self._busy.discard(name)
+        self._own.pop(name, None)
+        self._helped.add(name)
+
+    def held_by_other(self, name: str) -> None:
+        """A chunk's claim is somebody else's."""
+        self._busy.discard(name)
+
+    # -- what the stream asks
+
+    def next(self) -> Candidate | None:
+        """The next chunk to open now; None while there is none (see `is_finished`)."""
+        while self._todo:
+            candidate = self._todo.popleft()
+            if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
+                return candidate
+        return None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `next` may give one at once."""
+        return bool(self._todo)
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Own chunks that others hold."""
+        return [name for name in self._own if name not in self._done and name not in self._busy]
+
+    @property
+    def is_finished(self) -> bool:
+        """No chunk is left to open, to wait for or to help with. Chunks being worked on do not count."""
+        return (
+            not self._todo
+            and self._pending is None
+            and not self.waiting_for
+            and self._has_nothing_to_help
+        )
+
+    def tick(self, open_names: Iterable[str], rows_per_second: float) -> list[str]:
+        """Look around once the own chunks have run out; return the open chunks that others have published."""
+        published: list[str] = []
+        if self._pending is not None and self._pending.is_done():
+            pending, self._pending = self._pending, None
+            published = self._take_in(pending.result(), set(open_names), rows_per_second)
+        if self._pending is None and not self._todo:
+            names = self._unsettled()
+            if not names:
+                self._has_nothing_to_help = True
+            elif self._is_due():
+                self._look(names | set(open_names))
+        return published
+
+    def _unsettled(self) -> set[str]:
+        """Chunks that are not done, and not being worked on here: own ones, and with helping all others."""
+        names = set(self.waiting_for)
+        if self._everything is not None:
+            if self._others is None:
+                self._others = self._everything()
+            names |= self._others.keys() - self._done - self._helped - self._busy
+        return names
+
+    def _is_due(self) -> bool:
+        return self._clock.monotonic() - self._looked >= self._look_seconds
+
+    def _look(self, names: set[str]) -> None:
+        self._looked = self._clock.monotonic()
+        refs = {**(self._others or {}), **self._own}
+        wanted = {name: refs[name].generation for name in sorted(names) if name in refs}
+        self._pending = self._background.submit(lambda: self._scout.survey(wanted))
+
+    def _take_in(self, survey: Survey, open_names: set[str], rows_per_second: float) -> list[str]:
+        published = [name for name in survey.done if name in open_names]
+        self._done |= survey.done
+        refs = {**(self._others or {}), **self._own}
+        found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
+        # Helpers that arrive together start at different places, so that they do not queue for the same claims.
+        random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
+        for name, held in survey.lapsed.items():
+            if name not in open_names:
+                found.append(Candidate(refs[name], take_over=held))
+        undecided = False
+        for name, (held, owner) in survey.alive.items():
+            if name in open_names or held.claim.worker == self._worker_id:
+                continue
+            if self._is_slow(owner, rows_per_second):
+                found.append(Candidate(refs[name], is_backup=True))
+                self._helped.add(name)
+            elif name not in self._own and not self._has_beaten(held, owner):
+                undecided = True
+        self._todo.extend(found)
+        self._has_nothing_to_help = self._everything is None or (not found and not undecided)
+        return published
+
+    def _has_beaten(self, held: Held, owner: Worker) -> bool:
+        """Whether an owner's heart beat since it was first seen: then it is alive, and its chunks are its own."""
+        first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.epoch}", owner.beat)
+        return owner.beat != first
+
+    @staticmethod
+    def _is_slow(owner: Worker, rows_per_second: float) -> bool:
+        if owner.busy_seconds <= 0 or rows_per_second <= 0 or not owner.rows_done:
+            return False
+        return (
+            rows_per_second > SLOWER * (owner.rows_done - owner.rows_resumed) / owner.busy_seconds
+        )

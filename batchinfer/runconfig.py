@@ -1,0 +1,129 @@
+"""One configuration per run (promise P6): what the fingerprint covers, and the create-once run.json."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from batchinfer import codec, layout
+from batchinfer.errors import AlreadyExists, InputError, ObjectNotFound, RunMismatch
+from batchinfer.records import FORMAT_VERSION, Run
+from batchinfer.storage import Store
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = "(not known before the engine has loaded)"
+_SHOWN = 200
+
+
+def read_run(store: Store) -> Run | None:
+    """Read run.json, None if there is none.
+
+    Raises:
+        InputError: it is damaged, or of a newer format version.
+    """
+    name = f"{store.url}/{layout.RUN_KEY}"
+    try:
+        data = store.get(layout.RUN_KEY).data
+    except ObjectNotFound:
+        return None
+    run = codec.decode(data, Run, name=name)
+    if run.format_version > FORMAT_VERSION:
+        raise InputError(
+            f"{name}: format version {run.format_version}, this batchinfer reads up to {FORMAT_VERSION}",
+            hint="upgrade batchinfer",
+        )
+    return run
+
+
+def join_run(
+    store: Store, config: dict[str, Any], recorded: dict[str, Any], *, nonce: str, is_safe: bool
+) -> Run:
+    """Create run.json, or check that the one that lies there has the same fingerprint.
+
+    Without preconditions (`is_safe` false) two first workers may both write it; reading back settles it, best effort.
+
+    Raises:
+        RunMismatch: the run has another configuration; the difference is in the message.
+    """
+    config = _plain(config)
+    mine = Run(
+        format_version=FORMAT_VERSION,
+        fingerprint=codec.fingerprint(config),
+        config=config,
+        recorded=_plain(recorded),
+        nonce=nonce,
+    )
+    standing = read_run(store)
+    if standing is None:
+        try:
+            store.create(layout.RUN_KEY, codec.encode_pretty(mine))
+        except AlreadyExists:
+            pass
+        else:
+            if is_safe:
+                return mine
+        standing = read_run(store)
+        if standing is None:
+            raise InputError(
+                f"{store.url}/{layout.RUN_KEY}: vanished",
+                hint="somebody deletes the run; start again",
+            )
+    check_same(standing, config, url=store.url)
+    for key in ("engine_version", "batchinfer_version"):
+        here, there = mine.recorded.get(key), standing.recorded.get(key)
+        if here != there:
+            logger.warning(
+                "%s: the run was started with %s, this is %s; results may differ", key, there, here
+            )
+    return standing
+
+
+def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
+    """Compare a configuration, or the part of one that is known so far, with the run's.
+
+    Raises:
+        RunMismatch: with every difference, one a line.
+    """
+    differences = differing_keys(run.config, _plain(config))
+    if differences:
+        lines = "\n".join(
+            f"  {key}: the run has {there}, this worker {here}" for key, there, here in differences
+        )
+        raise RunMismatch(
+            f"{url}: the run was made with another configuration:\n{lines}",
+            hint="use the run's values, or start another run with another --output",
+        )
+
+
+def differing_keys(
+    there: dict[str, Any], here: dict[str, Any], prefix: str = ""
+) -> list[tuple[str, str, str]]:
+    """Dotted keys that differ, with both values cut to a readable length. Values UNKNOWN here are passed over. Pure.
+
+    >>> differing_keys({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+    [('a.b', '1', '3')]
+    """
+    found = []
+    for key in sorted(there.keys() | here.keys()):
+        left, right = there.get(key), here.get(key)
+        if right in (UNKNOWN, left):
+            continue
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += differing_keys(left, right, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, _show(left), _show(right)))
+    return found
+
+
+def _show(value: object) -> str:
+    text = codec.encode(value).decode()
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back, so that what is compared is what is stored."""
+    plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
+    return plain

@@ -1,0 +1,126 @@
+"""Local scratch space: where chunks are read from and outputs are built before they are published whole.
+
+One folder a worker process, removed at the end. A killed worker leaves its folder; the next one on the same machine
+sees that nobody holds its lock and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from batchinfer.errors import ScratchFull
+
+_PREFIX = "batchinfer-scratch-"
+_LOCK = "lock"
+
+
+@contextlib.contextmanager
+def scratch_errors(folder: Path) -> Iterator[None]:
+    """Turn a full or unwritable scratch folder into ScratchFull (exit 34), which names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            what = "is full"
+        elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            what = "cannot be written"
+        else:
+            raise
+        raise ScratchFull(
+            f"scratch folder {folder}: {what} ({error.strerror})",
+            hint="free space there, or name another folder with --scratch-dir",
+        ) from error
+
+
+class Scratch:
+    """A private folder below `parent` (the system's temporary folder by default)."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        base = parent if parent is not None else Path(tempfile.gettempdir())
+        with scratch_errors(base):
+            base.mkdir(parents=True, exist_ok=True)
+            _sweep(base)
+            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._lock = (self.folder / _LOCK).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._count = 0
+
+    def new_path(self, name: str) -> Path:
+        """A path in the folder that nobody else gets."""
+        self._count += 1
+        return self.folder / f"{self._count}-{name}"
+
+    def close(self) -> None:
+        """Remove the folder. Idempotent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _sweep(base: Path) -> None:
+    """Remove the folders of scratch owners that are gone."""
+    for folder in base.glob(_PREFIX + "*"):
+        try:
+            with (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # in use, just being made, or not ours to remove
+
+
+class Spool:
+    """Finished rows of one chunk: records appended in finishing order, found again by line.
+
+    A record is one JSON line. Its `payload` (the output line inside it) is remembered by offset, so that memory is
+    16 bytes a row, whatever the rows hold. Written by one thread; `read` may run in another up to `size_bytes` then.
+    """
+
+    def __init__(self, path: Path, num_lines: int) -> None:
+        self._path = path
+        with scratch_errors(path.parent):
+            self._file: BinaryIO = path.open("w+b", buffering=0)
+        self._offsets = array("q", bytes(8 * num_lines))
+        self._lengths = array("q", bytes(8 * num_lines))
+        self.size_bytes = 0
+
+    def append(self, records: bytes, payloads: list[tuple[int, int, int]]) -> None:
+        """Add whole records. `payloads` holds (line, offset within `records`, length) of each record's payload."""
+        with scratch_errors(self._path.parent):
+            view = memoryview(records)
+            while view:
+                view = view[self._file.write(view) :]
+        base = self.size_bytes
+        for line, offset, length in payloads:
+            self._offsets[line] = base + offset
+            self._lengths[line] = length
+        self.size_bytes = base + len(records)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes [start, end) of the records."""
+        parts = []
+        while start < end:
+            part = os.pread(self._file.fileno(), end - start, start)
+            if not part:
+                raise OSError(errno.EIO, "spool ended early", str(self._path))
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def payloads(self) -> Iterator[bytes]:
+        """Every line's payload in line order."""
+        fileno = self._file.fileno()
+        for offset, length in zip(self._offsets, self._lengths, strict=True):
+            yield os.pread(fileno, length, offset)
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)

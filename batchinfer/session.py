@@ -1,0 +1,624 @@
+"""One start of a worker: run a model over the chunks of its manifests until every one of them has a marker.
+
+A worker may end at any instant, SIGKILL included, and be started again anywhere: what is on storage then is all that
+the next one needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchinfer import __version__, layout
+from batchinfer.background import Background, Pending, ThreadBackground
+from batchinfer.chunks import Opener
+from batchinfer.claims import Claims, Lease
+from batchinfer.clock import Clock, SystemClock
+from batchinfer.engines import Engine
+from batchinfer.engines.config import EngineConfig
+from batchinfer.errors import (
+    BatchinferError,
+    EngineError,
+    ErrorRateExceeded,
+    NoProgress,
+    ObjectNotFound,
+    PolicyStop,
+    StopRequested,
+    StorageError,
+)
+from batchinfer.formats import encoder_for
+from batchinfer.manifests import Assignment, ChunkRef, job_chunks, read_assignment
+from batchinfer.plan import Plan, Scout, finished_chunks
+from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
+from batchinfer.publishing import Publisher
+from batchinfer.records import EngineInfo, Record, RowKey, Run, Sampling
+from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
+from batchinfer.scratch import Scratch
+from batchinfer.shelf import Limits, Services, Shelf
+from batchinfer.stopping import Stopper, WhileLoading
+from batchinfer.storage import Preconditions, Store
+from batchinfer.stream import RowStream
+from batchinfer.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_SNAPSHOT_SECONDS = 2.0
+
+
+class WorkerConfig(Record, frozen=True, kw_only=True):
+    """Everything a worker is told. Paths may be URLs."""
+
+    manifests: list[str]
+    output: str
+    engine: EngineConfig
+    prompt: PromptConfig
+    sampling: Sampling
+    job: str | None = None
+    run_seed: int | None = 0
+    worker_id: str = ""
+    limit: int | None = None
+    allow_absolute: bool = False
+    retry_errors: bool = False
+    claims: bool = True
+    steal: bool = True
+    lease_seconds: float = 120.0
+    checkpoint_seconds: float = 30.0
+    checkpoint_rows: int | None = None
+    grace_seconds: float = 20.0
+    max_error_rate: float | None = None
+    min_errors: int = 20
+    max_attempts: int = 5
+    scratch_dir: str | None = None
+    limits: Limits = Limits()
+    host: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The outside world of one worker, so that a test or simulation can supply its own."""
+
+    clock: Clock
+    background: Background
+    open_store: Callable[[str], Store]
+    probe: Callable[[Store], Preconditions]
+    create_engine: Callable[[EngineConfig], Engine]
+    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
+    identify_model: Callable[[EngineConfig], str]
+    stopper: Stopper
+    new_nonce: Callable[[], str]
+    progress: Callable[[Telemetry, RowStream | None], None]
+
+
+def real_world(
+    *, grace_seconds: float, progress: Callable[[Telemetry, RowStream | None], None]
+) -> World:
+    """Threads, the system's clock, and storage by URL."""
+    from batchinfer.engines.registry import create_engine
+    from batchinfer.storage.opening import open_store
+    from batchinfer.storage.probing import probe
+
+    clock = SystemClock()
+    return World(
+        clock=clock,
+        background=ThreadBackground(),
+        open_store=open_store,
+        probe=probe,
+        create_engine=create_engine,
+        load_tokenizer=tokenizer_for,
+        identify_model=identify_model,
+        stopper=Stopper(clock, grace_seconds=grace_seconds),
+        new_nonce=lambda: secrets.token_hex(8),
+        progress=progress,
+    )
+
+
+def identify_model(config: EngineConfig) -> str:
+    """The model's commit, or a hash of its local folder. Reads its small files only."""
+    if config.engine == "echo":
+        return "echo"
+    from batchinfer.engines.models import describe_model
+
+    return describe_model(config).identity
+
+
+def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
+    """Load the model's tokenizer; the echo engine has none."""
+    if config.engine == "echo":
+        return None
+    from batchinfer.engines.tokenizers import load_tokenizer
+
+    return load_tokenizer(
+        config.tokenizer or config.model,
+        config.revision or "",
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
+    """Do every chunk of the manifests. Idempotent, restartable at any point; see the module.
+
+    Returns:
+        The result object: counts, tokens and rates of this start.
+
+    Raises:
+        BatchinferError: with the exit status that design and docs/cli.md give; `result` holds the counts so far.
+    """
+    worker = _Worker(config, world)
+    try:
+        worker.run()
+    except BatchinferError as error:
+        error.result = worker.result(error)  # type: ignore[attr-defined]
+        raise
+    return worker.result(None)
+
+
+class _Worker:
+    """One start of a worker. `run` is the whole story; the rest are its paragraphs."""
+
+    def __init__(self, config: WorkerConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.clock = world.clock
+        self.nonce = world.new_nonce()
+        self.worker_id = config.worker_id or f"w-{world.new_nonce()}"
+        self.telemetry = Telemetry(self.worker_id, world.clock, host=config.host, num_chunks=0)
+        self.store = world.open_store(config.output)
+        self.stream: RowStream | None = None
+        self.info: EngineInfo | None = None
+        self.standing: Run | None = None
+        self._checkpointed = (world.clock.monotonic(), 0)
+        self._snapshot_at = float("-inf")
+
+    def run(self) -> None:
+        """Set up, generate, publish, tidy up."""
+        assignment = self._read_assignment()
+        self._check_stop_request()
+        self.standing = read_run(self.store)
+        self._settle_model()
+        if self.standing is not None:
+            check_same(self.standing, self._run_config(assignment, None), url=self.store.url)
+        # Options that cannot work are found before a GPU waits for them.
+        self._make_builder(None, None)
+        preconditions = self.world.probe(self.store)
+        self.is_safe = preconditions.is_safe
+        if not self.is_safe:
+            logger.warning(
+                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
+                "and one configuration per run are best effort",
+                self.store.url,
+            )
+        scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
+        lease = self._take_lease()
+        heartbeat = self.world.background.every(lease.lease_seconds / 4, partial(self._beat, lease))
+        engine = self.world.create_engine(self.config.engine)
+        try:
+            self._work(assignment, engine, lease, scratch)
+            self.telemetry.set_state("done")
+        except BatchinferError as error:
+            state = (
+                "stopped" if isinstance(error, PolicyStop) or error.exit_status == 75 else "failed"
+            )
+            self.telemetry.set_state(state, f"{type(error).__name__}: {error.message}"[:500])
+            raise
+        finally:
+            heartbeat.cancel()
+            engine.close()
+            self._last_beat(lease)
+            self.world.background.close()
+            scratch.close()
+
+    # -- set-up
+
+    def _read_assignment(self) -> Assignment:
+        config = self.config
+        assignment = read_assignment(
+            config.manifests,
+            job_url=config.job,
+            allow_absolute=config.allow_absolute,
+            limit=config.limit,
+            open_store=self.world.open_store,
+        )
+        self.telemetry.num_chunks = len(assignment.chunks)
+        self.telemetry.num_rows = sum(_num_rows(ref) for ref in assignment.chunks)
+        return assignment
+
+    def _settle_model(self) -> None:
+        """Without --revision, a worker takes the run's."""
+        engine = self.config.engine
+        if engine.revision is None and self.standing is not None:
+            revision = self.standing.recorded.get("revision") or None
+            if revision:
+                engine = msgspec.structs.replace(engine, revision=revision)
+                self.config = msgspec.structs.replace(self.config, engine=engine)
+        self.model_identity = self.world.identify_model(engine)
+
+    def _run_config(self, assignment: Assignment, info: EngineInfo | None) -> dict[str, Any]:
+        """What the fingerprint covers. UNKNOWN stands for what only a loaded engine can tell."""
+        config = self.config
+        return {
+            "job_sha256": assignment.job_sha256,
+            "model": config.engine.model or config.engine.engine,
+            "model_identity": self.model_identity,
+            "tokenizer": config.engine.tokenizer or "",
+            "dtype": info.dtype if info else UNKNOWN,
+            "quantization": info.quantization if info else UNKNOWN,
+            "max_model_len": info.max_model_len if info else UNKNOWN,
+            "adapters": [],
+            "prompt": msgspec.to_builtins(config.prompt),
+            "sampling": msgspec.to_builtins(config.sampling),
+            "seed": config.run_seed,
+            "limit": config.limit,
+        }
+
+    def _recorded(self, info: EngineInfo) -> dict[str, Any]:
+        """What run.json keeps for the record; no secret is among it."""
+        engine = self.config.engine
+        return {
+            "batchinfer_version": __version__,
+            "engine": info.name,
+            "engine_version": info.version,
+            "revision": info.revision,
+            "device": info.device,
+            "tensor_parallel_size": engine.tensor_parallel_size,
+            "pipeline_parallel_size": engine.pipeline_parallel_size,
+            "replicas": info.num_replicas,
+            "max_num_seqs": info.max_num_seqs,
+            "trust_remote_code": engine.trust_remote_code,
+            "job": self.config.job or "",
+            "created": int(self.clock.now()),
+        }
+
+    def _make_builder(
+        self, tokenizer: Tokenizer | None, max_model_len: int | None
+    ) -> PromptBuilder:
+        config = self.config
+        return PromptBuilder(
+            config.prompt, config.sampling, config.run_seed, tokenizer, max_model_len
+        )
+
+    def _take_lease(self) -> Lease:
+        lease = Lease(
+            self.store,
+            self.worker_id,
+            self.clock,
+            lease_seconds=self.config.lease_seconds,
+            nonce=self.nonce,
+        )
+        before = lease.take(self.telemetry.begin)
+        if (
+            before is not None
+            and before.state != "done"
+            and before.attempts >= self.config.max_attempts
+        ):
+            raise NoProgress(
+                f"worker {self.worker_id}: {before.attempts} starts in a row finished no new row"
+                + (f" (the last one: {before.reason})" if before.reason else ""),
+                hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
+            )
+        return lease
+
+    def _check_stop_request(self) -> None:
+        try:
+            self.store.stat(layout.STOP_KEY)
+        except ObjectNotFound:
+            return
+        raise StopRequested(
+            f"{self.store.url}: the run was stopped",
+            hint=f"to go on: batchinfer stop --resume {self.store.url}",
+        )
+
+    # -- heartbeat (on its own thread)
+
+    def _beat(self, lease: Lease) -> None:
+        try:
+            lease.renew(self.telemetry.latest)
+            self._check_stop_request()
+        except StorageError as error:
+            logger.warning("heartbeat: %s", error)
+        except BatchinferError as error:
+            self.world.stopper.request(error)
+
+    def _last_beat(self, lease: Lease) -> None:
+        with contextlib.suppress(BatchinferError):
+            lease.renew(self.telemetry.snapshot())
+
+    # -- the work
+
+    def _work(self, assignment: Assignment, engine: Engine, lease: Lease, scratch: Scratch) -> None:
+        world, config = self.world, self.config
+        finished = world.background.submit(partial(finished_chunks, self.store))
+        loading = world.background.submit(partial(engine.open, WhileLoading(world.stopper)))
+        tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
+        done = self._await(finished)
+        services, claims = self._services(assignment, lease, scratch)
+        own = self._own_chunks(assignment, done, services.publisher)
+        plan = Plan(
+            own,
+            everything=self._everything(assignment, claims),
+            scout=Scout(self.store, claims),
+            background=world.background,
+            clock=self.clock,
+            look_seconds=min(config.lease_seconds / 4, 10.0),
+            worker_id=self.worker_id,
+            done=done if not config.retry_errors else (),
+        )
+        shelf = Shelf(services, plan, config.limits)
+        info = self._await(loading, shelf)
+        self.info = info
+        self.standing = join_run(
+            self.store,
+            self._run_config(assignment, info),
+            self._recorded(info),
+            nonce=self.nonce,
+            is_safe=self.is_safe,
+        )
+        shelf.fingerprint = self.standing.fingerprint
+        self.telemetry.engine_ready(info)
+        logger.info("engine ready: %s %s, %.1f s to load", info.name, info.model, info.load_seconds)
+        builder = self._make_builder(self._await(tokenizer, shelf), info.max_model_len)
+        encoder = encoder_for(
+            config.prompt,
+            model=config.engine.model or info.model,
+            created=int(self.standing.recorded.get("created", 0)),
+        )
+        stream = RowStream(
+            services, shelf, builder, encoder, config.limits, max_in_flight=info.max_in_flight
+        )
+        self.stream = stream
+        try:
+            self._generate(engine, stream, shelf)
+            self._drain(shelf, stream)
+        except EngineError as error:
+            known = getattr(error, "in_flight", None)
+            self._save(shelf, deaths=stream.rows_in_flight() if known is None else _by_chunk(known))
+            raise
+        except BatchinferError:
+            self._save(shelf, deaths={})
+            raise
+        self._raise_failures(shelf)
+
+    def _services(
+        self, assignment: Assignment, lease: Lease, scratch: Scratch
+    ) -> tuple[Services, Claims | None]:
+        world, config = self.world, self.config
+        claims = None
+        if self.is_safe and config.claims:
+            claims = Claims(self.store, lease, self.clock, new_nonce=world.new_nonce)
+        publisher = Publisher(
+            self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
+        )
+        roots = {ref.root for ref in assignment.chunks}
+        opener = Opener(
+            run=self.store,
+            sources={root: world.open_store(root) for root in roots},
+            claims=claims,
+            publisher=publisher,
+            scratch=scratch,
+        )
+        services = Services(
+            run=self.store,
+            background=world.background,
+            clock=self.clock,
+            lease=lease,
+            claims=claims,
+            opener=opener,
+            publisher=publisher,
+            scratch=scratch,
+            observer=self.telemetry,
+        )
+        return services, claims
+
+    def _own_chunks(
+        self, assignment: Assignment, done: dict[str, int], publisher: Publisher
+    ) -> list[ChunkRef]:
+        """What is left to do of the manifests."""
+        if not self.config.retry_errors:
+            left = [ref for ref in assignment.chunks if ref.name not in done]
+        else:
+            left = []
+            for ref in assignment.chunks:
+                generation = done.get(ref.name, -1)
+                marker = (
+                    publisher.standing_marker(ref.name, generation) if generation >= 0 else None
+                )
+                if marker is None:
+                    left.append(ref)
+                elif marker.rows_error:
+                    left.append(ref._replace(generation=generation + 1))
+        self.telemetry.count_skipped(len(assignment.chunks) - len(left))
+        self.telemetry.rows_skipped = sum(_num_rows(ref) for ref in assignment.chunks) - sum(
+            map(_num_rows, left)
+        )
+        logger.info(
+            "%d chunks in the manifests, %d done before",
+            len(assignment.chunks),
+            len(assignment.chunks) - len(left),
+        )
+        return left
+
+    def _everything(
+        self, assignment: Assignment, claims: Claims | None
+    ) -> Callable[[], dict[str, ChunkRef]] | None:
+        """All chunks of the job, for helping others; None where that is off or cannot be safe."""
+        if (
+            not self.config.steal
+            or claims is None
+            or assignment.job is None
+            or self.config.retry_errors
+        ):
+            return None
+        return partial(job_chunks, assignment.job, assignment.job_url, self.config.limit)
+
+    def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
+        """Wait for background work, opening chunks meanwhile. Raises what stops the worker."""
+        while not pending.is_done():
+            self._raise_if_stopped()
+            if shelf is not None:
+                shelf.tick(
+                    rows_ahead=shelf.num_unread,
+                    rows_wanted=1,
+                    rows_per_second=0.0,
+                    is_building=False,
+                )
+            self.world.progress(self.telemetry, None)
+            self.world.background.wait(_POLL_SECONDS)
+        return pending.result()
+
+    def _raise_if_stopped(self) -> None:
+        if self.world.stopper.error is not None:
+            raise self.world.stopper.error
+
+    def _generate(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+        """The loop: the engine takes rows as it has room, and gives back what finished."""
+        stopper = self.world.stopper
+        batches = engine.generate(stream, stopper)
+        try:
+            for completions in batches:
+                stream.handle(completions)
+                stream.tick()
+                self._round(engine, stream, shelf)
+                if stopper.is_requested:
+                    shelf.is_closing = True
+                    if not stream.num_in_flight or stopper.is_set():
+                        break
+                elif stream.is_complete:
+                    break
+        finally:
+            _close(batches)
+        self.telemetry.engine_stats(engine.stats())
+        self._raise_if_stopped()
+
+    def _round(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+        """What is due now and then: checkpoints, the record, the policy."""
+        now = self.clock.monotonic()
+        since, rows = self._checkpointed
+        every_rows = self.config.checkpoint_rows
+        rows_done = self.telemetry.rows_done
+        is_due = now - since >= self.config.checkpoint_seconds
+        if is_due or (every_rows is not None and rows_done - rows >= every_rows):
+            shelf.checkpoint()
+            self._checkpointed = (now, rows_done)
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
+            self._snapshot_at = now
+            self.telemetry.engine_stats(engine.stats())
+            self.telemetry.snapshot()
+            self._check_error_rate()
+        self.world.progress(self.telemetry, stream)
+
+    def _check_error_rate(self) -> None:
+        config, telemetry = self.config, self.telemetry
+        if config.max_error_rate is None or telemetry.rows_error < config.min_errors:
+            return
+        rate = telemetry.rows_error / telemetry.rows_done
+        if rate <= config.max_error_rate:
+            return
+        commonest = sorted(telemetry.errors.items(), key=lambda item: -item[1])[:3]
+        lines = []
+        for code, count in commonest:
+            example = telemetry.examples.get(code)
+            where = (
+                f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
+            )
+            lines.append(f"  {count} x {code}{where}")
+        raise ErrorRateExceeded(
+            f"{rate:.1%} of {telemetry.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
+            + "\n".join(lines),
+            hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
+        )
+
+    def _drain(self, shelf: Shelf, stream: RowStream) -> None:
+        """Publish what is still on its way."""
+        while not shelf.is_drained:
+            self._raise_if_stopped()
+            stream.tick()
+            self.world.progress(self.telemetry, stream)
+            if not shelf.is_drained:
+                self.world.background.wait(_POLL_SECONDS)
+        self._check_error_rate()
+
+    def _save(self, shelf: Shelf, *, deaths: dict[str, list[int]]) -> None:
+        """Before ending early: write down the finished rows and give the claims back, within the grace."""
+        shelf.is_closing = True
+        deadline = self.clock.monotonic() + max(5.0, self.world.stopper.seconds_left)
+        try:
+            shelf.note_deaths(deaths)
+            shelf.checkpoint()
+            while shelf.is_writing and self.clock.monotonic() < deadline:
+                self.world.background.wait(_POLL_SECONDS)
+                shelf.tick(rows_ahead=0, rows_wanted=0, rows_per_second=0.0, is_building=True)
+            shelf.release_all()
+        except BatchinferError as error:
+            logger.warning("not everything could be saved (%s)", error)
+
+    def _raise_failures(self, shelf: Shelf) -> None:
+        if not shelf.failures:
+            return
+        lines = [f"  {name}: {error.message}" for name, error in list(shelf.failures.items())[:5]]
+        raise StorageError(
+            f"{len(shelf.failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
+            hint="mend them, then start the same command again",
+        )
+
+    # -- the result
+
+    def result(self, error: BatchinferError | None) -> dict[str, Any]:
+        """The JSON object of the last line. Names follow older batch tools' statistics where they have one."""
+        telemetry = self.telemetry
+        seconds = max(telemetry.busy_seconds, 1e-9)
+        result: dict[str, Any] = {
+            "status": "SUCCESS" if error is None else "FAILED",
+            "run_id": self.standing.fingerprint if self.standing else "",
+            "output": self.store.url,
+            "worker": self.worker_id,
+            "model": self.config.engine.model or self.config.engine.engine,
+            "seed": self.config.run_seed,
+            "request_count": telemetry.rows_done,
+            "response_count": telemetry.rows_done - telemetry.rows_error,
+            "error_count": telemetry.rows_error,
+            "errors": telemetry.errors,
+            "rows_resumed": telemetry.rows_resumed,
+            "chunks_total": telemetry.num_chunks,
+            "chunks_done": telemetry.chunks_done,
+            "chunks_skipped": telemetry.chunks_skipped,
+            "run_time_sec": round(telemetry.run_seconds, 3),
+            "engine_load_sec": round(self.info.load_seconds, 3) if self.info else None,
+            "generate_time_sec": round(telemetry.busy_seconds, 3),
+            "engine_steps": telemetry.stats.steps,
+            "total_prompt_tokens": telemetry.prompt_tokens,
+            "total_tokens_generated": telemetry.completion_tokens,
+            "tokens_per_sec": {
+                "input": round(telemetry.prompt_tokens / seconds, 3),
+                "output": round(telemetry.completion_tokens / seconds, 3),
+            },
+        }
+        if error is not None:
+            result["exit_status"] = error.exit_status
+            result["reason"] = error.message
+        return result
+
+
+def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:
+    lines: dict[str, list[int]] = {}
+    for name, line in keys:
+        lines.setdefault(name, []).append(line)
+    return lines
+
+
+def _num_rows(ref: ChunkRef) -> int:
+    return (ref.rows if ref.row_limit is None else ref.row_limit) or 0
+
+
+def _close(batches: Iterator[object]) -> None:
+    """Let a generator's own clean-up run now."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
