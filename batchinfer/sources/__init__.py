@@ -1,0 +1,182 @@
+"""The data sets that jobs are made of, read-only: found, counted, and read as JSON lines.
+
+`resolve` finds and counts (parquet from footers, JSON Lines and CSV in a first pass), so that every chunk border is
+known before a row is decoded; `Plan.read` then yields any range of rows in bounded memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
+
+from batchinfer.errors import InputError
+from batchinfer.records import Record, Source, SourceFile
+from batchinfer.sources import finding, outside
+from batchinfer.sources.blocks import OWN_FIELDS, Block, Input, NullCounts, View, no_such_column
+from batchinfer.sources.outside import Found
+
+__all__ = ["Block", "Input", "NullCounts", "Plan", "View", "is_inside", "resolve"]
+
+logger = logging.getLogger(__name__)
+
+
+class Plan(Record):
+    """Counted sources: where every row of a job comes from. Rows are numbered from 0 over all files in order.
+
+    `rows` is after the limit; `inputs` holds only files that some row comes from, or that are empty among them.
+    """
+
+    sources: list[Source]
+    inputs: list[Input]
+    bases: list[str]
+    """Folders below which sources lie, for `check_apart`."""
+    view: View
+    rows: int
+    columns: list[str]
+    """What a row holds: as chosen, else every column of any file in order of appearance."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Other processes of this machine can read every file (memory:// is private to one)."""
+        return not any(item.found.url.startswith("memory://") for item in self.inputs)
+
+    def read(self, rows: range, nulls: NullCounts) -> Iterator[Block]:
+        """Yield these rows in order, encoded with `_row` and `_id`.
+
+        Args:
+            rows: Consecutive row numbers of the job.
+            nulls: Is counted up by NaN and infinities, by column.
+
+        Raises:
+            InputError: A file is damaged, changed since it was counted, or holds what JSON cannot.
+        """
+        first = 0
+        for item in self.inputs:
+            start, stop = max(rows.start, first), min(rows.stop, first + item.rows)
+            if start < stop:
+                part = range(start - first, stop - first)
+                yield from _adapter(item.format).read(item, part, start, self.view, nulls)
+            first += item.rows
+
+    def group_borders(self) -> Iterator[int]:
+        """Yield the row numbers where a row group starts: the cheap places to start reading."""
+        first = 0
+        for item in self.inputs:
+            yield from (first + row for row, _ in item.marks)
+            first += item.rows
+
+    def check_apart(self, output: str) -> None:
+        """Raise InputError if the output would lie inside a source, or a source inside the output."""
+        for base in self.bases:
+            if is_inside(output, base):
+                raise InputError(
+                    f"{output}: lies inside the source {base}, expected a place of its own",
+                    hint="name another --output",
+                )
+        for item in self.inputs:
+            if is_inside(item.found.url, output):
+                raise InputError(
+                    f"{item.found.url}: this source lies inside the output {output}",
+                    hint="name another --output",
+                )
+
+
+def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -> Plan:
+    """Find and count every SOURCE argument. Read-only.
+
+    Args:
+        arguments: Files, folders, globs and URLs, in the order of their rows.
+        view: Columns to keep and the id column; both are checked here as far as the files tell.
+        limit: At most so many rows; files beyond it are not even counted.
+
+    Raises:
+        InputError: Nothing there, an unknown format, no rows, no such column, a damaged file.
+        AccessDenied: Credentials are missing or refused.
+    """
+    sources, inputs, bases = [], [], []
+    rows = 0
+    for argument in arguments:
+        located = finding.locate(argument)
+        counted = []
+        for found in located.files:
+            if limit is not None and rows >= limit:
+                break
+            counted.append(_adapter(located.format).count(found))
+            rows += counted[-1].rows
+        inputs += counted
+        bases += [located.base] if located.base else []
+        files = [
+            SourceFile(url=item.found.url, bytes=item.found.bytes, rows=item.rows, digest=item.digest)
+            for item in counted
+        ]
+        sources.append(
+            Source(url=argument, format=located.format, files=files, revision=located.revision)
+        )
+    if not rows:
+        raise InputError(
+            f"{', '.join(arguments)}: holds no rows, expected at least one",
+            hint="check that this is the right file or folder",
+        )
+    _warn_about_repeats(inputs)
+    columns = _check_columns(inputs, view)
+    limited = rows if limit is None else min(rows, limit)
+    return Plan(
+        sources=sources, inputs=inputs, bases=bases, view=view, rows=limited, columns=columns
+    )
+
+
+def _check_columns(inputs: list[Input], view: View) -> list[str]:
+    """Return the columns that rows will hold. JSON Lines may lack a column in some rows, but not in all."""
+    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in inputs)))
+    asked = [("--columns", name) for name in view.columns or []]
+    asked += [("--id-column", view.id_column)] if view.id_column else []
+    open_names = {name for _, name in asked} - set(known)
+    if open_names:
+        from batchinfer.sources import json_lines
+
+        for item in inputs:
+            if item.format == "jsonl" and open_names:
+                open_names -= json_lines.find_keys(item, open_names)
+    for option, name in asked:
+        if name in open_names:
+            where = inputs[0].found.url + (" and the other files" if len(inputs) > 1 else "")
+            raise no_such_column(name, known, where=where, option=option)
+        for item in inputs:
+            if item.format != "jsonl" and name not in item.columns:
+                raise no_such_column(name, item.columns, where=item.found.url, option=option)
+    return [name for name in (view.columns or known) if name not in OWN_FIELDS]
+
+
+def _warn_about_repeats(inputs: list[Input]) -> None:
+    times = Counter(item.found.url for item in inputs)
+    for url in (url for url, count in times.items() if count > 1):
+        logger.warning("%s: named by several sources, its rows are taken again each time", url)
+
+
+class _Adapter(Protocol):
+    """One module a format."""
+
+    def count(self, found: Found) -> Input: ...
+    def read(
+        self, item: Input, rows: range, first_row: int, view: View, nulls: NullCounts
+    ) -> Iterator[Block]: ...
+
+
+def _adapter(kind: str) -> _Adapter:
+    """Import a format's module when a file has the format: pyarrow takes time to load."""
+    module = {"parquet": "parquet", "jsonl": "json_lines", "csv": "csv_tables"}[kind]
+    return cast("_Adapter", importlib.import_module(f"batchinfer.sources.{module}"))
+
+
+def is_inside(url: str, folder: str) -> bool:
+    """Whether `url` is `folder` or lies below it."""
+    if outside.is_local(url) != outside.is_local(folder):
+        return False
+    if outside.is_local(url):
+        inner, outer = outside.local_path(url).resolve(), outside.local_path(folder).resolve()
+        return inner == outer or outer in inner.parents
+    return f"{url.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")

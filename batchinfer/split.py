@@ -1,0 +1,501 @@
+"""`batchinfer split`: data sets to a job, that is JSON Lines chunks, one manifest a worker, and job.json.
+
+job.json comes last and vouches for the rest: until it is there, nothing is a job, and a split that was killed is
+simply run again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from batchinfer import codec, layout
+from batchinfer.console import common_options
+from batchinfer.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
+from batchinfer.records import FORMAT_VERSION, Chunk, Job, Record
+from batchinfer.storage import Store
+
+if TYPE_CHECKING:
+    from batchinfer.sources import Plan
+    from batchinfer.sources.building import Built, Span
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_THREADS = 4
+_PUBLISH_BYTES = 64 << 20
+"""Chunks are published beside each other up to this size together, so that memory stays bounded."""
+
+
+class SplitConfig(Record):
+    """What `split` was asked for. Exactly one of `num_chunks` and `chunk_rows` is set.
+
+    `columns` None keeps all; `limit` counts rows over all sources; `scratch_dir` None is the system's.
+    """
+
+    sources: list[str]
+    output: str
+    num_chunks: int | None = None
+    chunk_rows: int | None = None
+    num_workers: int = 1
+    columns: list[str] | None = None
+    id_column: str = ""
+    group_by: str = ""
+    limit: int | None = None
+    compression: str = "none"
+    processes: int = 1
+    overwrite: bool = False
+    scratch_dir: str | None = None
+
+
+def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
+    """Split the sources into a job at the store's root.
+
+    Idempotent: a finished job of the same sources and shape is left alone. Until job.json is written, last, a crash
+    leaves only objects that the next run adopts where their bytes are the same, and replaces where not. Two splits
+    must not write to one place at the same time.
+
+    Args:
+        config: What to do.
+        store: Opened at `config.output`.
+
+    Returns:
+        The result object; its `status` is "done" or "unchanged".
+
+    Raises:
+        ConfigError: Options that contradict each other or the number of rows.
+        InputError: A source cannot be used, or the output holds another job.
+    """
+    from batchinfer.sources import View, resolve
+
+    started = time.monotonic()
+    _check_options(config)
+    view = View(columns=config.columns, id_column=config.id_column)
+    plan = resolve(config.sources, view=view, limit=config.limit)
+    plan.check_apart(config.output)
+    borders = _borders(config, plan.rows)
+    draft = _draft_job(config, plan)
+    if not config.overwrite and (existing := _read_job(store)) is not None:
+        _check_same(existing, draft, config)
+        return _result("unchanged", config, existing, {}, time.monotonic() - started)
+    _check_no_runs(store, config)
+    if config.group_by:
+        borders = _group_borders(plan, config.group_by, borders)
+    _check_workers(config, len(borders) - 1)
+    if config.overwrite:
+        _remove_job(store)
+    job, nulls = _write(config, store, plan, draft, _spans(borders))
+    for column, count in sorted(nulls.items()):
+        logger.warning("column %r: %d NaN or infinite values became null", column, count)
+    return _result("done", config, job, nulls, time.monotonic() - started)
+
+
+# --------------------------------------------------------------------------- what to make
+
+
+def _check_options(config: SplitConfig) -> None:
+    if (config.num_chunks is None) == (config.chunk_rows is None):
+        raise ConfigError(
+            "--num-chunks, --chunk-rows: "
+            + ("none is given" if config.num_chunks is None else "both are given")
+            + ", expected exactly one",
+            hint="--chunk-rows 5000 is a good start",
+        )
+    if config.columns is not None and not config.columns:
+        raise ConfigError(
+            "--columns: names no column, expected at least one",
+            hint="leave it out to keep all columns",
+        )
+
+
+def _borders(config: SplitConfig, rows: int) -> list[int]:
+    """Row numbers where chunks start, and the end: one more than there are chunks.
+
+    >>> _borders(SplitConfig(sources=[], output="", num_chunks=3), 10)
+    [0, 3, 6, 10]
+    >>> _borders(SplitConfig(sources=[], output="", chunk_rows=4), 10)
+    [0, 4, 8, 10]
+    """
+    if config.chunk_rows is not None:
+        return [*range(0, rows, config.chunk_rows), rows]
+    assert config.num_chunks is not None
+    if config.num_chunks > rows:
+        raise ConfigError(
+            f"--num-chunks {config.num_chunks}: more than the {rows} rows, expected at least one row a chunk",
+            hint=f"use --num-chunks {rows} or fewer",
+        )
+    return [index * rows // config.num_chunks for index in range(config.num_chunks + 1)]
+
+
+def _check_workers(config: SplitConfig, num_chunks: int) -> None:
+    if config.num_workers > num_chunks:
+        raise ConfigError(
+            f"--num-workers {config.num_workers}: more than the {num_chunks} chunks, expected a chunk for each",
+            hint=f"use --num-workers {num_chunks} or fewer, or make smaller chunks",
+        )
+
+
+def _group_borders(plan: Plan, column: str, borders: list[int]) -> list[int]:
+    """Move each border forward to where the column's value changes. Reads that column once.
+
+    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group longer than a
+    chunk swallows the borders in it, so there may be fewer chunks than asked for. A row without a value is a group.
+    """
+    from batchinfer.sources import NullCounts, Plan, View
+
+    narrow = Plan(
+        sources=plan.sources,
+        inputs=plan.inputs,
+        bases=plan.bases,
+        view=View(columns=[], id_column=column),
+        rows=plan.rows,
+        columns=[],
+    )
+    moved = [0]
+    wanted = iter(borders[1:-1])
+    border = next(wanted, None)
+    row, last = 0, None
+    for block in narrow.read(range(plan.rows), NullCounts()):
+        for value in block.ids or [None] * block.num_rows:
+            if border is not None and row >= border and (value is None or value != last):
+                moved.append(row)
+                while border is not None and border <= row:
+                    border = next(wanted, None)
+            last = value
+            row += 1
+        if border is None:
+            break
+    if len(moved) < len(borders) - 1:
+        logger.info(
+            "--group-by %s: %d chunks of the %d asked for", column, len(moved), len(borders) - 1
+        )
+    return [*moved, plan.rows]
+
+
+def _spans(borders: Sequence[int]) -> list[Span]:
+    from batchinfer.sources.building import Span
+
+    count = len(borders) - 1
+    return [
+        Span(layout.chunk_name(index, count), borders[index], borders[index + 1] - borders[index])
+        for index in range(count)
+    ]
+
+
+def _draft_job(config: SplitConfig, plan: Plan) -> Job:
+    """job.json as it is known before any row is read: without chunks and counts."""
+    if config.num_chunks is not None:
+        shape = {"num_chunks": config.num_chunks}
+    else:
+        shape = {"chunk_rows": config.chunk_rows or 0}
+    return Job(
+        format_version=FORMAT_VERSION,
+        sources=plan.sources,
+        columns=plan.columns,
+        rows=plan.rows,
+        chunks=[],
+        num_workers=config.num_workers,
+        id_column=config.id_column,
+        group_by=config.group_by,
+        limit=config.limit,
+        compression=config.compression,
+        shape=shape,
+    )
+
+
+# --------------------------------------------------------------------------- what is there
+
+
+def _read_job(store: Store) -> Job | None:
+    try:
+        data = store.get(layout.JOB_KEY).data
+    except ObjectNotFound:
+        return None
+    return codec.decode(data, Job, name=f"{store.url}/{layout.JOB_KEY}")
+
+
+def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
+    """Raise InputError unless the finished job is what this run would make. Files are told by content, not by path."""
+    differences = []
+    if _contents(existing) != _contents(wanted):
+        differences.append("the source's files")
+    for name in ("rows", "columns", "shape", "num_workers", "id_column", "group_by", "compression"):
+        before, now = getattr(existing, name), getattr(wanted, name)
+        if before != now:
+            differences.append(f"{name} ({_shown(before)} there, {_shown(now)} here)")
+    if differences:
+        raise InputError(
+            f"{config.output}: holds a finished job that differs in {'; '.join(differences)}",
+            hint="name another --output, or add --overwrite to replace that job",
+        )
+
+
+def _contents(job: Job) -> list[tuple[int, int, str]]:
+    return [(file.bytes, file.rows, file.digest) for source in job.sources for file in source.files]
+
+
+def _shown(value: Any) -> str:
+    text = codec.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _check_no_runs(store: Store, config: SplitConfig) -> None:
+    """Raise InputError if runs lie under the job: their outputs belong to the chunks that are there now."""
+    run = next(iter(store.list(layout.RUNS)), None)
+    if run is not None:
+        raise InputError(
+            f"{config.output}: has runs ({run.key}), expected none under a job that is split anew",
+            hint=f"name another --output, or remove {config.output.rstrip('/')}/{layout.RUNS} first",
+        )
+
+
+def _remove_job(store: Store) -> None:
+    """Remove a job: job.json first, so that what is left of a crash in between is no job."""
+    store.delete([layout.JOB_KEY])
+    for prefix in (layout.CHUNKS, layout.MANIFESTS):
+        store.delete([item.key for item in store.list(prefix)])
+
+
+# --------------------------------------------------------------------------- making it
+
+
+def _write(
+    config: SplitConfig, store: Store, plan: Plan, draft: Job, spans: list[Span]
+) -> tuple[Job, dict[str, int]]:
+    """Build and publish chunks, then manifests, then job.json."""
+    from batchinfer.scratch import Scratch
+    from batchinfer.sources import building
+
+    nulls: dict[str, int] = {}
+    id_paths: list[Path] = []
+    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    try:
+        workshop = building.Workshop(plan, scratch.folder, config.compression)
+        if config.processes > 1 and len(spans) > 1 and plan.is_shared:
+            built = building.build_in_processes(workshop, spans, config.processes)
+        else:
+            built = building.build(workshop, spans)
+        chunks = []
+        for item in _publish(built, store, config, plan.rows):
+            chunks.append(item.chunk)
+            for column, count in item.nulls.items():
+                nulls[column] = nulls.get(column, 0) + count
+            if item.id_path is not None:
+                id_paths.append(item.id_path)
+        duplicates = building.count_duplicates(id_paths)
+    finally:
+        scratch.close()
+    _write_manifests(store, chunks, config)
+    _check_chunks(store, chunks, config)
+    job = msgspec.structs.replace(
+        draft, chunks=chunks, null_floats=sum(nulls.values()), duplicate_ids=duplicates
+    )
+    try:
+        store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    except AlreadyExists as error:
+        raise _other_split(config) from error
+    return job, nulls
+
+
+def _publish(
+    built: Iterable[Built], store: Store, config: SplitConfig, rows: int
+) -> Iterator[Built]:
+    """Publish chunk files beside the building of the next, and yield them in order once they are durable."""
+    from tqdm import tqdm
+
+    waiting: deque[tuple[Built, Future[None]]] = deque()
+    num_bytes = 0
+    with (
+        ThreadPoolExecutor(_PUBLISH_THREADS, thread_name_prefix="publish") as pool,
+        tqdm(total=rows, unit=" rows", desc="split", disable=None, file=sys.stderr) as bar,
+    ):
+
+        def finish() -> Built:
+            nonlocal num_bytes
+            item, future = waiting.popleft()
+            future.result()
+            num_bytes -= item.chunk.bytes
+            bar.update(item.chunk.rows)
+            return item
+
+        for item in built:
+            while waiting and (
+                len(waiting) >= _PUBLISH_THREADS or num_bytes + item.chunk.bytes > _PUBLISH_BYTES
+            ):
+                yield finish()
+            num_bytes += item.chunk.bytes
+            waiting.append((item, pool.submit(_publish_chunk, item, store, config)))
+        while waiting:
+            yield finish()
+
+
+def _publish_chunk(item: Built, store: Store, config: SplitConfig) -> None:
+    key = layout.chunk_file(item.chunk.name, config.compression)
+    try:
+        store.create_file(key, item.path)
+    except AlreadyExists:  # other bytes, left by a split that never finished
+        _check_unfinished(store, config)
+        store.delete([key])
+        store.create_file(key, item.path)
+    item.path.unlink()
+
+
+def _write_manifests(store: Store, chunks: Sequence[Chunk], config: SplitConfig) -> None:
+    lines = [f"{layout.chunk_file(chunk.name, config.compression)}\n" for chunk in chunks]
+    texts = {layout.ALL_MANIFEST: "".join(lines)}
+    for index in range(config.num_workers):
+        start, stop = (len(lines) * place // config.num_workers for place in (index, index + 1))
+        texts[layout.worker_manifest(index, config.num_workers)] = "".join(lines[start:stop])
+    for key, text in texts.items():
+        try:
+            store.create(key, text.encode())
+        except AlreadyExists:
+            _check_unfinished(store, config)
+            store.delete([key])
+            store.create(key, text.encode())
+    store.delete([item.key for item in store.list(layout.MANIFESTS) if item.key not in texts])
+
+
+def _check_chunks(store: Store, chunks: Sequence[Chunk], config: SplitConfig) -> None:
+    """Look once more at what job.json is about to vouch for, and remove what another, unfinished split left."""
+    there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
+    expected = {layout.chunk_file(chunk.name, config.compression): chunk.bytes for chunk in chunks}
+    store.delete([key for key in there if key not in expected])
+    if any(there.get(key) != size for key, size in expected.items()):
+        raise _other_split(config)
+
+
+def _check_unfinished(store: Store, config: SplitConfig) -> None:
+    if _read_job(store) is not None:
+        raise _other_split(config)
+
+
+def _other_split(config: SplitConfig) -> InputError:
+    return InputError(
+        f"{config.output}: another split wrote here at the same time, expected to be alone",
+        hint="run the same command again: it tells whether the job there is the one you want",
+    )
+
+
+def _result(
+    status: str, config: SplitConfig, job: Job, nulls: dict[str, int], seconds: float
+) -> dict[str, Any]:
+    if status == "unchanged":
+        logger.info(
+            "%s: finished before with the same sources and shape, nothing changed", config.output
+        )
+    return {
+        "status": status,
+        "job": config.output,
+        "rows": job.rows,
+        "columns": job.columns,
+        "chunks": len(job.chunks),
+        "workers": job.num_workers,
+        "bytes": sum(chunk.bytes for chunk in job.chunks),
+        "null_floats": job.null_floats,
+        "null_floats_by_column": nulls,
+        "duplicate_ids": job.duplicate_ids,
+        "seconds": round(seconds, 3),
+    }
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def _parse_columns(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> list[str] | None:
+    if value is None:
+        return None
+    return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+
+
+@click.command("split")
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option(
+    "--output",
+    metavar="JOB",
+    required=True,
+    help="Folder or URL of the job; made if it is not there.",
+)
+@click.option(
+    "--num-chunks", type=click.IntRange(min=1), help="Make so many chunks, even to one row."
+)
+@click.option(
+    "--chunk-rows", type=click.IntRange(min=1), help="Put so many rows in each chunk but the last."
+)
+@click.option(
+    "--num-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Write a manifest for each of so many workers.",
+)
+@click.option(
+    "--columns",
+    callback=_parse_columns,
+    metavar="A,B",
+    help="Keep only these columns. Default: all.",
+)
+@click.option(
+    "--id-column",
+    default="",
+    metavar="COLUMN",
+    help="Column whose value names a row (_id). Default: custom_id of OpenAI batch requests, else the row number.",
+)
+@click.option(
+    "--group-by",
+    default="",
+    metavar="COLUMN",
+    help="Keep neighbouring rows with the same value in one chunk; chunks then differ more in size.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Take only the first N rows."
+)
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "zstd"]),
+    default="none",
+    show_default=True,
+    help="How chunks are stored.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Build chunks in so many processes. The chunks are the same.",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Replace the job that is there, unless it has runs."
+)
+@click.option(
+    "--scratch-dir",
+    metavar="DIR",
+    help="Local folder to build chunks in. Default: the system's temporary one.",
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Split data sets into JSONL chunks and per-worker manifests.
+
+    SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
+    JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
+    """
+    from batchinfer.storage.opening import open_store
+
+    config = SplitConfig(**{**options, "sources": list(options["sources"])})
+    _check_options(config)
+    return run_split(config, store=open_store(config.output))
+
+
+if __name__ == "__main__":
+    importlib.import_module("batchinfer.cli").run(["split", *sys.argv[1:]])
