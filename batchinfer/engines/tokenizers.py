@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import ConfigError, RowError
 from batchinfer.prompts import Code, Tokenizer
 from batchinfer.prompts.model import RowProblem
@@ -54,6 +55,21 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
     except Exception as error:
         raise _not_loaded(model, revision, error) from error
     return HfTokenizer(tokenizer)
+
+
+def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
+    """Load the tokenizer that belongs to an engine; None where the engine takes text and conversations.
+
+    Raises:
+        ConfigError: as load_tokenizer.
+    """
+    if config.engine != "vllm":
+        return None
+    # A revision belongs to the model's repository; a tokenizer of its own has another history.
+    revision = "" if config.tokenizer else config.revision or ""
+    return load_tokenizer(
+        config.tokenizer or config.model, revision, trust_remote_code=config.trust_remote_code
+    )
 
 
 def _not_loaded(model: str, revision: str, error: Exception) -> ConfigError:

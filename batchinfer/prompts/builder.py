@@ -91,12 +91,13 @@ class PromptBuilder:
         fill = self._reader.fill
         drafts = []
         for line_index, data in rows:
-            row = first_row + line_index
-            draft = Draft(row, str(row))
+            draft = Draft(first_row + line_index)
             try:
                 fill(draft, data)
             except RowError as error:
                 _fail(draft, error)
+            if not draft.id:
+                draft.id = str(draft.row)
             drafts.append(draft)
         if self._tokenizer is not None:
             self._tokenize(drafts, self._tokenizer)
@@ -119,20 +120,13 @@ class PromptBuilder:
                 is_chat=draft.messages is not None,
                 param=draft.param,
             )
-        messages = None
-        text = None
         token_ids = draft.token_ids
+        text = messages = None
         if token_ids is None:
             text = draft.text
             messages = draft.messages
             if messages is not None:
-                # Whoever renders later may know texts only.
-                messages = [
-                    message
-                    if type(message["content"]) is str
-                    else {**message, "content": conversation.text_of(message)}
-                    for message in messages
-                ]
+                messages = conversation.with_texts(messages)
         prompt = None
         view = draft.view or self._view
         if self._has_prompt or (view is not None and view.echo):

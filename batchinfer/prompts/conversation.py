@@ -34,8 +34,13 @@ EXTRA_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_co
 Message = dict[str, Any]
 
 
-def read_conversation(value: Any) -> list[Message]:
+def read_conversation(value: Any, *, num_user_turns: int = 0, num_more: int = 0) -> list[Message]:
     """Turn a column's value into messages with `role` and `content`.
+
+    Args:
+        value: What the column holds, see below.
+        num_user_turns: Read only up to this user message, and `num_more` messages after it; 0 reads all.
+        num_more: See above.
 
     Accepted: a list of {role, content} or {from, value}; one such object; an object of two lists
     (how some tables store a list of objects); any of these as JSON text; an object with the list in
@@ -52,7 +57,17 @@ def read_conversation(value: Any) -> list[Message]:
         raise RowProblem(
             Code.INVALID_MESSAGES, f"the conversation is a JSON {json_type(value)}, expected a list"
         )
-    return [_message(item, index) for index, item in enumerate(value)]
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        message = _message(item, index)
+        messages.append(message)
+        if num_user_turns and message["role"] == "user":
+            num_user_turns -= 1
+            if not num_user_turns:
+                rest = enumerate(value[index + 1 : index + 1 + num_more], index + 1)
+                messages.extend(_message(item, place) for place, item in rest)
+                break
+    return messages
 
 
 def _parse_text(text: str) -> Any:
@@ -88,6 +103,10 @@ def _unwrap(value: dict[str, Any]) -> Any:
 
 
 def _message(item: Any, index: int) -> Message:
+    if type(item) is dict and len(item) == 2:
+        role = item.get("role")
+        if type(role) is str and role and type(item.get("content")) is str:
+            return item
     if not isinstance(item, dict):
         raise RowProblem(
             Code.INVALID_MESSAGES,
@@ -156,6 +175,29 @@ def text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+def with_texts(messages: list[Message]) -> list[Message]:
+    """Return messages whose contents are texts; the same list where they are already."""
+    for message in messages:
+        if type(message["content"]) is not str:
+            return [{**message, "content": text_of(message)} for message in messages]
+    return messages
+
+
+def first_turn(value: Any) -> list[Message] | None:
+    """Return the commonest conversation's first turn without looking further; None for any other.
+
+    A list of plain {role, content} that begins with a user's text: there is nothing to convert, and
+    most of the time of a row without a model goes into conversions.
+    """
+    if type(value) is list and value:
+        first = value[0]
+        if type(first) is dict and len(first) == 2 and first.get("role") == "user":
+            content = first.get("content")
+            if type(content) is str and content and not content.isspace():
+                return value[:1]
+    return None
+
+
 def check_turns(turns: str) -> str | int:
     """Return "first", "all" or a number of user turns.
 
@@ -195,8 +237,11 @@ def select_turns(
                 wanted -= 1
                 if not wanted:
                     break
-    selected = messages[:end]
-    if not any(message["role"] == "user" and text_of(message).strip() for message in selected):
+    selected = messages[:end] if end < len(messages) else messages
+    for message in selected:
+        if message["role"] == "user" and not text_of(message).isspace() and message["content"]:
+            break
+    else:
         raise RowProblem(
             Code.EMPTY_CONVERSATION, "the conversation has no user message with text, expected one"
         )

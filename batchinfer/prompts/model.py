@@ -53,6 +53,10 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     keep_prompt: bool = False
     id_column: str = ""
     output_format: str = "native"
+    strip: bool = False
+    """Remove white space around every answer."""
+    has_timing: bool = True
+    """Write each row's seconds. Without them equal answers are equal bytes."""
     task: str = "generate"
     max_n: int = 128
     """Most answers that one request may ask for."""
@@ -80,7 +84,7 @@ class View(Record, frozen=True, kw_only=True, omit_defaults=True):
     """False where log-probabilities were computed only to choose the best."""
 
 
-class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True):
+class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One row on its way: a request, or the failure that keeps it from having one (never both).
 
     `row` is first_row + line index. `source` holds the columns of ``--keep``, `body` the request as
@@ -104,11 +108,11 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True):
     view: View | None = None
 
 
-class Draft(msgspec.Struct):
+class Draft(msgspec.Struct, gc=False):
     """A row while it is being read: whatever was found out before it failed stays here."""
 
     row: int
-    id: str
+    id: str = ""
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None

@@ -53,6 +53,10 @@ class RowsReader:
         self.is_chat = bool(self._messages_column) or config.as_chat
         self._prefill = config.continue_final if isinstance(config.continue_final, str) else ""
         self._turns = _turns(config.turns)
+        self._num_user_turns = (
+            self._turns if isinstance(self._turns, int) else int(self._turns == "first")
+        )
+        self._is_first_only = self._num_user_turns == 1 and config.continue_final is not True
         self._examples = self._example_messages() if self._messages_column else []
         self._check_chat_options()
         self._keep = [] if config.keep == ["*"] else config.keep
@@ -60,35 +64,39 @@ class RowsReader:
         self._column = self._messages_column or config.prompt_column
         self._project: Callable[[bytes], tuple[Any, ...]] | None = None
         if self._template is None and not self._keep_all:
-            columns = [ROW_FIELD, config.id_column or ID_FIELD, self._column, *self._keep]
-            # A column may be wanted twice (kept and prompt); the projection names it once.
-            self._columns = list(dict.fromkeys(columns))
-            self._positions = [self._columns.index(column) for column in columns]
-            self._project = lines.projection(self._columns)
+            self._projected = [ROW_FIELD]
+            self._id_position = self._position(config.id_column or ID_FIELD)
+            self._value_position = self._position(self._column)
+            self._kept_positions = {name: self._position(name) for name in self._keep}
+            self._project = lines.projection(self._projected)
+
+    def _position(self, column: str) -> int:
+        # One column may serve twice (as id and kept, say): a struct has a field only once.
+        if column not in self._projected:
+            self._projected.append(column)
+        return self._projected.index(column)
 
     def fill(self, draft: Draft, data: bytes) -> None:
         """Read one row."""
         if self._project is not None:
             found = self._project(data)
-            row, row_id, value, *kept = [found[position] for position in self._positions]
+            row, row_id, value = found[0], found[self._id_position], found[self._value_position]
             if row_id is not _UNSET and row_id is not None:
                 draft.id = row_id if type(row_id) is str else lines.as_id(row_id)
-            if kept:
+            if self._kept_positions:
                 draft.source = {
-                    name: item
-                    for name, item in zip(self._keep, kept, strict=True)
-                    if item is not _UNSET
+                    name: found[position]
+                    for name, position in self._kept_positions.items()
+                    if found[position] is not _UNSET
                 }
-            if row is not draft.row:
+            if row != draft.row:
                 lines.check_place(draft, row)
-            if value is _UNSET:
-                raise lines.missing_column(self._column, data)
         else:
             columns = lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             lines.check_place(draft, row)
-            if value is _UNSET:
-                raise lines.missing_column(self._column, data)
+        if value is _UNSET:
+            raise lines.missing_column(self._column, data)
         if self._messages_column:
             self._fill_messages(draft, value)
         elif self._template is not None:
@@ -115,9 +123,15 @@ class RowsReader:
 
     def _fill_messages(self, draft: Draft, value: Any) -> None:
         continue_own = self._config.continue_final is True
-        messages = conversation.select_turns(
-            conversation.read_conversation(value), self._turns, continue_final=continue_own
-        )
+        messages = conversation.first_turn(value) if self._is_first_only else None
+        if messages is None:
+            messages = conversation.select_turns(
+                conversation.read_conversation(
+                    value, num_user_turns=self._num_user_turns, num_more=int(continue_own)
+                ),
+                self._turns,
+                continue_final=continue_own,
+            )
         if self._config.system_prompt:
             messages = conversation.with_system(messages, self._config.system_prompt)
         if self._examples:
