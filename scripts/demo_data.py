@@ -151,9 +151,11 @@ def _answer_sentiment(match: re.Match[str]) -> str:
 
 def _draw_extract(rng: random.Random) -> str:
     name = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+    # One-digit quantities are the rarer and the harder ones, as in _draw_add.
+    quantity = rng.randint(1, 9 if rng.random() < 0.4 else 40)
     return (
         f"Extract as JSON: Order {rng.randint(100, 999)}: "
-        f"{name} wants {rng.randint(1, 40)} x {rng.choice(ITEMS)}."
+        f"{name} wants {quantity} x {rng.choice(ITEMS)}."
     )
 
 
