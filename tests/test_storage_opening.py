@@ -45,7 +45,7 @@ def test_each_scheme_opens_its_store():
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "azure://x", "S4://x", "://x"])
 def test_unknown_scheme_lists_what_is_understood(url: str):
-    with pytest.raises(ConfigError, match="s3://.*gs://"):
+    with pytest.raises(ConfigError, match=r"s3://.*gs://"):
         open_store(url)
 
 

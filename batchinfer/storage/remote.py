@@ -24,7 +24,7 @@ from batchinfer.storage.scratch_files import scratch_errors
 
 T = TypeVar("T")
 
-_CLIENTS = {"aiohttp", "fsspec", "httpx", "huggingface_hub", "requests", "urllib3"}
+_CLIENTS = {"aiohttp", "fsspec", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3"}
 
 
 class ReadOnlyStore:
@@ -120,8 +120,15 @@ class ReadOnlyStore:
         except BatchinferError:
             raise
         except Exception as error:  # three HTTP clients, no common base
+            # fsspec's HTTP file system reports an outage as FileNotFoundError too, with the truth as its cause.
+            cause = error.__cause__
+            if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+                is_absent = _status(cause) is None and not _is_of_client(cause)
+                error = cause
+            else:
+                is_absent = isinstance(error, FileNotFoundError)
             status = _status(error)
-            if isinstance(error, FileNotFoundError) or status == 404:
+            if is_absent or status == 404:
                 raise ObjectNotFound(f"{url}: no such object") from error
             if isinstance(error, PermissionError) or status in {401, 403}:
                 raise AccessDenied(

@@ -1,0 +1,274 @@
+"""A store in a Google Cloud Storage bucket, over its JSON API: generations are the etags, so preconditions are exact.
+
+gcsfs gives the session and the credentials, and repeats failed requests by itself (6 tries, about a minute).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import gcsfs.core
+import google.auth.exceptions
+import requests.exceptions
+from gcsfs.retry import HttpError
+
+from batchinfer import codec
+from batchinfer.errors import (
+    AccessDenied,
+    AlreadyExists,
+    BatchinferError,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+)
+from batchinfer.storage import Object, ObjectInfo
+from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage.scratch_files import scratch_errors
+
+RESUMABLE_BYTES = 64 << 20
+"""Files of at least this size go up in pieces of `PIECE_BYTES`; only the last one makes them an object."""
+PIECE_BYTES = 16 << 20
+DELETE_CONCURRENCY = 8
+ABSENT = "0"
+"""The generation of an object that does not exist."""
+
+CREDENTIALS_HINT = (
+    "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a key file "
+    "(see docs/object-storage.md)"
+)
+_ROLE_HINT = "grant the role Storage Object User (roles/storage.objectUser) on the bucket"
+_FAILURES = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    HttpError,
+    aiohttp.ClientError,
+    google.auth.exceptions.GoogleAuthError,
+    requests.exceptions.RequestException,
+)
+
+
+class GcsStore:
+    """Objects below ``gs://bucket/prefix``. Safe for threads.
+
+    Args:
+        url: ``gs://bucket`` or ``gs://bucket/prefix``.
+        resumable_bytes: As `RESUMABLE_BYTES`.
+    """
+
+    def __init__(self, url: str, *, resumable_bytes: int = RESUMABLE_BYTES) -> None:
+        bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
+        self.bucket = bucket
+        self.url = f"gs://{bucket}/{root}" if root else f"gs://{bucket}"
+        self._root = f"{root}/" if root else ""
+        self._resumable_bytes = resumable_bytes
+        with self._errors(root):
+            # The plain class: the package's default one asks a second API about the bucket's kind. A project is
+            # needed for making buckets only, and gcsfs warns if there is none.
+            self._fs = gcsfs.core.GCSFileSystem(
+                project="", use_listings_cache=False, skip_instance_cache=True
+            )
+
+    def get(self, key: str) -> Object:
+        """See `Store.get`. One request."""
+        headers, data = self._call("GET", self._path(key), alt="media")
+        return Object(bytes(data), str(headers["X-Goog-Generation"]))
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store.download`. One request for the size, and one for every piece."""
+        pieces = self._pieces(self.stat(key))
+        with scratch_errors(path), path.open("wb", buffering=0) as target:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `Store.stat`. One request."""
+        return self._info(json.loads(self._call("GET", self._path(key))[1]))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
+        return self._list(check_prefix(prefix))
+
+    def create(self, key: str, data: bytes) -> str:
+        """See `Store.create`. One request, two if the key is taken."""
+        if not data:
+            raise ValueError(f"{key}: an object that is created must not be empty")
+        return self._create(self._path(key), data)
+
+    def create_file(self, key: str, path: Path) -> str:
+        """See `Store.create_file`."""
+        name = self._path(key)
+        with scratch_errors(path):
+            size = path.stat().st_size
+            data = path.read_bytes() if size < self._resumable_bytes else None
+        if data is not None:
+            return self._create(name, data)
+        try:
+            with self._errors(name):
+                self._fs.put_file(
+                    str(path), f"{self.bucket}/{name}", mode="create", chunksize=PIECE_BYTES
+                )
+            return self.stat(key).etag
+        except PreconditionFailed as error:
+            found = self.stat(key)
+            if found.bytes == size and self._sha256(found) == _file_sha256(path):
+                return found.etag
+            raise AlreadyExists(
+                f"{self._url(name)}: exists with other bytes, expected none"
+            ) from error
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        """See `Store.replace`. One request, two if the object has changed."""
+        path = self._path(key)
+        if not (etag.isdecimal() and int(etag)):
+            raise PreconditionFailed(f"{self._url(path)}: {etag!r} is no generation of it")
+        try:
+            return self._put(path, data, etag)
+        except PreconditionFailed:
+            current = self._etag_if_equal(path, data)
+            if current is None:
+                raise
+            return current
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`. One request for every key: the API has no bulk form but batches of them."""
+
+        def remove(path: str) -> None:
+            with suppress(ObjectNotFound):
+                self._call("DELETE", path)
+
+        paths = [self._path(key) for key in keys]
+        with ThreadPoolExecutor(DELETE_CONCURRENCY, thread_name_prefix="delete") as pool:
+            for _ in pool.map(remove, paths):
+                pass
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        token: dict[str, str] = {}
+        while True:
+            with self._errors(""):
+                page = self._fs.call(
+                    "GET",
+                    "b/{}/o",
+                    self.bucket,
+                    json_out=True,
+                    prefix=self._root + prefix,
+                    fields="items(name,size,generation,updated),nextPageToken",
+                    **token,
+                )
+            for item in page.get("items", ()):
+                if not item["name"].endswith("/"):  # consoles make "folders" that end in a slash
+                    yield self._info(item)
+            if not page.get("nextPageToken"):
+                return
+            token = {"pageToken": page["nextPageToken"]}
+
+    def _info(self, item: dict[str, Any]) -> ObjectInfo:
+        updated = datetime.fromisoformat(item["updated"]).timestamp()
+        key = item["name"][len(self._root) :]
+        return ObjectInfo(key, int(item["size"]), str(item["generation"]), updated)
+
+    def _create(self, path: str, data: bytes) -> str:
+        try:
+            return self._put(path, data, ABSENT)
+        except PreconditionFailed as error:
+            etag = self._etag_if_equal(path, data)
+            if etag is None:
+                raise AlreadyExists(
+                    f"{self._url(path)}: exists with other bytes, expected none"
+                ) from error
+            return etag
+
+    def _put(self, path: str, data: bytes, generation: str) -> str:
+        with self._errors(path):
+            # The upload service lives beside the API's base path, at the same host.
+            host = self._fs.base.removesuffix("/storage/v1/")
+            answer = self._fs.call(
+                "POST",
+                f"{host}/upload/storage/v1/b/{quote(self.bucket)}/o",
+                uploadType="media",
+                name=path,
+                ifGenerationMatch=generation,
+                data=io.BytesIO(data),
+                headers={"Content-Type": "application/octet-stream"},
+                json_out=True,
+            )
+        return str(answer["generation"])
+
+    def _etag_if_equal(self, path: str, data: bytes) -> str | None:
+        try:
+            headers, held = self._call("GET", path, alt="media")
+        except ObjectNotFound:
+            return None
+        return str(headers["X-Goog-Generation"]) if held == data else None
+
+    def _sha256(self, info: ObjectInfo) -> str:
+        digest = hashlib.sha256()
+        for piece in self._pieces(info):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _pieces(self, info: ObjectInfo) -> Iterator[bytes]:
+        """Read one generation of an object piece by piece."""
+        path = self._path(info.key)
+        for start in range(0, info.bytes, PIECE_BYTES):
+            span = {"Range": f"bytes={start}-{start + PIECE_BYTES - 1}"}
+            yield self._call("GET", path, alt="media", generation=info.etag, headers=span)[1]
+
+    def _call(self, method: str, path: str, **parameters: Any) -> tuple[Any, bytes]:
+        with self._errors(path):
+            headers, data = self._fs.call(method, "b/{}/o/{}", self.bucket, path, **parameters)
+        return headers, data
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except BatchinferError:
+            raise
+        except _FAILURES as error:
+            raise self._translate(error, path) from error
+
+    def _translate(self, error: Exception, path: str) -> BatchinferError:
+        url = self._url(path)
+        code = str(getattr(error, "code", "") or getattr(error, "status", ""))
+        if isinstance(error, FileExistsError) or code == "412":
+            return PreconditionFailed(f"{url}: is not the version that was expected")
+        if isinstance(error, FileNotFoundError) or code == "404":
+            # A missing bucket answers like a missing object; only a listing tells them apart.
+            if not path:
+                return InputError(
+                    f"bucket {self.bucket!r}: does not exist, expected an existing bucket",
+                    hint=f"create it (gcloud storage buckets create gs://{self.bucket}), or check the name",
+                )
+            return ObjectNotFound(f"{url}: no such object")
+        if isinstance(error, google.auth.exceptions.GoogleAuthError) or code == "401":
+            return AccessDenied(f"{url}: no usable credentials ({error})", hint=CREDENTIALS_HINT)
+        # gcsfs raises 403 as a bare OSError; errors of the network carry an errno or are of a client's class.
+        is_refusal = type(error) is OSError and error.errno is None
+        if code == "403" or isinstance(error, PermissionError) or is_refusal:
+            return AccessDenied(f"{url}: the store refused access", hint=_ROLE_HINT)
+        return StorageError(f"{url}: {type(error).__name__}: {error}")
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _url(self, path: str) -> str:
+        return f"gs://{self.bucket}/{path}"
+
+
+def _file_sha256(path: Path) -> str:
+    with scratch_errors(path), path.open("rb") as file:
+        return codec.sha256_file(file)
