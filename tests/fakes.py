@@ -1,0 +1,64 @@
+"""Time that a test moves by hand, and records with sensible defaults."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from batchinfer.records import Marker, Worker
+
+
+class FakeClock:
+    """A clock that stands still until the test moves it."""
+
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.seconds = now
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def nonces(prefix: str = "n") -> Callable[[], str]:
+    """A source of nonces that a test can predict."""
+    numbers = itertools.count(1)
+    return lambda: f"{prefix}{next(numbers)}"
+
+
+def worker_record(**values: Any) -> Worker:
+    """A worker's record."""
+    return Worker(
+        **{"id": "w0", "epoch": 0, "nonce": "", "state": "running", "started": 0.0, "heartbeat": 0.0} | values
+    )
+
+
+def marker_record(**values: Any) -> Marker:
+    """A marker as the worker hands it to the publisher."""
+    return Marker(
+        **{
+            "output": "",
+            "output_bytes": 0,
+            "output_sha256": "",
+            "chunk": "chunks/part-00000.jsonl",
+            "chunk_sha256": "c" * 64,
+            "generation": 0,
+            "rows_ok": 2,
+            "rows_error": 0,
+            "rows_resumed": 0,
+            "fingerprint": "f",
+            "worker": "w0",
+            "epoch": 1,
+            "start": "2026-01-01T00:00:00.000Z",
+            "end": "2026-01-01T00:00:01.000Z",
+            "prompt_tokens": 1,
+            "completion_tokens": 1,
+            "nonce": "",
+        }
+        | values
+    )
