@@ -13,7 +13,9 @@ from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
 from batchinfer.records import Sampling
 
 
-def make(row: Any, *, sampling: Sampling | None = None, seed: int | None = None, **options) -> Prepared:
+def make(
+    row: Any, *, sampling: Sampling | None = None, seed: int | None = None, **options
+) -> Prepared:
     data = row if isinstance(row, bytes) else json.dumps(row).encode()
     builder = PromptBuilder(PromptConfig(**options), sampling or Sampling(), seed, None, None)
     return builder.build("part-00000", 0, [RawRow(0, data)])[0]
@@ -246,10 +248,12 @@ def test_an_answer_in_the_row_is_continued():
         "u2",
         "a2",
     ]
-    assert (
-        contents(make({"m": value}, messages_column="m", continue_final=True, turns="all"))
-        == ["u1", "a1", "u2", "a2"]
-    )
+    assert contents(make({"m": value}, messages_column="m", continue_final=True, turns="all")) == [
+        "u1",
+        "a1",
+        "u2",
+        "a2",
+    ]
     prepared = make({"m": chat("u1")}, messages_column="m", continue_final=True)
     assert prepared.failure.code == "nothing_to_continue"
 
@@ -280,7 +284,11 @@ def test_a_prompt_column_can_be_sent_as_a_chat():
 
 def test_rows_are_not_changed_by_what_is_added_to_them():
     builder = PromptBuilder(
-        PromptConfig(messages_column="m", system_prompt="s", keep=["m"]), Sampling(), None, None, None
+        PromptConfig(messages_column="m", system_prompt="s", keep=["m"]),
+        Sampling(),
+        None,
+        None,
+        None,
     )
     prepared = builder.build("c", 0, [RawRow(0, json.dumps({"m": chat("u")}).encode())])[0]
     assert prepared.source == {"m": chat("u")}
@@ -311,7 +319,10 @@ def test_the_seed_depends_on_the_run_and_the_rows_key_alone(temperature):
 
 
 def test_a_seed_of_the_samplings_own_stays():
-    assert make({"p": "x"}, prompt_column="p", sampling=Sampling(seed=3), seed=7).request.sampling.seed == 3
+    assert (
+        make({"p": "x"}, prompt_column="p", sampling=Sampling(seed=3), seed=7).request.sampling.seed
+        == 3
+    )
     assert make({"p": "x"}, prompt_column="p").request.sampling.seed is None
 
 

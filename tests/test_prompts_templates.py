@@ -48,17 +48,13 @@ def test_every_named_template_renders_its_own_columns():
 def test_alpaca_has_a_form_with_and_one_without_input():
     with_input = make({"instruction": "Add", "input": "1 1"}, template_name="alpaca").request.text
     without = make({"instruction": "Add", "input": ""}, template_name="alpaca").request.text
-    assert with_input.endswith(
-        "\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:"
-    )
+    assert with_input.endswith("\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:")
     assert without == make({"instruction": "Add"}, template_name="alpaca").request.text
     assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
 
 
 def test_sharegpt_is_a_chat_of_the_conversations_column():
-    prepared = make(
-        {"conversations": [{"from": "human", "value": "hi"}]}, template_name="sharegpt"
-    )
+    prepared = make({"conversations": [{"from": "human", "value": "hi"}]}, template_name="sharegpt")
     assert prepared.request.messages == [{"role": "user", "content": "hi"}]
 
 
@@ -140,10 +136,16 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
         "{{ '%10000000000d' % 1 }}",
         "{{ '%10000000000d' | format(1) }}",
         "{{ '{:10000000000}'.format(1) }}",
-        "{% set ns = namespace(x='xxxxxxxxxx') %}"
-        "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='xxxxxxxxxx') %}"
-        "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ '{:{}}'.format(1, 10**10) }}",
+        "{{ '%*d' % (10**10, 1) }}",
+        (
+            "{% set ns = namespace(x='xxxxxxxxxx') %}"
+            "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+        ),
+        (
+            "{% set ns = namespace(x='xxxxxxxxxx') %}"
+            "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+        ),
         "{% set big = 'x' * 10000000 %}{% for i in range(100) %}{{ big }}{% endfor %}",
         "{% set big = 'x' * 100000 %}{{ big | replace('x', big) }}",
         "{% set big = 'x' * 100000 %}{{ big.replace('x', big) }}",

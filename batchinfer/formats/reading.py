@@ -79,7 +79,7 @@ class _Line(msgspec.Struct, rename={"row": "_row", "row_id": "_id"}):
     error: _Error | None = None
     custom_id: str | None = None
     response: _Response | None = None
-    request: msgspec.Raw | None = None
+    request: msgspec.Raw = msgspec.Raw()
     result: _Body | None = None
 
 
@@ -104,7 +104,7 @@ def read_line(data: bytes, output_format: str = "") -> OutputSummary:
         summary = _native(line)
     elif line.custom_id is not None:
         summary = _batch(line)
-    elif line.request is not None:
+    elif bytes(line.request):
         summary = _completions(line)
     else:
         raise _unreadable("it has neither status, custom_id nor request")

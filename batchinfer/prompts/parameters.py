@@ -120,7 +120,7 @@ def read_parameters(
             wishes.continue_final = _boolean(name, value)
         elif name == "echo" and not is_chat:
             wishes.echo = _boolean(name, value)
-        elif not _asks_for_nothing(name, value, found, wishes):
+        elif not _asks_for_nothing(name, value, body):
             raise _unsupported(name)
     _settle_lengths(found, base, wishes, is_chat=is_chat)
     _settle_logprobs(found, wishes, is_chat=is_chat)
@@ -323,10 +323,10 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 KNOWN = sorted({*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *HARMLESS, "logprobs", "echo"})
 
 
-def _asks_for_nothing(name: str, value: Any, found: dict[str, Any], wishes: Wishes) -> bool:
+def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
     if name == "add_generation_prompt" and value is False:
         # Said by everybody who continues an answer.
-        return wishes.continue_final or bool(found.get("continue_final_message"))
+        return body.get("continue_final_message") is True
     return value in _NEUTRAL.get(name, ())
 
 

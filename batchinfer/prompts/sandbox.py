@@ -101,6 +101,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_text_method(getattr(__obj, "__name__", ""), owner, args)
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Wrap `format` of a text, which the sandbox hands out in a form of its own."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__, [*args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator whose result could be out of proportion."""
         if operator == "**":
@@ -112,8 +124,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
                 _check_size(len(left) + len(right))
-        elif isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise LimitExceeded("a format that pads to millions of characters")
+        elif isinstance(left, str):
+            _check_format(left, right if isinstance(right, tuple) else ())
         return super().call_binop(context, operator, left, right)
 
 
@@ -149,14 +161,19 @@ def _check_power(base: Any, exponent: Any) -> None:
         _check_width([max(abs(base), 2).bit_length() * exponent])
 
 
+def _check_format(text: str, arguments: Iterable[Any]) -> None:
+    # A width stands in the format, or among the arguments.
+    _check_width(arguments)
+    if _WIDE_FORMAT.search(text):
+        raise LimitExceeded("a format that pads to millions of characters")
+
+
 def _check_text_method(name: str, text: str, arguments: tuple[Any, ...]) -> None:
     _check_width(arguments)
     if name == "replace" and len(arguments) >= 2:
         _check_size(len(text) + text.count(str(arguments[0])) * len(str(arguments[1])))
     elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
         _check_size(len(text) * len(arguments[0]))
-    elif name in {"format", "format_map"} and _WIDE_FORMAT.search(text):
-        raise LimitExceeded("a format that pads to millions of characters")
 
 
 def _bounded_filter(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,8 +183,8 @@ def _bounded_filter(name: str, original: Callable[..., Any]) -> Callable[..., An
         _check_width(args)
         _check_width(kwargs.values())
         texts = [arg for arg in args if isinstance(arg, str)]
-        if name == "format" and texts and _WIDE_FORMAT.search(texts[0]):
-            raise LimitExceeded("a format that pads to millions of characters")
+        if name == "format" and texts:
+            _check_format(texts[0], ())
         if name == "replace" and len(texts) >= 3:
             _check_size(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
         return original(*args, **kwargs)
