@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from batchinfer.events import event
 from batchinfer.stream import RowStream
 from batchinfer.telemetry import Telemetry
 
@@ -61,7 +62,14 @@ class _Lines:
         if now >= self._due:
             self._due = now + LINE_SECONDS
             state = "" if stream is not None else "engine loading; "
-            logger.info("%s%s", state, describe(telemetry), extra={"event": "progress"})
+            sums = {
+                "rows": telemetry.rows_done,
+                "rows_resumed": telemetry.rows_resumed,
+                "rows_error": telemetry.rows_error,
+                "prompt_tokens": telemetry.prompt_tokens,
+                "completion_tokens": telemetry.completion_tokens,
+            }
+            logger.info("%s%s", state, describe(telemetry), extra=event("progress", **sums))
 
 
 class _Bar:

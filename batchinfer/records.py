@@ -250,17 +250,25 @@ class ErrorExample(Record, frozen=True, kw_only=True):
 
 
 class Minute(Record, frozen=True, kw_only=True, array_like=True):
-    """What a worker did in one minute; `minute` counts from the Unix epoch."""
+    """What a worker did in one minute; `minute` counts from the Unix epoch.
+
+    Old minutes of a long run are joined; `length` is how many this one stands for.
+    """
 
     minute: int
     rows: int
     prompt_tokens: int
     completion_tokens: int
     errors: int
+    length: int = 1
 
 
 class Span(Record, frozen=True, kw_only=True, array_like=True):
-    """One chunk's time in a worker, in Unix seconds; `outcome` is done, lost or released."""
+    """One chunk's time in a worker, in Unix seconds.
+
+    `rows` finished, `resumed` of them from checkpoints. `outcome` is done, lost (another worker published it),
+    released, killed (the worker's process ended without a word), or open.
+    """
 
     chunk: str
     start: float
@@ -315,4 +323,11 @@ class Worker(Record, frozen=True, kw_only=True):
     completion_lengths: dict[str, int] = {}
     minutes: list[Minute] = []
     spans: list[Span] = []
+    """Chunks that were closed, in that order; the newest ones where there are too many."""
+    open_spans: list[Span] = []
+    """The open chunks."""
     starts: list[float] = []
+    ends: list[tuple[float, str]] = []
+    """Of each start but the last: its last heartbeat and the state it was in. `starts` is longer by one."""
+    up_seconds: float = 0.0
+    """How long its processes ran, as far as heartbeats tell. Neither machine set-up nor time between starts."""

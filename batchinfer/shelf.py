@@ -21,6 +21,7 @@ from batchinfer.chunks import AlreadyDone, HeldByOther, OpenChunk, Opened, Opene
 from batchinfer.claims import Claims, Lease
 from batchinfer.clock import Clock, iso_utc
 from batchinfer.errors import BatchinferError, InputError, ScratchFull, StorageError
+from batchinfer.events import event
 from batchinfer.plan import Candidate, Plan
 from batchinfer.publishing import Built, Published, Publisher, build_output
 from batchinfer.records import Failure, Record
@@ -255,7 +256,11 @@ class Shelf:
         opener, now = self._services.opener, self._services.clock.now()
         work: partial[Opened]
         if candidate.is_backup:
-            logger.info("%s: its worker is slow; working on it too", candidate.ref.name)
+            logger.info(
+                "%s: its worker is slow; working on it too",
+                candidate.ref.name,
+                extra=event("chunk_helped", chunk=candidate.ref.name),
+            )
             work = partial(opener.open_backup, candidate.ref, now=now)
         else:
             work = partial(
@@ -286,9 +291,23 @@ class Shelf:
                 self._plan.finished(name)
                 self._services.observer.chunk_skipped(name)
             elif isinstance(opened, HeldByOther):
-                logger.info("%s: worker %s has it", name, opened.held.claim.worker)
+                owner = opened.held.claim.worker
+                logger.info(
+                    "%s: worker %s has it",
+                    name,
+                    owner,
+                    extra=event("chunk_held", chunk=name, worker=owner),
+                )
                 self._plan.held_by_other(name)
             else:
+                if entry.candidate.take_over is not None:
+                    owner = entry.candidate.take_over.claim.worker
+                    logger.info(
+                        "%s: taken over%s",
+                        name,
+                        f" from worker {owner}" if owner else "",
+                        extra=event("chunk_taken_over", chunk=name, worker=owner),
+                    )
                 self._add(opened)
 
     def _open_again_later(self, entry: _Opening, error: BatchinferError) -> None:
@@ -300,11 +319,22 @@ class Shelf:
             and not self.is_closing
         ):
             delay = self._limits.storage_retry_seconds * 2 ** (attempts - 1)
-            logger.warning("%s: cannot be opened (%s); trying again in %.0f s", name, error, delay)
+            logger.warning(
+                "%s: cannot be opened (%s); trying again in %.0f s",
+                name,
+                error,
+                delay,
+                extra=event("chunk_retry", chunk=name),
+            )
             due = self._services.clock.monotonic() + delay
             self._waiting.append(_Waiting(due, attempts, candidate=entry.candidate))
             return
-        logger.error("%s: given up (%s); going on with the other chunks", name, error)
+        logger.error(
+            "%s: given up (%s); going on with the other chunks",
+            name,
+            error,
+            extra=event("chunk_failed", chunk=name),
+        )
         self.failures[name] = error
         self._plan.gave_up(name)
 
@@ -354,6 +384,14 @@ class Shelf:
                     "%s: checkpoint not written (%s); the next one holds its rows", entry.key, error
                 )
                 continue
+            size = max(0, entry.end - entry.chunk.checkpointed_bytes)
+            logger.info(
+                "%s: checkpoint, %d of %d rows done",
+                entry.chunk.name,
+                entry.chunk.num_rows - entry.chunk.num_left,
+                entry.chunk.num_rows,
+                extra=event("checkpoint", chunk=entry.chunk.name, key=entry.key, bytes=size),
+            )
             entry.chunk.segment_keys.append(entry.key)
             entry.chunk.checkpointed_bytes = max(entry.chunk.checkpointed_bytes, entry.end)
 
@@ -424,11 +462,20 @@ class Shelf:
                 if attempts < self._limits.storage_attempts:
                     delay = self._limits.storage_retry_seconds * 2 ** (attempts - 1)
                     logger.warning(
-                        "%s: not published (%s); trying again in %.0f s", chunk.name, error, delay
+                        "%s: not published (%s); trying again in %.0f s",
+                        chunk.name,
+                        error,
+                        delay,
+                        extra=event("chunk_retry", chunk=chunk.name),
                     )
                     self._publish_when_possible(chunk, attempts=attempts, delay=delay)
                 else:
-                    logger.error("%s: not published (%s); given up", chunk.name, error)  # noqa: TRY400 - ours, no traceback
+                    logger.error(  # noqa: TRY400 - ours, no traceback
+                        "%s: not published (%s); given up",
+                        chunk.name,
+                        error,
+                        extra=event("chunk_failed", chunk=chunk.name),
+                    )
                     self.failures[chunk.name] = error
                     self._plan.gave_up(chunk.name)
                     self._close(chunk, "released")

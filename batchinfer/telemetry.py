@@ -11,16 +11,21 @@ import msgspec
 
 from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import OpenChunk
+from batchinfer.claims import ENDED_STATES
 from batchinfer.clock import Clock
+from batchinfer.events import event
 from batchinfer.records import EngineInfo, EngineStats, ErrorExample, Failure, Minute, Span, Worker
 
 logger = logging.getLogger(__name__)
 
 MAX_MINUTES = 1440
 MAX_SPANS = 2000
+MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 MAX_CODES = 50
 MAX_MESSAGE = 500
+OTHER = "other"
+"""Where codes are counted that come after the first MAX_CODES."""
 
 
 def length_bucket(tokens: int) -> str:
@@ -78,16 +83,77 @@ class Telemetry:
     def begin(self, before: Worker | None) -> Worker:
         """Go on from the record of this worker's last epoch."""
         if before is not None:
+            is_kill = before.state not in ENDED_STATES
             self._base = msgspec.structs.replace(
-                before, host=self._base.host, started=before.started
+                before,
+                host=self._base.host,
+                started=before.started,
+                ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
+                spans=[*before.spans, *_killed(before)] if is_kill else before.spans,
+                open_spans=[],
             )
             self._attempts = before.attempts + 1
             self._epoch = before.epoch + 1
         else:
             self._epoch = 1
         starts = [*self._base.starts, self._clock.now()][-MAX_STARTS:]
-        self._base = msgspec.structs.replace(self._base, starts=starts)
+        ends = self._base.ends[-(len(starts) - 1) :] if len(starts) > 1 else []
+        self._base = msgspec.structs.replace(self._base, starts=starts, ends=ends)
         return self.snapshot()
+
+    def log_start(self, before: Worker | None) -> None:
+        """Say that this start has its lease, and how the last one ended."""
+        logger.info(
+            "worker %s: start %d",
+            self._base.id,
+            self._epoch,
+            extra=event(
+                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self._attempts
+            ),
+        )
+        if before is not None:
+            is_kill = before.state not in ENDED_STATES
+            logger.info(
+                "worker %s: the last start %s, %d rows done before",
+                self._base.id,
+                "was killed" if is_kill else f"ended as {before.state}",
+                before.rows_done,
+                extra=event(
+                    "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
+                ),
+            )
+
+    def log_end(self) -> None:
+        """Say how this start ended. The last line of a worker's log."""
+        if self._errors:
+            logger.info(
+                "failed rows: %s",
+                ", ".join(f"{count} x {code}" for code, count in self._errors.most_common()),
+                extra=event("row_errors", errors=dict(self._errors)),
+            )
+        logger.info(
+            "worker %s: %s after %.0f s, %d rows, %d failed%s",
+            self._base.id,
+            self._state,
+            self.run_seconds,
+            self.rows_done,
+            self.rows_error,
+            f" ({self._reason})" if self._reason else "",
+            extra=event(
+                "worker_ended",
+                worker=self._base.id,
+                epoch=self._epoch,
+                state=self._state,
+                reason=self._reason,
+                seconds=round(self.run_seconds, 3),
+                rows=self.rows_done,
+                rows_error=self.rows_error,
+                rows_resumed=self.rows_resumed,
+                chunks_done=self.chunks_done,
+                prompt_tokens=self.prompt_tokens,
+                completion_tokens=self.completion_tokens,
+            ),
+        )
 
     @property
     def attempts(self) -> int:
@@ -123,7 +189,9 @@ class Telemetry:
             chunk.name,
             chunk.num_rows,
             chunk.counts.resumed,
-            extra=_event("open"),
+            extra=event(
+                "chunk_open", chunk=chunk.name, rows=chunk.num_rows, resumed=chunk.counts.resumed
+            ),
         )
 
     def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
@@ -131,18 +199,9 @@ class Telemetry:
         self._open.pop(chunk.name, None)
         if outcome == "done":
             self._counts["chunks_done"] += 1
-        finished = chunk.num_rows - chunk.num_left
-        self._spans.append(
-            Span(
-                chunk=chunk.name,
-                start=chunk.started,
-                end=self._clock.now(),
-                rows=finished,
-                resumed=chunk.counts.resumed,
-                epoch=self._epoch,
-                outcome=outcome,
-            )
-        )
+        span = self._span(chunk, outcome)
+        self._spans.append(span)
+        del self._spans[:-MAX_SPANS]
         logger.info(
             "chunk %s: %s, %d rows ok, %d errors, %d resumed",
             chunk.name,
@@ -150,29 +209,39 @@ class Telemetry:
             chunk.counts.ok,
             sum(chunk.counts.errors.values()),
             chunk.counts.resumed,
-            extra=_event(outcome),
+            extra=event(
+                f"chunk_{outcome}",
+                chunk=chunk.name,
+                rows_ok=chunk.counts.ok,
+                errors=dict(chunk.counts.errors),
+                resumed=chunk.counts.resumed,
+                seconds=round(span.end - span.start, 3),
+            ),
         )
 
     def chunk_skipped(self, name: str) -> None:
         """See shelf.Observer."""
         self._counts["chunks_skipped"] += 1
-        logger.info("chunk %s: already done", name, extra=_event("skipped"))
+        logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """See shelf.Observer."""
         self._attempts = 0
         minute = self._minutes.setdefault(int(self._clock.now() // 60), [0, 0, 0, 0])
+        self._counts["rows_done"] += len(rows)
         for row in rows:
             minute[0] += 1
             minute[1] += row.prompt_tokens
             minute[2] += row.completion_tokens
+            self._counts["prompt_tokens"] += row.prompt_tokens
+            self._counts["completion_tokens"] += row.completion_tokens
             if row.ok:
-                self._finish_reasons[row.finish_reason] += 1
+                _count(self._finish_reasons, row.finish_reason)
                 self._prompt_lengths[length_bucket(row.prompt_tokens)] += 1
                 self._completion_lengths[length_bucket(row.completion_tokens)] += 1
             else:
                 minute[3] += 1
-                self._errors[row.code] += 1
+                _count(self._errors, row.code)
             self._counts["cached_tokens"] += row.cached_tokens
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
@@ -180,13 +249,23 @@ class Telemetry:
         if failure.code not in self._examples and len(self._examples) < MAX_CODES:
             message = failure.message[:MAX_MESSAGE]
             self._examples[failure.code] = ErrorExample(chunk=chunk, line=line, message=message)
+            logger.warning(
+                "%s line %d: %s: %s",
+                chunk,
+                line,
+                failure.code,
+                message,
+                extra=event(
+                    "row_error", code=failure.code, chunk=chunk, line=line, example=message
+                ),
+            )
 
     # -- numbers of this epoch
 
     @property
     def rows_done(self) -> int:
         """Rows finished in this epoch, resumed ones left out."""
-        return sum(minute[0] for minute in self._minutes.values())
+        return self._counts["rows_done"]
 
     @property
     def rows_error(self) -> int:
@@ -201,12 +280,12 @@ class Telemetry:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of this epoch's rows."""
-        return sum(minute[1] for minute in self._minutes.values())
+        return self._counts["prompt_tokens"]
 
     @property
     def completion_tokens(self) -> int:
         """Generated tokens of this epoch's rows."""
-        return sum(minute[2] for minute in self._minutes.values())
+        return self._counts["completion_tokens"]
 
     @property
     def chunks_done(self) -> int:
@@ -272,14 +351,29 @@ class Telemetry:
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
             errors=_sum(base.errors, self._errors),
-            examples={**self._examples, **base.examples},
+            examples=_first_examples(base.examples, self._examples),
             finish_reasons=_sum(base.finish_reasons, self._finish_reasons),
             prompt_lengths=_sum(base.prompt_lengths, self._prompt_lengths),
             completion_lengths=_sum(base.completion_lengths, self._completion_lengths),
             minutes=merge_minutes(base.minutes, self._minutes),
             spans=[*base.spans, *self._spans][-MAX_SPANS:],
+            open_spans=[
+                self._span(chunk, "open") for chunk in list(self._open.values())[:MAX_OPEN_SPANS]
+            ],
+            up_seconds=base.up_seconds + self.run_seconds,
         )
         return self.latest
+
+    def _span(self, chunk: OpenChunk, outcome: str) -> Span:
+        return Span(
+            chunk=chunk.name,
+            start=chunk.started,
+            end=self._clock.now(),
+            rows=chunk.num_rows - chunk.num_left,
+            resumed=chunk.counts.resumed,
+            epoch=self._epoch,
+            outcome=outcome,
+        )
 
 
 def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
@@ -295,6 +389,7 @@ def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[M
             prompt_tokens=old.prompt_tokens + prompt,
             completion_tokens=old.completion_tokens + completion,
             errors=old.errors + errors,
+            length=old.length,
         )
     series = [points[number] for number in sorted(points)]
     while len(series) > MAX_MINUTES:
@@ -312,13 +407,32 @@ def _join(first: Minute, second: Minute) -> Minute:
         prompt_tokens=first.prompt_tokens + second.prompt_tokens,
         completion_tokens=first.completion_tokens + second.completion_tokens,
         errors=first.errors + second.errors,
+        length=second.minute + second.length - first.minute,
     )
 
 
+def _killed(before: Worker) -> list[Span]:
+    """The chunks that a start had open when it ended without a word."""
+    return [
+        msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
+        for span in before.open_spans
+    ]
+
+
+def _first_examples(
+    before: dict[str, ErrorExample], now: dict[str, ErrorExample]
+) -> dict[str, ErrorExample]:
+    new = {code: example for code, example in now.items() if code not in before}
+    return dict(list((before | new).items())[:MAX_CODES])
+
+
+def _count(counter: Counter[str], code: str) -> None:
+    """Count a code. An engine or a server may invent any number of them; the record must not grow with them."""
+    counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += 1
+
+
 def _sum(before: dict[str, int], now: Counter[str]) -> dict[str, int]:
-    return dict(Counter(before) + now)
-
-
-def _event(name: str) -> dict[str, str]:
-    """Machine-readable name of a log line (``--log-format json``)."""
-    return {"event": f"chunk_{name}"}
+    total = Counter(before)
+    for code, count in now.items():
+        total[code if code in total or len(total) < MAX_CODES else OTHER] += count
+    return dict(total)

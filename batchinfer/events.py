@@ -1,0 +1,40 @@
+"""The log's events: a stable name and fields on a line, for ``--log-format json``. Listed in docs/logs.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EVENTS: dict[str, str] = {
+    "worker_started": "A start of a worker has its lease. `epoch` counts its starts from 1.",
+    "worker_resumed": "It is not the first start; `before` is how the last one ended, `is_kill` if nobody was asked.",
+    "manifests_read": "What is to do: chunks of the own manifests, and how many of them were done before.",
+    "engine_loading": "The engine starts to load the model.",
+    "engine_ready": "The engine has loaded; generation begins.",
+    "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",
+    "chunk_taken_over": "Its claim lapsed at another worker, and is this one's now.",
+    "chunk_helped": "A slower worker holds it; this one works on it too, the first to finish wins.",
+    "chunk_held": "Another worker holds it.",
+    "chunk_skipped": "It was done already.",
+    "chunk_done": "Its output and marker are published.",
+    "chunk_lost": "Another worker published it first; nothing is lost but this work.",
+    "chunk_released": "Given back unfinished, its finished rows checkpointed.",
+    "chunk_retry": "Storage failed while it was opened or published; it is tried again.",
+    "chunk_failed": "Given up in this worker; the other chunks go on.",
+    "checkpoint": "Finished rows of an unfinished chunk are safe; `bytes` is the size of this segment.",
+    "row_error": "The first row of this worker that failed with this code.",
+    "row_errors": "All failed rows of this start, by code, when it ends.",
+    "progress": "Every ten seconds where stderr is no terminal.",
+    "heartbeat_failed": "The worker's record could not be written; it is tried again.",
+    "stop_requested": "A signal, `batchinfer stop`, or a newer start of the same worker ends this one.",
+    "worker_ended": "The last line: state, reason and sums of this start.",
+}
+"""Every event and what it says."""
+
+
+def event(name: str, /, **fields: Any) -> dict[str, Any]:
+    """The `extra` of a log call.
+
+    >>> event("chunk_held", chunk="part-00000", worker="w0")
+    {'event': 'chunk_held', 'fields': {'chunk': 'part-00000', 'worker': 'w0'}}
+    """
+    return {"event": name, "fields": fields}
