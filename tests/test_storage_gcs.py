@@ -184,10 +184,21 @@ def test_large_file_becomes_visible_with_its_last_piece(server: FakeGcs, tmp_pat
     assert store.stat("outputs/a").etag == etag
 
 
-def test_missing_bucket_is_named_by_a_listing(server: FakeGcs):
-    with pytest.raises(InputError, match="'nowhere'") as caught:
-        list(GcsStore("gs://nowhere/job").list())
-    assert "gcloud storage buckets create" in caught.value.hint
+def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 2 * MIB)
+    for verb in (
+        lambda store: list(store.list()),
+        lambda store: store.get("k"),
+        lambda store: store.stat("k"),
+        lambda store: store.download("k", tmp_path / "copy"),
+        lambda store: store.create("k", b"1"),
+        lambda store: store.create_file("k", file),
+        lambda store: store.replace("k", b"1", "1"),
+    ):
+        with pytest.raises(InputError, match="'nowhere'") as caught:
+            verb(GcsStore("gs://nowhere/job"))
+        assert "gcloud storage buckets create" in caught.value.hint
 
 
 @pytest.mark.parametrize(

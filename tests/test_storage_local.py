@@ -223,6 +223,20 @@ def test_etag_is_new_even_where_inode_and_tick_come_back(store: LocalStore):
     assert len(etags) == 200
 
 
+def test_etag_changes_where_times_are_coarse(store: LocalStore, monkeypatch):
+    set_times = os.utime
+
+    def coarsely(path: object, *, ns: tuple[int, int]) -> None:
+        set_times(path, ns=(ns[0] // 2_000_000_000 * 2_000_000_000,) * 2)
+
+    monkeypatch.setattr(os, "utime", coarsely)
+    etags = [store.create("k", b"000")]
+    for index in range(1, 20):
+        etags.append(store.replace("k", b"%03d" % index, etags[-1]))
+    times = [etag.split("-")[0] for etag in etags]
+    assert len(set(times)) == 20
+
+
 def test_read_only_filesystem_is_access_denied(store: LocalStore, monkeypatch):
     etag = store.create("a/b", b"1")
 

@@ -73,6 +73,7 @@ class GcsStore:
         self.url = f"gs://{bucket}/{root}" if root else f"gs://{bucket}"
         self._root = f"{root}/" if root else ""
         self._resumable_bytes = resumable_bytes
+        self._is_bucket_seen = False
         with self._errors(root):
             # The plain class: the package's default one asks a second API about the bucket's kind. A project is
             # needed for making buckets only, and gcsfs warns if there is none.
@@ -82,7 +83,7 @@ class GcsStore:
 
     def get(self, key: str) -> Object:
         """See `Store.get`. One request."""
-        headers, data = self._call("GET", self._path(key), alt="media")
+        headers, data = self._find(self._path(key), alt="media")
         return Object(bytes(data), str(headers["X-Goog-Generation"]))
 
     def download(self, key: str, path: Path) -> None:
@@ -96,7 +97,7 @@ class GcsStore:
 
     def stat(self, key: str) -> ObjectInfo:
         """See `Store.stat`. One request."""
-        return self._info(json.loads(self._call("GET", self._path(key))[1]))
+        return self._info(json.loads(self._find(self._path(key))[1]))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
@@ -117,7 +118,7 @@ class GcsStore:
         if data is not None:
             return self._create(name, data)
         try:
-            with self._errors(name):
+            with self._missing_bucket(), self._errors(name):
                 self._fs.put_file(
                     str(path), f"{self.bucket}/{name}", mode="create", chunksize=PIECE_BYTES
                 )
@@ -192,7 +193,7 @@ class GcsStore:
             return etag
 
     def _put(self, path: str, data: bytes, generation: str) -> str:
-        with self._errors(path):
+        with self._missing_bucket(), self._errors(path):
             # The upload service lives beside the API's base path, at the same host.
             host = self._fs.base.removesuffix("/storage/v1/")
             answer = self._fs.call(
@@ -227,6 +228,25 @@ class GcsStore:
             span = {"Range": f"bytes={start}-{start + PIECE_BYTES - 1}"}
             yield self._call("GET", path, alt="media", generation=info.etag, headers=span)[1]
 
+    def _find(self, path: str, **parameters: str) -> tuple[Any, bytes]:
+        """GET an object that may be absent. A missing bucket is told from a missing object, once."""
+        try:
+            return self._call("GET", path, **parameters)
+        except ObjectNotFound:
+            if not self._is_bucket_seen:
+                with suppress(AccessDenied):
+                    next(self._list(path), None)
+                self._is_bucket_seen = True
+            raise
+
+    @contextmanager
+    def _missing_bucket(self) -> Iterator[None]:
+        """Nothing can be missing for an upload but its bucket."""
+        try:
+            yield
+        except ObjectNotFound as error:
+            raise self._no_such_bucket() from error
+
     def _call(self, method: str, path: str, **parameters: Any) -> tuple[Any, bytes]:
         with self._errors(path):
             headers, data = self._fs.call(method, "b/{}/o/{}", self.bucket, path, **parameters)
@@ -249,10 +269,7 @@ class GcsStore:
         if isinstance(error, FileNotFoundError) or code == "404":
             # A missing bucket answers like a missing object; only a listing tells them apart.
             if not path:
-                return InputError(
-                    f"bucket {self.bucket!r}: does not exist, expected an existing bucket",
-                    hint=f"create it (gcloud storage buckets create gs://{self.bucket}), or check the name",
-                )
+                return self._no_such_bucket()
             return ObjectNotFound(f"{url}: no such object")
         if isinstance(error, google.auth.exceptions.GoogleAuthError) or code == "401":
             return AccessDenied(f"{url}: no usable credentials ({error})", hint=CREDENTIALS_HINT)
@@ -261,6 +278,12 @@ class GcsStore:
         if code == "403" or isinstance(error, PermissionError) or is_refusal:
             return AccessDenied(f"{url}: the store refused access", hint=_ROLE_HINT)
         return StorageError(f"{url}: {type(error).__name__}: {error}")
+
+    def _no_such_bucket(self) -> InputError:
+        return InputError(
+            f"bucket {self.bucket!r}: does not exist, expected an existing bucket",
+            hint=f"create it (gcloud storage buckets create gs://{self.bucket}), or check the name",
+        )
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from batchinfer.errors import StorageError
 from batchinfer.records import Record
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
@@ -50,8 +53,16 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
         ):
             with attempt:
                 tries = attempt.num
-                return action()
+                return _logged(action, tries, policy.attempts)
     except TransientError as error:
         times = f"{tries} attempts" if tries > 1 else "1 attempt"
         raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error
     raise AssertionError("a retry loop ends by returning or raising")  # pragma: no cover
+
+
+def _logged(action: Callable[[], T], number: int, attempts: int) -> T:
+    try:
+        return action()
+    except TransientError as error:
+        logger.warning("%s (attempt %d of %d)", error.message, number, attempts)
+        raise
