@@ -34,6 +34,7 @@ from batchinfer.errors import (
     StopRequested,
     StorageError,
 )
+from batchinfer.events import event
 from batchinfer.formats import encoder_for
 from batchinfer.manifests import Assignment, ChunkRef, job_chunks, read_assignment
 from batchinfer.plan import Plan, Scout, finished_chunks
@@ -196,25 +197,21 @@ class _Worker:
                 "and one configuration per run are best effort",
                 self.store.url,
             )
-        scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
-        lease = self._take_lease()
-        heartbeat = self.world.background.every(lease.lease_seconds / 4, partial(self._beat, lease))
-        engine = self.world.create_engine(self.config.engine)
-        try:
-            self._work(assignment, engine, lease, scratch)
-            self.telemetry.set_state("done")
-        except BatchinferError as error:
-            state = (
-                "stopped" if isinstance(error, PolicyStop) or error.exit_status == 75 else "failed"
-            )
-            self.telemetry.set_state(state, f"{type(error).__name__}: {error.message}"[:500])
-            raise
-        finally:
-            heartbeat.cancel()
-            engine.close()
-            self._last_beat(lease)
-            self.world.background.close()
-            scratch.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.world.background.close)
+            scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
+            stack.callback(scratch.close)
+            lease = self._take_lease(stack)
+            engine = self.world.create_engine(self.config.engine)
+            stack.callback(engine.close)
+            try:
+                self._work(assignment, engine, lease, scratch)
+                self.telemetry.set_state("done")
+            except BatchinferError as error:
+                is_asked = isinstance(error, PolicyStop) or error.exit_status == 75
+                reason = f"{type(error).__name__}: {error.message}"[:500]
+                self.telemetry.set_state("stopped" if is_asked else "failed", reason)
+                raise
 
     # -- set-up
 
@@ -259,7 +256,7 @@ class _Worker:
             "limit": config.limit,
         }
 
-    def _recorded(self, info: EngineInfo) -> dict[str, Any]:
+    def _recorded(self, info: EngineInfo, job_url: str) -> dict[str, Any]:
         """What run.json keeps for the record; no secret is among it."""
         engine = self.config.engine
         return {
@@ -273,7 +270,7 @@ class _Worker:
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
-            "job": self.config.job or "",
+            "job": job_url,
             "created": int(self.clock.now()),
         }
 
@@ -285,7 +282,8 @@ class _Worker:
             config.prompt, config.sampling, config.run_seed, tokenizer, max_model_len
         )
 
-    def _take_lease(self) -> Lease:
+    def _take_lease(self, stack: contextlib.ExitStack) -> Lease:
+        """Take this worker's record, and keep it fresh until `stack` unwinds."""
         lease = Lease(
             self.store,
             self.worker_id,
@@ -294,16 +292,17 @@ class _Worker:
             nonce=self.nonce,
         )
         before = lease.take(self.telemetry.begin)
-        if (
-            before is not None
-            and before.state != "done"
-            and before.attempts >= self.config.max_attempts
-        ):
+        self.telemetry.log_start(before)
+        stack.callback(self._last_beat, lease)
+        if before is not None and before.state != "done" and before.attempts >= self.config.max_attempts:
+            reason = f" (the last one: {before.reason})" if before.reason else ""
+            self.telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
             raise NoProgress(
-                f"worker {self.worker_id}: {before.attempts} starts in a row finished no new row"
-                + (f" (the last one: {before.reason})" if before.reason else ""),
+                f"worker {self.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
             )
+        heartbeat = self.world.background.every(lease.lease_seconds / 4, partial(self._beat, lease))
+        stack.callback(heartbeat.cancel)
         return lease
 
     def _check_stop_request(self) -> None:
@@ -323,13 +322,14 @@ class _Worker:
             lease.renew(self.telemetry.latest)
             self._check_stop_request()
         except StorageError as error:
-            logger.warning("heartbeat: %s", error)
+            logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self.world.stopper.request(error)
 
     def _last_beat(self, lease: Lease) -> None:
         with contextlib.suppress(BatchinferError):
             lease.renew(self.telemetry.snapshot())
+        self.telemetry.log_end()
 
     # -- the work
 
@@ -337,6 +337,12 @@ class _Worker:
         world, config = self.world, self.config
         finished = world.background.submit(partial(finished_chunks, self.store))
         loading = world.background.submit(partial(engine.open, WhileLoading(world.stopper)))
+        name = config.engine.model or config.engine.engine
+        logger.info(
+            "loading %s",
+            name,
+            extra=event("engine_loading", engine=config.engine.engine, model=name),
+        )
         tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
         done = self._await(finished)
         services, claims = self._services(assignment, lease, scratch)
@@ -357,13 +363,19 @@ class _Worker:
         self.standing = join_run(
             self.store,
             self._run_config(assignment, info),
-            self._recorded(info),
+            self._recorded(info, assignment.job_url),
             nonce=self.nonce,
             is_safe=self.is_safe,
         )
         shelf.fingerprint = self.standing.fingerprint
         self.telemetry.engine_ready(info)
-        logger.info("engine ready: %s %s, %.1f s to load", info.name, info.model, info.load_seconds)
+        logger.info(
+            "engine ready: %s %s, %.1f s to load",
+            info.name,
+            info.model,
+            info.load_seconds,
+            extra=event("engine_ready", **msgspec.to_builtins(info)),
+        )
         builder = self._make_builder(self._await(tokenizer, shelf), info.max_model_len)
         encoder = encoder_for(
             config.prompt,
@@ -442,6 +454,11 @@ class _Worker:
             "%d chunks in the manifests, %d done before",
             len(assignment.chunks),
             len(assignment.chunks) - len(left),
+            extra=event(
+                "manifests_read",
+                chunks=len(assignment.chunks),
+                done_before=len(assignment.chunks) - len(left),
+            ),
         )
         return left
 
@@ -487,6 +504,12 @@ class _Worker:
                 stream.tick()
                 self._round(engine, stream, shelf)
                 if stopper.is_requested:
+                    if not shelf.is_closing:
+                        logger.info(
+                            "%s; ending",
+                            stopper.error,
+                            extra=event("stop_requested", reason=str(stopper.error)),
+                        )
                     shelf.is_closing = True
                     if not stream.num_in_flight or stopper.is_set():
                         break
