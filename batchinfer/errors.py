@@ -21,6 +21,7 @@
     - PreconditionFailed          (control flow: the object changed since it was read)
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal or a preemption notice with work left
+  x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
   x RowError                  -   one row is bad; never leaves the worker, becomes an error line
 
 A message reads ``subject: what is, what was expected``; `hint` holds the next thing to do, as a command where it
@@ -49,6 +50,7 @@ __all__ = [
     "PreconditionFailed",
     "RowError",
     "RunMismatch",
+    "RunUnsound",
     "ScratchFull",
     "StopRequested",
     "StorageError",
@@ -166,6 +168,10 @@ class Interrupted(BatchinferError):
     """Stopped by a signal or a preemption notice with work left."""
 
     exit_status = 75
+
+
+class RunUnsound(BatchinferError):
+    """`batchinfer verify` found a run that is incomplete or damaged."""
 
 
 class RowError(BatchinferError):

@@ -80,6 +80,20 @@ def output_key(file: str) -> str:
     return OUTPUTS + file
 
 
+def chunks_of_output(key: str) -> tuple[str, ...]:
+    """Chunks that an output's key may belong to: its name, and its name without a nonce. Empty for other keys.
+
+    >>> chunks_of_output("outputs/part-00007.3f2a.jsonl")
+    ('part-00007.3f2a', 'part-00007')
+    """
+    file = key.removeprefix(OUTPUTS)
+    if not file.endswith(".jsonl") or "/" in file:
+        return ()
+    name = file.removesuffix(".jsonl")
+    without_nonce, dot, _ = name.rpartition(".")
+    return (name, without_nonce) if dot else (name,)
+
+
 def marker_key(name: str, generation: int = 0) -> str:
     """Key of a chunk's marker. It is named after the chunk, whatever name the output took.
 

@@ -18,6 +18,7 @@ from batchinfer.claims import Claims, Held
 from batchinfer.clock import Clock
 from batchinfer.errors import ObjectNotFound
 from batchinfer.manifests import ChunkRef
+from batchinfer.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.records import Claim, Worker
 from batchinfer.storage import Store
 
@@ -47,16 +48,20 @@ class Survey(NamedTuple):
 
 
 def finished_chunks(store: Store) -> dict[str, int]:
-    """Every chunk that has a marker, with its highest generation: one listing of outputs/."""
+    """Every chunk that has a marker, with its highest generation: one listing of outputs/.
+
+    A marker that is too short to be one, or beside which no output of its chunk lies, does not count.
+    """
     found: dict[str, int] = {}
+    outputs: set[str] = set()
     for info in store.list(layout.OUTPUTS):
-        if not info.key[-1].isdigit() and not info.key.endswith(layout.MARKER_SUFFIX):
-            continue
         marker = layout.parse_marker(info.key)
-        if marker is not None and info.bytes > 0:
+        if marker is None:
+            outputs.update(layout.chunks_of_output(info.key))
+        elif info.bytes >= SMALLEST_MARKER_BYTES:
             name, generation = marker
             found[name] = max(generation, found.get(name, 0))
-    return found
+    return {name: generation for name, generation in found.items() if name in outputs}
 
 
 class Scout:
@@ -92,15 +97,8 @@ class Scout:
         return {
             name
             for name, wanted in generations.items()
-            if self._exists(layout.marker_key(name, wanted))
+            if read_marker(self._store, name, wanted)[0] is not None
         }
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self._store.stat(key)
-        except ObjectNotFound:
-            return False
-        return True
 
     def _look(self, claims: Claims, name: str, claimed: set[str] | None, survey: Survey) -> None:
         if claimed is not None and name not in claimed:

@@ -3,6 +3,9 @@
 The order is the promise (P2-P4). A crash between any two steps leaves an orphan output, or segments and a claim of a
 finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The
 first marker wins; whoever comes second discards its own output.
+
+Damage from outside is mended on the way: a marker that cannot be read, or whose output is gone, vouches for nothing.
+Its chunk counts as unfinished, and the new marker takes its place by if-match, so of two menders one wins.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from batchinfer import codec, layout
-from batchinfer.errors import AlreadyExists, ObjectNotFound
+from batchinfer.errors import AlreadyExists, InputError, ObjectNotFound, PreconditionFailed
 from batchinfer.records import Marker
 from batchinfer.scratch import scratch_errors
 from batchinfer.storage import Store
@@ -24,6 +27,10 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
+SMALLEST_MARKER_BYTES = sum(
+    len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
+)
+"""Nothing shorter can be a marker: it is empty, or was cut off."""
 
 
 class Built(NamedTuple):
@@ -65,6 +72,29 @@ def build_output(path: Path, lines: Iterable[bytes]) -> Built:
     return Built(path, size, digest.hexdigest())
 
 
+def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | None, str]:
+    """Read a chunk's marker and check that its output is there.
+
+    Returns:
+        The marker, None if there is none or it vouches for nothing; and its object's etag, empty if there is none.
+    """
+    key = layout.marker_key(chunk, generation)
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return None, ""
+    try:
+        marker = codec.decode(data, Marker, name=key)
+        store.stat(layout.output_key(marker.output))
+    except InputError as error:
+        logger.warning("%s; the chunk is done again", error)
+    except ObjectNotFound:
+        logger.warning("%s: its output is gone; the chunk is done again", key)
+    else:
+        return marker, etag
+    return None, etag
+
+
 class Publisher:
     """Publishes outputs to one run.
 
@@ -79,6 +109,8 @@ class Publisher:
         self._is_safe = is_safe
         self._nonce = nonce
         self._require_lease = require_lease
+        self._damaged: set[str] = set()
+        """Keys of markers that vouch for nothing. A name that such a marker may hold is not given to new bytes."""
 
     def publish(
         self, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
@@ -110,15 +142,15 @@ class Publisher:
         return Published(standing, is_ours)
 
     def standing_marker(self, chunk: str, generation: int) -> Marker | None:
-        """Read a chunk's marker of one generation, None if there is none."""
-        key = layout.marker_key(chunk, generation)
-        try:
-            return codec.decode(self._store.get(key).data, Marker, name=key)
-        except ObjectNotFound:
-            return None
+        """Read a chunk's marker of one generation, None if there is none that vouches for anything."""
+        marker, etag = read_marker(self._store, chunk, generation)
+        if marker is None and etag:
+            self._damaged.add(layout.marker_key(chunk, generation))
+        return marker
 
     def _put_output(self, built: Built, chunk: str, generation: int) -> str:
-        if self._is_safe and generation == 0:
+        is_mending = layout.marker_key(chunk, generation) in self._damaged
+        if self._is_safe and generation == 0 and not is_mending:
             file = layout.output_file(chunk)
             try:
                 self._store.create_file(layout.output_key(file), built.path)
@@ -133,15 +165,30 @@ class Publisher:
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
         """Create the marker and return the one that stands. Without preconditions: check, put, read back."""
         key = layout.marker_key(chunk, marker.generation)
+        data = codec.encode(marker)
         if not self._is_safe:
             standing = self.standing_marker(chunk, marker.generation)
             if standing is not None:
                 return standing
-        try:
-            self._store.create(key, codec.encode(marker))
-        except AlreadyExists:
-            pass
-        else:
-            if self._is_safe:
+            if key in self._damaged:
+                self._store.delete([key])
+        while True:
+            try:
+                self._store.create(key, data)
+                if self._is_safe:
+                    return marker
+            except AlreadyExists:
+                pass
+            standing, etag = read_marker(self._store, chunk, marker.generation)
+            if standing is not None:
+                return standing
+            if etag and self._has_replaced(key, data, etag):
                 return marker
-        return codec.decode(self._store.get(key).data, Marker, name=key)
+
+    def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
+        """Put our marker in a damaged one's place. False if somebody else was faster."""
+        try:
+            self._store.replace(key, data, etag)
+        except PreconditionFailed:
+            return False
+        return True
