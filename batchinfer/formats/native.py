@@ -19,19 +19,19 @@ from batchinfer.records import Choice, Completion, TokenLogprob
 _UNSET = msgspec.UNSET
 
 
-class _TopLine(msgspec.Struct):
+class _TopLine(msgspec.Struct, gc=False):
     token: str
     logprob: float | None
 
 
-class _LogprobLine(msgspec.Struct, omit_defaults=True):
+class _LogprobLine(msgspec.Struct, omit_defaults=True, gc=False):
     token: str
     logprob: float | None
     token_id: int = -1
     top: list[_TopLine] = []
 
 
-class _ChoiceLine(msgspec.Struct):
+class _ChoiceLine(msgspec.Struct, gc=False):
     index: int
     text: str
     finish_reason: str
@@ -40,23 +40,23 @@ class _ChoiceLine(msgspec.Struct):
     logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
 
-class _Timing(msgspec.Struct):
+class _Timing(msgspec.Struct, gc=False):
     queue_seconds: float
     generation_seconds: float
 
 
-class _Error(msgspec.Struct):
+class _Error(msgspec.Struct, gc=False):
     code: str
     message: str
 
 
-class _Line(msgspec.Struct, rename={"row": "_row", "row_id": "_id"}):
+class _Line(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_id"}):
     row: int
     row_id: str
     status: str
@@ -67,6 +67,9 @@ class _Line(msgspec.Struct, rename={"row": "_row", "row_id": "_id"}):
     prompt: Any = _UNSET
     prompt_logprobs: list[_LogprobLine | None] | msgspec.UnsetType = _UNSET
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
+
+
+_NO_USAGE = _Usage()
 
 
 class NativeEncoder:
@@ -84,39 +87,40 @@ class NativeEncoder:
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one native line."""
         failure = failure_of(prepared, completion)
-        line = _Line(
-            prepared.row,
-            prepared.id,
-            "ok" if failure is None else "error",
-            [],
-            _Usage(),
-            _UNSET,
-            None if failure is None else _Error(failure.code, failure.message),
-        )
+        line = _Line(prepared.row, prepared.id, "ok", [], _NO_USAGE, _UNSET, None)
+        if failure is not None:
+            line.status = "error"
+            line.error = _Error(failure.code, failure.message)
         if completion is not None:
-            line.usage = _Usage(
-                completion.prompt_tokens,
-                num_completion_tokens(prepared, completion),
-                completion.cached_tokens,
-            )
-            if self._has_timing:
-                line.timing = _Timing(
-                    round(completion.queue_seconds, 6), round(completion.generation_seconds, 6)
-                )
-            if failure is None:
-                choices = shown_choices(prepared, completion)
-                has_several = len(choices) > 1
-                line.choices = [self._choice(choice, has_several) for choice in choices]
-                if completion.prompt_logprobs is not None:
-                    line.prompt_logprobs = [
-                        None if position is None else _logprob(position)
-                        for position in completion.prompt_logprobs
-                    ]
+            self._add_answer(line, prepared, completion, is_ok=failure is None)
         if prepared.prompt is not None:
             line.prompt = prepared.prompt
         if prepared.source is not None:
             line.source = prepared.source
         return to_line(line)
+
+    def _add_answer(
+        self, line: _Line, prepared: Prepared, completion: Completion, *, is_ok: bool
+    ) -> None:
+        line.usage = _Usage(
+            completion.prompt_tokens,
+            num_completion_tokens(prepared, completion),
+            completion.cached_tokens,
+        )
+        if self._has_timing:
+            line.timing = _Timing(
+                _rounded(completion.queue_seconds), _rounded(completion.generation_seconds)
+            )
+        if not is_ok:
+            return
+        choices = shown_choices(prepared, completion)
+        has_several = len(choices) > 1
+        line.choices = [self._choice(choice, has_several) for choice in choices]
+        if completion.prompt_logprobs is not None:
+            line.prompt_logprobs = [
+                None if position is None else _logprob(position)
+                for position in completion.prompt_logprobs
+            ]
 
     def _choice(self, choice: Choice, has_several: bool) -> _ChoiceLine:
         line = _ChoiceLine(
@@ -140,3 +144,8 @@ def _logprob(position: TokenLogprob) -> _LogprobLine:
         position.token_id,
         [_TopLine(token, finite(logprob)) for token, logprob in position.top],
     )
+
+
+def _rounded(seconds: float) -> float:
+    # Microseconds: more digits are noise. Engines without clocks say 0, and most rows of theirs are.
+    return round(seconds, 6) if seconds else 0.0

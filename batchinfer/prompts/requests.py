@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from batchinfer.errors import ConfigError
 from batchinfer.prompts import conversation, lines
 from batchinfer.prompts.codes import Code, near
 from batchinfer.prompts.lines import ID_FIELD, ROW_FIELD
-from batchinfer.prompts.model import CHAT_URL, COMPLETIONS_URL, Draft, PromptConfig, RowProblem
-from batchinfer.prompts.parameters import Limits, plan_view, read_parameters
+from batchinfer.prompts.model import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    Draft,
+    PromptConfig,
+    RowProblem,
+    View,
+)
+from batchinfer.prompts.parameters import Limits, Wishes, plan_view, read_parameters
 from batchinfer.prompts.rows import token_ids
 from batchinfer.records import Sampling
 
@@ -27,6 +36,9 @@ _TASKS = {
     "/v1/images/generations": "image",
 }
 
+_MAX_PLANS = 1000
+_encode = msgspec.json.encode
+
 
 class RequestsReader:
     """Fills drafts from requests.
@@ -41,6 +53,7 @@ class RequestsReader:
         self._config = config
         self._sampling = sampling
         self._limits = Limits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+        self._plans: dict[tuple[bool, bytes], tuple[Sampling, View | None, Wishes]] = {}
         self._is_batch = config.request_format == "openai-batch"
 
     def fill(self, draft: Draft, data: bytes) -> None:
@@ -164,12 +177,20 @@ class RequestsReader:
         self._apply(draft, parameters, is_chat=False)
 
     def _apply(self, draft: Draft, parameters: dict[str, Any], *, is_chat: bool) -> None:
-        sampling, wishes = read_parameters(
-            parameters, self._sampling, self._limits, is_chat=is_chat
-        )
-        draft.sampling, draft.view = plan_view(
-            sampling, echo=wishes.echo, is_prompt_only=wishes.is_prompt_only
-        )
+        # Most requests of a file differ in their prompt alone: their parameters are read once.
+        key = (is_chat, _encode(parameters))
+        plan = self._plans.get(key)
+        if plan is None:
+            sampling, wishes = read_parameters(
+                parameters, self._sampling, self._limits, is_chat=is_chat
+            )
+            sampling, view = plan_view(
+                sampling, echo=wishes.echo, is_prompt_only=wishes.is_prompt_only
+            )
+            plan = sampling, view, wishes
+            if len(self._plans) < _MAX_PLANS:
+                self._plans[key] = plan
+        draft.sampling, draft.view, wishes = plan
         draft.continue_final = wishes.continue_final
         draft.chat_template_kwargs = wishes.chat_template_kwargs
         draft.is_open_ended = wishes.is_open_ended
