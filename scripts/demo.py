@@ -110,11 +110,20 @@ def say(text: str) -> None:
     print(f"demo: {text}", file=sys.stderr, flush=True)
 
 
+def manifest_path(settings: Settings, worker_id: str) -> Path:
+    """Where the manifest of a worker lies."""
+    return settings.job / layout.worker_manifest(int(worker_id[1:]), 2)
+
+
+def manifest_lines(settings: Settings, worker_id: str) -> list[str]:
+    """The chunks of a worker's manifest."""
+    return manifest_path(settings, worker_id).read_text(encoding="utf-8").split()
+
+
 def worker_command(settings: Settings, worker_id: str) -> list[str]:
     """The command line of one worker; what a reader could type."""
-    manifest = settings.job / layout.worker_manifest(int(worker_id[1:]), 2)
     options = {
-        "--manifest": manifest,
+        "--manifest": manifest_path(settings, worker_id),
         "--output": settings.run,
         "--model": MODEL,
         "--messages-column": "conversation",
@@ -243,8 +252,7 @@ def kill_in_the_middle(settings: Settings, workers: Workers) -> Kill:
     Raises:
         DemoFailed: It ended before.
     """
-    manifest = settings.job / layout.worker_manifest(0, 2)
-    num_chunks = len(manifest.read_text().split())
+    num_chunks = len(manifest_lines(settings, VICTIM))
 
     def is_due() -> bool:
         if workers.status(VICTIM) is not None:
@@ -335,11 +343,17 @@ def report(findings: Findings, kill: Kill, settings: Settings) -> dict[str, Any]
         print(f"{task:12}{rows:8}{right:8}{accuracy:10.2%}")
     overall = findings.right.total() / max(findings.asked.total(), 1)
     print(f"{'total':12}{findings.asked.total():8}{findings.right.total():8}{overall:10.2%}")
+    # While the killed worker loads its model again, the other one helps itself to what is left.
+    own = [layout.stem(line) for line in manifest_lines(settings, VICTIM)]
+    taken_over = sum(findings.chunk_workers.get(name) == OTHER for name in own)
     print(
-        f"\nafter the kill: {kill.chunks_published} chunks of {VICTIM} were skipped as done, "
-        f"{findings.total.chunks_resumed} chunks resumed with {findings.total.rows_resumed} rows "
-        "from checkpoints"
+        f"\nchunks of {VICTIM}, done before the kill and skipped after it: {kill.chunks_published}"
     )
+    print(
+        f"chunks resumed from checkpoints: {findings.total.chunks_resumed}, "
+        f"with {findings.total.rows_resumed} finished rows"
+    )
+    print(f"chunks of {VICTIM} taken over by {OTHER}: {taken_over}")
     for name, place in (("data", settings.data), ("job", settings.job), ("run", settings.run)):
         print(f"{name + ':':8}{place}")
     print(f"logs:   {settings.work}/*.log")

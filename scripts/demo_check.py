@@ -70,6 +70,7 @@ class Findings:
         asked: Rows by task.
         right: Exact matches by task.
         workers: Totals by worker id.
+        chunk_workers: Who published each chunk.
         total: The same over all workers.
     """
 
@@ -77,6 +78,7 @@ class Findings:
     asked: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
     workers: dict[str, WorkerTotals] = field(default_factory=dict)
+    chunk_workers: dict[str, str] = field(default_factory=dict)
     total: WorkerTotals = field(default_factory=WorkerTotals)
 
     @property
@@ -156,6 +158,7 @@ def check_run(job_folder: Path, run: Path, prompts: list[str]) -> Findings:
             continue
         findings.workers.setdefault(marker.worker, WorkerTotals()).add(marker)
         findings.total.add(marker)
+        findings.chunk_workers[chunk.name] = marker.worker
         try:
             lines = _read_output(run, chunk, marker)
         except (DamagedOutput, json.JSONDecodeError) as error:

@@ -403,6 +403,7 @@ def test_the_demo_kills_resumes_and_passes(demo, tmp_path, capsys):
     assert 0 < result["chunks_skipped"] < 20
     assert result["chunks_resumed"] == 1
     assert result["rows_resumed"] == 3
+    assert "taken over by w1: 0" in out
 
 
 @pytest.mark.usefixtures("fake_worker")
