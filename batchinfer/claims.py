@@ -21,6 +21,7 @@ from batchinfer import codec, layout
 from batchinfer.clock import Clock
 from batchinfer.errors import (
     AlreadyExists,
+    InputError,
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
@@ -150,6 +151,15 @@ class Lease:
         )
 
 
+def decode_claim(data: bytes, key: str) -> Claim:
+    """Decode a claim. One that cannot be read counts as released, so that it keeps nobody from its chunk for ever."""
+    try:
+        return codec.decode(data, Claim, name=key)
+    except InputError as error:
+        logger.warning("%s; it counts as released", error)
+        return Claim(worker="", epoch=0, nonce="")
+
+
 class Taken(NamedTuple):
     """The claim is ours; `etag` is needed to release it."""
 
@@ -193,7 +203,7 @@ class Claims:
                 data, etag = self._store.get(key)
             except ObjectNotFound:
                 continue  # released in between
-            claim = codec.decode(data, Claim, name=key)
+            claim = decode_claim(data, key)
             if claim.worker not in ("", self._lease.worker_id):
                 return Held(claim, etag)
             if claim.worker and claim.epoch > self._lease.epoch:
@@ -215,7 +225,7 @@ class Claims:
             data = self._store.get(layout.claim_key(name)).data
         except ObjectNotFound:
             return False
-        claim = codec.decode(data, Claim, name=layout.claim_key(name))
+        claim = decode_claim(data, layout.claim_key(name))
         return claim.worker == self._lease.worker_id and claim.epoch == self._lease.epoch
 
     def release(self, name: str, etag: str) -> None:
@@ -240,7 +250,12 @@ class Claims:
         now = self._clock.monotonic()
         seen = self._sightings.get(key)
         if seen is None or seen.etag != etag:
-            seen = _Sighting(etag, now, codec.decode(data, Worker, name=key))
+            try:
+                record = codec.decode(data, Worker, name=key)
+            except InputError as error:
+                logger.warning("%s; its claims count as lapsed", error)
+                return None
+            seen = _Sighting(etag, now, record)
             self._sightings[key] = seen
         record = seen.record
         if record.epoch > held.claim.epoch:

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from batchinfer import codec, layout
+from batchinfer import layout
 from batchinfer.background import Background, Pending
-from batchinfer.claims import Claims, Held
+from batchinfer.claims import Claims, Held, decode_claim
 from batchinfer.clock import Clock
 from batchinfer.errors import ObjectNotFound
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import SMALLEST_MARKER_BYTES, read_marker
-from batchinfer.records import Claim, Worker
+from batchinfer.records import Worker
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Scout:
         except ObjectNotFound:
             survey.unclaimed.append(name)
             return
-        held = Held(codec.decode(data, Claim, name=key), etag)
+        held = Held(decode_claim(data, key), etag)
         if not held.claim.worker:
             survey.lapsed[name] = held  # released
             return

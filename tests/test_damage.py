@@ -1,4 +1,6 @@
-"""Markers that vouch for nothing: empty, cut off, or with their output gone. The worker does their chunks again."""
+"""Records that careless hands have damaged. The worker does a chunk again whose marker is empty, cut off or without
+its output, and passes over claims and neighbours that it cannot read.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ import pytest
 from batchinfer import codec, layout
 from batchinfer.plan import finished_chunks
 from batchinfer.publishing import SMALLEST_MARKER_BYTES, Built, Publisher, build_output
+from batchinfer.records import Claim
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from fakes import marker_record
-from making import make_job, overwrite, read_marker, run_worker_here
+from making import make_job, overwrite, put_raw, read_marker, run_worker_here
 
 CHUNK = "part-00001"
 MARKER = layout.marker_key(CHUNK)
@@ -81,6 +84,21 @@ def test_a_damaged_marker_is_mended_without_preconditions_too(
     )
     assert run_worker_here(job, run.url)["chunks_done"] == 1
     assert is_sound(run, CHUNK)
+
+
+def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> None:
+    run = open_store(f"{job}/runs/a")
+    put_raw(run, layout.claim_key(CHUNK), b"")
+    put_raw(run, layout.claim_key("part-00002"), b"{")
+    assert run_worker_here(job, run.url)["chunks_done"] == 3
+    assert not list(run.list(layout.CLAIMS))
+
+
+def test_a_claim_whose_owner_cannot_be_read_has_lapsed(job: str) -> None:
+    run = open_store(f"{job}/runs/a")
+    run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+    put_raw(run, layout.worker_key("w9"), b"{")
+    assert run_worker_here(job, run.url, "--lease-seconds", "1")["chunks_done"] == 3
 
 
 class TestThePublisher:
