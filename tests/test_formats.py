@@ -358,21 +358,6 @@ def test_scoring_shows_the_prompt_alone():
     assert encode(prepared, completion, "native")["usage"]["completion_tokens"] == 0
 
 
-def test_the_best_candidates_are_shown_best_first():
-    prepared = prepare({**REQUEST, "n": 2, "best_of": 3}, request_format="completions")
-    candidates = [
-        Choice(index=0, text="a", cumulative_logprob=-9.0, num_tokens=3, logprobs=POSITIONS),
-        Choice(index=1, text="b", cumulative_logprob=-1.0, num_tokens=1, logprobs=POSITIONS),
-        Choice(index=2, text="c", cumulative_logprob=-4.0, num_tokens=2, logprobs=POSITIONS),
-    ]
-    line = encode(prepared, answer(prepared, *candidates), "completions")
-    assert [(choice["index"], choice["text"]) for choice in line["result"]["choices"]] == [
-        (0, "b"),
-        (1, "c"),
-    ]
-    assert line["result"]["choices"][0]["logprobs"] is None
-
-
 # ------------------------------------------------------------------ reading
 
 

@@ -68,7 +68,7 @@ def test_the_documents_own_request_is_understood():
     prepared = prepare({**SEED_REQUEST, "_row": 0, "_id": "0"}, "completions")
     assert prepared.request.text == SEED_REQUEST["prompt"]
     assert prepared.request.sampling == Sampling(
-        max_tokens=2, temperature=0.0, top_p=1.0, stop=["\n"], logprobs=1
+        max_tokens=2, temperature=0.0, top_p=1.0, stop=["\n"], logprobs=1, best_of=1
     )
     assert prepared.body == SEED_REQUEST
     assert prepared.view is None
@@ -110,13 +110,6 @@ def test_scoring_generates_one_token_and_drops_it():
     assert prepared.view.is_prompt_only
 
 
-def test_best_of_generates_all_candidates_and_shows_n():
-    prepared = completion(n=2, best_of=4)
-    assert sampling_of(prepared).n == 4
-    assert sampling_of(prepared).logprobs == 0
-    assert (prepared.view.num_choices, prepared.view.has_logprobs) == (2, False)
-
-
 @pytest.mark.parametrize(
     ("parameters", "field", "value"),
     [
@@ -124,6 +117,7 @@ def test_best_of_generates_all_candidates_and_shows_n():
         ({"stop": []}, "stop", None),
         ({"logit_bias": {"5": -100, "7": 1.5}}, "logit_bias", {"5": -100.0, "7": 1.5}),
         ({"presence_penalty": 2, "frequency_penalty": -2}, "presence_penalty", 2.0),
+        ({"n": 2, "best_of": 4, "temperature": 0}, "best_of", 4),
         ({"seed": -5}, "seed", -5),
         ({"top_k": -1}, "top_k", -1),
         ({"stop_token_ids": [3]}, "stop_token_ids", [3]),
@@ -161,7 +155,6 @@ def test_bookkeeping_of_the_hosted_service_is_accepted(parameters):
         ({"max_tokens": 3, "min_tokens": 4}, "invalid_parameter", "min_tokens"),
         ({"n": 0}, "invalid_parameter", "n"),
         ({"n": 100_000}, "invalid_parameter", "n"),
-        ({"n": 2, "temperature": 0}, "invalid_parameter", "n"),
         ({"n": 3, "best_of": 2}, "invalid_parameter", "best_of"),
         ({"best_of": 100_000}, "invalid_parameter", "best_of"),
         ({"logprobs": 21}, "invalid_parameter", "logprobs"),

@@ -326,13 +326,6 @@ def test_a_seed_of_the_samplings_own_stays():
     assert make({"p": "x"}, prompt_column="p").request.sampling.seed is None
 
 
-def test_the_best_of_many_is_chosen_from_all_candidates():
-    prepared = make({"p": "x"}, prompt_column="p", sampling=Sampling(n=2, best_of=5))
-    sampling = prepared.request.sampling
-    assert (sampling.n, sampling.best_of, sampling.logprobs) == (5, None, 0)
-    assert (prepared.view.num_choices, prepared.view.has_logprobs) == (2, False)
-
-
 # ------------------------------------------------------------------ configuration
 
 
@@ -372,7 +365,6 @@ def test_options_that_cannot_work_are_refused_with_a_hint(options, message):
         Sampling(n=3, best_of=2),
         Sampling(n=0),
         Sampling(n=1000),
-        Sampling(n=2, temperature=0.0),
         Sampling(logprobs=21),
         Sampling(max_tokens=0),
         Sampling(max_tokens=4, min_tokens=5),

@@ -39,26 +39,16 @@ def failure_of(prepared: Prepared, completion: Completion | None) -> Failure | N
 
 
 def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice]:
-    """Return the answers in the form that the request asked for, indices counted anew from 0."""
-    choices: Sequence[Choice] = completion.choices
+    """Return the answers in the form that the request asked for."""
     view = prepared.view
-    if view is None:
-        return choices
-    if view.num_choices:
-        ranked = sorted(choices, key=_badness)[: view.num_choices]
-        choices = [
-            msgspec.structs.replace(choice, index=index) for index, choice in enumerate(ranked)
-        ]
-    if not view.has_logprobs:
-        choices = [msgspec.structs.replace(choice, logprobs=None) for choice in choices]
-    if view.echo:
-        prefix = prepared.prompt if isinstance(prepared.prompt, str) else ""
-        positions = completion.prompt_logprobs
-        choices = [
-            _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
-            for choice in choices
-        ]
-    return choices
+    if view is None or not view.echo:
+        return completion.choices
+    prefix = prepared.prompt if isinstance(prepared.prompt, str) else ""
+    positions = completion.prompt_logprobs
+    return [
+        _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
+        for choice in completion.choices
+    ]
 
 
 def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:
@@ -66,14 +56,6 @@ def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:
     if prepared.view is not None and prepared.view.is_prompt_only:
         return 0
     return completion.completion_tokens
-
-
-def _badness(choice: Choice) -> tuple[float, int]:
-    # The completions API ranks by log-probability per token; ties keep the engine's order, so that
-    # the same answers give the same line.
-    if choice.cumulative_logprob is None:
-        return (float("inf"), choice.index)
-    return (-choice.cumulative_logprob / max(choice.num_tokens, 1), choice.index)
 
 
 def _with_prompt(

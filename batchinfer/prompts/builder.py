@@ -24,7 +24,7 @@ from batchinfer.prompts.model import (
     RowProblem,
     Tokenizer,
 )
-from batchinfer.prompts.parameters import check_sampling, plan_view
+from batchinfer.prompts.parameters import check_sampling
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.sandbox import compile_template
@@ -65,7 +65,7 @@ class PromptBuilder:
                 f"sampling options: {error.message}", hint="see the sampling options in docs/cli.md"
             ) from error
         self._config = config
-        self._sampling, self._view = plan_view(sampling)
+        self._sampling = sampling
         self._run_seed = run_seed
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -128,7 +128,7 @@ class PromptBuilder:
             if messages is not None:
                 messages = conversation.with_texts(messages)
         prompt = None
-        view = draft.view or self._view
+        view = draft.view
         if self._has_prompt or (view is not None and view.echo):
             prompt = self._prompt_of(draft)
         return Prepared(

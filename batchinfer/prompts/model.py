@@ -72,16 +72,12 @@ class RawRow(NamedTuple):
 
 
 class View(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What of an engine's answer a request wants to see, where that is not simply all of it."""
+    """What a request wants to see, where that is not simply the engine's answer."""
 
     echo: bool = False
     """The prompt stands before every answer."""
     is_prompt_only: bool = False
     """Scoring: the generated token is dropped."""
-    num_choices: int = 0
-    """The best so many of the answers; 0: all."""
-    has_logprobs: bool = True
-    """False where log-probabilities were computed only to choose the best."""
 
 
 class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):

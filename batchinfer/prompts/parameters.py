@@ -9,7 +9,7 @@ import msgspec
 
 from batchinfer.prompts.codes import Code, near
 from batchinfer.prompts.lines import json_type
-from batchinfer.prompts.model import RowProblem, View
+from batchinfer.prompts.model import RowProblem
 from batchinfer.records import Record, Sampling
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -139,8 +139,6 @@ def check_sampling(sampling: Sampling, *, max_n: int, max_logprobs: int) -> None
     if best_of > max_n:
         name = "best_of" if sampling.best_of else "n"
         raise _invalid(name, f"{best_of}, expected at most {max_n}")
-    if best_of > 1 and sampling.temperature is not None and sampling.temperature == 0:
-        raise _invalid("n", f"{best_of} answers at temperature 0 would be one, expected n 1")
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(sampling, name)
         if number is not None and number > max_logprobs:
@@ -152,31 +150,6 @@ def check_sampling(sampling: Sampling, *, max_n: int, max_logprobs: int) -> None
             "min_tokens",
             f"{sampling.min_tokens}, expected at most max_tokens {sampling.max_tokens}",
         )
-
-
-def plan_view(
-    sampling: Sampling, *, echo: bool = False, is_prompt_only: bool = False
-) -> tuple[Sampling, View | None]:
-    """Return the parameters for the engine, and what of its answer is to be shown.
-
-    Engines know no `best_of`: all candidates are generated, with the log-probabilities that rank them.
-    """
-    num_candidates = sampling.best_of or sampling.n
-    if num_candidates > sampling.n:
-        view = View(
-            echo=echo,
-            is_prompt_only=is_prompt_only,
-            num_choices=sampling.n,
-            has_logprobs=sampling.logprobs is not None,
-        )
-        return msgspec.structs.replace(
-            sampling, n=num_candidates, best_of=None, logprobs=sampling.logprobs or 0
-        ), view
-    if sampling.best_of is not None:
-        sampling = msgspec.structs.replace(sampling, best_of=None)
-    if echo:
-        return sampling, View(echo=True, is_prompt_only=is_prompt_only)
-    return sampling, None
 
 
 def _settle_lengths(

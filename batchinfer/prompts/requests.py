@@ -18,7 +18,7 @@ from batchinfer.prompts.model import (
     RowProblem,
     View,
 )
-from batchinfer.prompts.parameters import Limits, Wishes, plan_view, read_parameters
+from batchinfer.prompts.parameters import Limits, Wishes, read_parameters
 from batchinfer.prompts.rows import token_ids
 from batchinfer.records import Sampling
 
@@ -184,9 +184,7 @@ class RequestsReader:
             sampling, wishes = read_parameters(
                 parameters, self._sampling, self._limits, is_chat=is_chat
             )
-            sampling, view = plan_view(
-                sampling, echo=wishes.echo, is_prompt_only=wishes.is_prompt_only
-            )
+            view = View(echo=True, is_prompt_only=wishes.is_prompt_only) if wishes.echo else None
             plan = sampling, view, wishes
             if len(self._plans) < _MAX_PLANS:
                 self._plans[key] = plan
