@@ -20,4 +20,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.worker",
         "Run a model over the chunks of a manifest; resumes where it was stopped.",
     ),
+    "status": CommandEntry(
+        "batchinfer.status", "Show how a run goes: progress, rates, time left, errors, cost."
+    ),
 }

@@ -1,0 +1,366 @@
+"""``batchinfer status``: how a run goes, from its bucket alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchinfer import figures
+from batchinfer.clock import Clock, SystemClock
+from batchinfer.console import common_options
+from batchinfer.overview import Overview, WorkerView, overview
+from batchinfer.prices import PriceSource, price_source
+from batchinfer.records import Record
+from batchinfer.snapshot import RunReader
+from batchinfer.storage import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+MAX_SHOWN_WORKERS = 60
+STATE_STYLES = {
+    "done": "green",
+    "running": "bold green",
+    "loading": "cyan",
+    "waiting": "cyan",
+    "stalled": "bold yellow",
+    "idle": "bold yellow",
+    "stopping": "yellow",
+    "stopped": "yellow",
+    "gone": "red",
+    "failed": "bold red",
+}
+"""Colour only repeats what the word says."""
+
+
+class StatusConfig(Record, frozen=True, kw_only=True):
+    """What `status` is asked. `price_per_hour` is in dollars for one worker's machine."""
+
+    run: str
+    job: str = ""
+    price_per_hour: float | None = None
+    prices: str = ""
+    is_spot: bool | None = None
+
+
+class Status:
+    """Looks at one run whenever asked. Read-only; O(listing pages + workers) requests a look."""
+
+    def __init__(
+        self,
+        config: StatusConfig,
+        *,
+        open_store: Callable[[str], Store],
+        clock: Clock,
+        prices: PriceSource | None = None,
+    ) -> None:
+        self._config = config
+        self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
+        table = Path(config.prices) if config.prices else None
+        self._prices = prices or price_source(config.price_per_hour, table)
+
+    def look(self) -> Overview:
+        """Look at the run now.
+
+        Raises:
+            InputError: there is no such run, or it cannot be read.
+        """
+        return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
+
+
+def run_status(
+    config: StatusConfig, *, open_store: Callable[[str], Store], clock: Clock
+) -> Overview:
+    """Look at a run once."""
+    return Status(config, open_store=open_store, clock=clock).look()
+
+
+def watch(status: Status, console: Console, clock: Clock, every_seconds: float) -> Overview:
+    """Show the run until it is done or stopped, or the user interrupts. Returns the last look."""
+    from rich.live import Live
+
+    seen = status.look()
+    with Live(render(seen), console=console, auto_refresh=False, screen=False) as live:
+        try:
+            while seen.state not in ("done", "stopped"):
+                clock.sleep(every_seconds)
+                seen = status.look()
+                live.update(render(seen), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    return seen
+
+
+def summary(seen: Overview) -> dict[str, Any]:
+    """The few figures that scripts ask for; `--json` gives all."""
+    return {
+        "run": seen.run,
+        "state": seen.state,
+        "chunks_done": seen.chunks.done,
+        "chunks_total": seen.chunks.total,
+        "rows_done": seen.rows.done,
+        "rows_total": seen.rows.total,
+        "rows_error": seen.rows_error,
+        "rows_per_sec": round(seen.recent.rows, 3),
+        "tokens_per_sec": {
+            "input": round(seen.recent.input_tokens, 3),
+            "output": round(seen.recent.output_tokens, 3),
+        },
+        "eta_sec": None if seen.eta_seconds is None else round(seen.eta_seconds),
+        "cost": None if seen.cost.so_far is None else round(seen.cost.so_far, 4),
+        "workers": len(seen.workers),
+    }
+
+
+# --------------------------------------------------------------------------- the screen
+
+
+def render(seen: Overview) -> Group:
+    """Everything on one screen."""
+    from rich.console import Group
+
+    parts: list[Any] = [_head(seen)]
+    if seen.workers:
+        parts.append(_worker_table(seen))
+    if seen.errors:
+        parts.append(_errors(seen))
+    parts += [_note(note) for note in seen.notes]
+    return Group(*parts)
+
+
+def _head(seen: Overview) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text.assemble(
+        (seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", _styled(seen.state)
+    )
+    rows, chunks = seen.rows, seen.chunks
+    finished = rows.done + rows.in_progress
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+
+    def add(name: str, text: str) -> None:
+        grid.add_row(name, Text(text))  # never as markup: it holds names from the bucket
+
+    add(
+        "rows",
+        f"{figures.count(finished)} of {figures.count(rows.total)} ({figures.percent(finished, rows.total)}), "
+        f"{figures.count(rows.in_progress)} of them in open chunks, {figures.count(rows.waiting)} waiting",
+    )
+    add(
+        "chunks",
+        f"{figures.count(chunks.done)} of {figures.count(chunks.total)} done, "
+        f"{figures.count(chunks.in_progress)} in progress, {figures.count(chunks.waiting)} waiting",
+    )
+    if seen.state not in ("done", "stopped"):
+        minutes = f"over the last {seen.recent.seconds / 60:.0f} minutes"
+        add("now", f"{_rates(seen.recent)} {minutes}")
+    add("over all", f"{_rates(seen.overall)} over {figures.duration(seen.overall.seconds)}")
+    add("time left", _time_left(seen))
+    add("cost", _cost(seen))
+    bar = Table.grid()
+    if rows.total:
+        bar.add_row(ProgressBar(total=rows.total, completed=min(finished, rows.total), width=72))
+    return Group(title, bar, grid)
+
+
+def _styled(state: str) -> tuple[str, str]:
+    return state, STATE_STYLES.get(state, "")
+
+
+def _rates(rate: Any) -> str:
+    return (
+        f"{figures.short(rate.rows)} rows/s, {figures.short(rate.input_tokens)} tok/s in, "
+        f"{figures.short(rate.output_tokens)} out"
+    )
+
+
+def _time_left(seen: Overview) -> str:
+    if seen.state == "done":
+        return "nothing left to do"
+    if seen.eta_seconds is None:
+        return "not known: no row was finished lately" if seen.rows.total else "not known"
+    return f"{figures.duration(seen.eta_seconds)}, until {figures.moment(seen.time + seen.eta_seconds)}"
+
+
+def _cost(seen: Overview) -> str:
+    cost = seen.cost
+    if cost.so_far is None:
+        return "not known: give --price-per-hour"
+    parts = [f"{figures.money(cost.so_far)} so far"]
+    if cost.at_end is not None and seen.state != "done":
+        parts.append(f"{figures.money(cost.at_end)} at the end")
+    if cost.per_million_output_tokens is not None:
+        parts.append(
+            f"{figures.money(cost.per_million_output_tokens)} per million output tokens "
+            f"({figures.money(cost.per_million_tokens)} with input)"
+        )
+    text = ", ".join(parts) + f" [{cost.source}]"
+    return text + (
+        f", without {cost.unpriced_workers} workers of unknown price"
+        if cost.unpriced_workers
+        else ""
+    )
+
+
+def _worker_table(seen: Overview) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in (
+        ("worker", "left"),
+        ("where", "left"),
+        ("GPUs", "left"),
+        ("state", "left"),
+        ("chunks", "left"),
+        ("rows", "right"),
+        ("rows/s", "right"),
+        ("tok/s out", "right"),
+        ("errors", "right"),
+        ("starts", "right"),
+        ("heartbeat", "right"),
+    ):
+        table.add_column(
+            name, justify="right" if justify == "right" else "left", no_wrap=name != "chunks"
+        )
+    order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
+    for view in order[:MAX_SHOWN_WORKERS]:
+        table.add_row(
+            Text(_short_id(view.id)),
+            Text("/".join(filter(None, (view.cloud, view.region))) or figures.NONE),
+            Text(_gpus(view)),
+            Text(*_styled(view.state)),
+            Text(_chunks(view)),
+            figures.count(view.rows_done),
+            figures.short(view.recent.rows),
+            figures.short(view.recent.output_tokens),
+            figures.count(view.rows_error),
+            str(view.epoch),
+            f"{figures.duration(view.heartbeat_age_seconds)} ago",
+        )
+    if len(order) > MAX_SHOWN_WORKERS:
+        table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
+    return table
+
+
+def _short_id(name: str) -> str:
+    return name if len(name) <= 32 else f"{name[:12]}…{name[-19:]}"
+
+
+def _gpus(view: WorkerView) -> str:
+    if not view.accelerator:
+        return figures.NONE
+    spot = " spot" if view.is_spot else ""
+    return f"{view.gpus}×{view.accelerator}{spot}"  # noqa: RUF001 - the sign for times
+
+
+def _chunks(view: WorkerView) -> str:
+    if not view.open_chunks:
+        return figures.NONE
+    more = len(view.open_chunks) - 1
+    return view.open_chunks[0] + (f" +{more}" if more else "")
+
+
+def _errors(seen: Overview) -> Any:
+    from rich.text import Text
+
+    counts = ", ".join(f"{figures.count(number)} {code}" for code, number in seen.errors.items())
+    return Text(f"failed rows: {counts}", style="yellow")
+
+
+def _note(note: str) -> Any:
+    from rich.text import Text
+
+    return Text(f"note: {note}", style="dim")
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say what machines cost."""
+    for option in (
+        click.option(
+            "--spot/--on-demand",
+            "is_spot",
+            default=None,
+            help="What machines are, where workers do not say. Default: on-demand.",
+        ),
+        click.option(
+            "--prices",
+            type=click.Path(path_type=Path),
+            help="Price table of your own, in the form of batchinfer/prices.yaml.",
+        ),
+        click.option(
+            "--price-per-hour",
+            type=click.FloatRange(0),
+            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if it lies here, "
+            "else list prices by GPU.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("status")
+@click.argument("run")
+@click.option("--job", default="", help="URL of the job, where run.json does not lead to it.")
+@click.option(
+    "--watch", "is_watch", is_flag=True, help="Keep showing it until it is done or Ctrl-C."
+)
+@click.option("--refresh-seconds", type=click.FloatRange(0.5), default=10.0, show_default=True)
+@click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
+@price_options
+@common_options
+def command(  # noqa: PLR0913, PLR0917 - one parameter for each option
+    run: str,
+    job: str,
+    is_watch: bool,
+    refresh_seconds: float,
+    is_json: bool,
+    price_per_hour: float | None,
+    prices: Path | None,
+    is_spot: bool | None,
+) -> Any:
+    """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
+
+    Reads the workers' heartbeats and the list of markers, never an output; changes nothing.
+    """
+    from rich.console import Console
+
+    from batchinfer.storage.opening import open_store
+
+    config = StatusConfig(
+        run=run,
+        job=job,
+        price_per_hour=price_per_hour,
+        prices=str(prices) if prices else "",
+        is_spot=is_spot,
+    )
+    clock = SystemClock()
+    status = Status(config, open_store=open_store, clock=clock)
+    if is_json and not is_watch:
+        return status.look()
+    console = Console(stderr=True, highlight=False)
+    if is_watch:
+        seen = watch(status, console, clock, refresh_seconds)
+    else:
+        seen = status.look()
+        console.print(render(seen))
+    return seen if is_json else summary(seen)
+
+
+if __name__ == "__main__":
+    importlib.import_module("batchinfer.cli").run(["status", *sys.argv[1:]])

@@ -1,0 +1,327 @@
+"""Writes a job and a run as they would lie in a bucket after many workers worked on it, without any worker.
+
+2000 chunks, 40 workers, a few of them killed and resumed, one gone, one with a clock hours off. Deterministic.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from batchinfer import codec, layout
+from batchinfer.clock import iso_utc
+from batchinfer.records import (
+    Chunk,
+    ErrorExample,
+    Job,
+    Marker,
+    Minute,
+    Run,
+    Span,
+    Worker,
+)
+from batchinfer.storage import Store
+from batchinfer.telemetry import length_bucket
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
+
+class Shape(NamedTuple):
+    """What to simulate. `done_share` of the chunks have markers; times end at `now`."""
+
+    num_chunks: int = 2000
+    rows_per_chunk: int = 500
+    num_workers: int = 40
+    done_share: float = 0.6
+    now: float = 1_790_000_000.0
+    hours: float = 6.0
+    rows_in_outputs: int = 5
+    """Only so many lines are really written to each of the few outputs that exist."""
+    num_outputs: int = 2
+    text: str = "An answer."
+    clock_off_seconds: float = 0.0
+    """Of the second worker."""
+
+
+def chunk_names(shape: Shape) -> list[str]:
+    return [layout.chunk_name(index, shape.num_chunks) for index in range(shape.num_chunks)]
+
+
+def make_job(shape: Shape) -> Job:
+    return Job(
+        format_version=1,
+        sources=[],
+        columns=["prompt"],
+        rows=shape.num_chunks * shape.rows_per_chunk,
+        chunks=[
+            Chunk(
+                name=name,
+                first_row=index * shape.rows_per_chunk,
+                rows=shape.rows_per_chunk,
+                bytes=1000,
+                sha256="0" * 64,
+            )
+            for index, name in enumerate(chunk_names(shape))
+        ],
+        num_workers=shape.num_workers,
+    )
+
+
+def make_run(job_bytes: bytes, **config: Any) -> Run:
+    return Run(
+        format_version=1,
+        fingerprint="f" * 32,
+        config={
+            "model": "meta-llama/Llama-3.1-8B-Instruct",
+            "job_sha256": codec.sha256(job_bytes),
+            "limit": None,
+            "sampling": {"max_tokens": 512, "temperature": 0.7},
+            "prompt": {"messages_column": "conversation", "system_prompt": HOSTILE},
+            **config,
+        },
+        recorded={
+            "engine": "vllm",
+            "engine_version": "0.30.0",
+            "device": "NVIDIA L4",
+            "tensor_parallel_size": 1,
+            "replicas": 1,
+        },
+        nonce="n",
+    )
+
+
+def make_workers(shape: Shape) -> list[Worker]:
+    names = chunk_names(shape)
+    num_done = int(len(names) * shape.done_share)
+    share: list[list[str]] = [
+        names[i : num_done : shape.num_workers] for i in range(shape.num_workers)
+    ]
+    todo = names[num_done:]
+    return [
+        _worker(shape, index, share[index], todo[2 * index : 2 * index + 2])
+        for index in range(shape.num_workers)
+    ]
+
+
+def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -> Worker:
+    dice = random.Random(index)
+    begin = shape.now - shape.hours * 3600 + 60 * dice.random()
+    killed_at = begin + shape.hours * 3600 * (0.3 + 0.4 * dice.random())
+    is_killed = index % 5 == 3
+    resumed_at = killed_at + 900 if is_killed else killed_at
+    end = shape.now - 10
+    is_gone = index == 7
+    if is_gone:
+        end = shape.now - 3600
+    working = end - begin - (resumed_at - killed_at)
+    step = working / max(1, len(done) + 1)
+    spans = []
+    for number, name in enumerate(done):
+        start = begin + 120 + number * step * 0.97
+        if is_killed and start > killed_at:
+            start += resumed_at - killed_at
+        epoch = 2 if is_killed and start > killed_at else 1
+        # Chunks overlap: the next one starts while the last rows of this one run.
+        spans.append(
+            Span(
+                chunk=name,
+                start=start,
+                end=start + step * 1.2,
+                rows=shape.rows_per_chunk,
+                resumed=0,
+                epoch=epoch,
+                outcome="done",
+            )
+        )
+    if is_killed:
+        spans.append(
+            Span(
+                chunk=names_safe(open_chunks, done),
+                start=killed_at - step,
+                end=killed_at,
+                rows=40,
+                resumed=0,
+                epoch=1,
+                outcome="killed",
+            )
+        )
+    minutes = []
+    rows = prompt = completion = errors = 0
+    for minute in range(int(begin // 60) + 2, int(end // 60) + 1):
+        if is_killed and killed_at < minute * 60 < resumed_at + 120:
+            continue
+        some = Minute(
+            minute=minute,
+            rows=dice.randint(30, 50),
+            prompt_tokens=dice.randint(9000, 12000),
+            completion_tokens=dice.randint(14000, 22000),
+            errors=int(dice.random() < 0.02),
+        )
+        minutes.append(some)
+        rows, errors = rows + some.rows, errors + some.errors
+        prompt, completion = prompt + some.prompt_tokens, completion + some.completion_tokens
+    lengths = [int(dice.lognormvariate(5.5, 0.8)) for _ in range(300)]
+    histogram: dict[str, int] = {}
+    for length in lengths:
+        histogram[length_bucket(length)] = histogram.get(length_bucket(length), 0) + rows // 300
+    clouds = [("aws", "us-east-1"), ("gcp", "us-central1"), ("lambda", "us-west-1")]
+    cloud, region = clouds[index % 3]
+    worker = Worker(
+        id=f"sky-2026-{index:03d}",
+        epoch=2 if is_killed else 1,
+        nonce="n",
+        state="running",
+        started=begin,
+        heartbeat=end,
+        host={"cloud": cloud, "region": region, "accelerator": "L4:1", "spot": index % 2 == 0},
+        engine={
+            "name": "vllm",
+            "device": "NVIDIA L4",
+            "num_replicas": 1,
+            "load_seconds": 90.0,
+            "model": "meta-llama/Llama-3.1-8B-Instruct",
+        },
+        open_chunks=open_chunks,
+        chunks_done=len(done),
+        rows_done=rows,
+        rows_ok=rows - errors,
+        rows_error=errors,
+        rows_resumed=40 if is_killed else 0,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        busy_seconds=working - 120,
+        load_seconds=90.0,
+        errors={"prompt_too_long": errors} if errors else {},
+        examples={"prompt_too_long": ErrorExample(chunk="part-00001", line=3, message=HOSTILE)}
+        if errors
+        else {},
+        finish_reasons={"stop": int((rows - errors) * 0.9), "length": int((rows - errors) * 0.1)},
+        prompt_lengths=histogram,
+        completion_lengths=histogram,
+        minutes=minutes[-1440:],
+        spans=spans,
+        open_spans=[
+            Span(chunk=name, start=end - 200, end=end, rows=50, resumed=0, epoch=1, outcome="open")
+            for name in open_chunks
+        ],
+        starts=[begin, resumed_at] if is_killed else [begin],
+        ends=[(killed_at, "running")] if is_killed else [],
+        up_seconds=working,
+    )
+    return _shifted(worker, shape.clock_off_seconds) if index == 1 else worker
+
+
+def names_safe(first: list[str], second: list[str]) -> str:
+    return (first or second or ["part-00000"])[0]
+
+
+def _shifted(worker: Worker, seconds: float) -> Worker:
+    """The same worker on a machine whose clock is wrong."""
+
+    def spans(these: list[Span]) -> list[Span]:
+        return [
+            msgspec.structs.replace(s, start=s.start + seconds, end=s.end + seconds) for s in these
+        ]
+
+    return msgspec.structs.replace(
+        worker,
+        started=worker.started + seconds,
+        heartbeat=worker.heartbeat + seconds,
+        starts=[start + seconds for start in worker.starts],
+        ends=[(end + seconds, how) for end, how in worker.ends],
+        spans=spans(worker.spans),
+        open_spans=spans(worker.open_spans),
+        minutes=[
+            msgspec.structs.replace(minute, minute=minute.minute + int(seconds // 60))
+            for minute in worker.minutes
+        ],
+    )
+
+
+def make_marker(name: str, worker: str, output: bytes, shape: Shape, **changes: Any) -> Marker:
+    values: dict[str, Any] = {
+        "output": f"{name}.jsonl",
+        "output_bytes": len(output),
+        "output_sha256": codec.sha256(output),
+        "chunk": f"chunks/{name}.jsonl",
+        "chunk_sha256": "0" * 64,
+        "generation": 0,
+        "rows_ok": shape.rows_per_chunk,
+        "rows_error": 0,
+        "rows_resumed": 0,
+        "fingerprint": "f" * 32,
+        "worker": worker,
+        "epoch": 1,
+        "start": iso_utc(shape.now - 100),
+        "end": iso_utc(shape.now),
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "nonce": "n",
+        **changes,
+    }
+    return Marker(**values)
+
+
+def output_lines(name: str, shape: Shape) -> bytes:
+    lines = []
+    for index in range(shape.rows_in_outputs):
+        line = {
+            "_row": index,
+            "_id": f"{name}-{index}",
+            "status": "ok",
+            "choices": [{"index": 0, "text": shape.text, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 9, "completion_tokens": 20},
+            "error": None,
+        }
+        lines.append(codec.encode(line) + b"\n")
+    return b"".join(lines)
+
+
+def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
+    """Write everything. Both stores may be the same bucket; the run needs no outputs but a few."""
+    shape = shape or Shape()
+    job_bytes = codec.encode_pretty(make_job(shape))
+    job.create(layout.JOB_KEY, job_bytes)
+    run.create(layout.RUN_KEY, codec.encode_pretty(make_run(job_bytes)))
+    workers = make_workers(shape)
+    for worker in workers:
+        run.create(layout.worker_key(worker.id), codec.encode(worker))
+    names = chunk_names(shape)
+    for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
+        body = output_lines(name, shape)
+        if index < shape.num_outputs:
+            run.create(layout.output_key(f"{name}.jsonl"), body)
+            rows = "".join(
+                f'{{"prompt": "question {i} {HOSTILE[:8]}"}}\n'
+                for i in range(shape.rows_in_outputs)
+            )
+            job.create(layout.chunk_file(name, "none"), rows.encode())
+        marker = make_marker(name, workers[index % len(workers)].id, body, shape)
+        run.create(layout.marker_key(name), codec.encode(marker))
+
+
+def write_local(folder: Path, shape: Shape | None = None) -> Path:
+    """Write it as plain files; returns the run's folder."""
+    from batchinfer.storage.local import LocalStore
+
+    run = folder / "runs" / "big"
+    shape = shape or Shape()
+    write_big_run(LocalStore(folder), LocalStore(run), shape)
+    for worker in make_workers(shape):
+        # Storage's clock is right, whatever the worker's says.
+        written = worker.heartbeat - (shape.clock_off_seconds if worker.id.endswith("-001") else 0)
+        os.utime(run / layout.worker_key(worker.id), (written, written))
+    for marker in run.glob("outputs/*.succeed*"):
+        os.utime(marker, (shape.now - 10, shape.now - 10))
+    return run
+
+
+if __name__ == "__main__":
+    import sys
+    import time
+
+    print(write_local(Path(sys.argv[1]), Shape(now=time.time())))
