@@ -596,7 +596,7 @@ def test_seed_form_by_local_manifest_finishes_its_own_share(tmp_path, skypilot):
         "DATA_BUCKET": str(job),
         "DATA_METADATA": str(job / "manifests" / "worker-00001.txt"),
         "BATCHINFER_EXTRA": "cpu",
-        "WORKER_ARGS": "--engine echo --prompt-column prompt",
+        "WORKER_ARGS": "--engine echo --prompt-column prompt --no-steal",
     }
     task = skypilot.read_file("worker.yaml", envs=envs, gpus="none")
     machine = Machine(tmp_path / "machine", task, machine_environment(0, 1))
