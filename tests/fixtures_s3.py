@@ -13,11 +13,26 @@ from pathlib import Path
 
 import pytest
 
-# The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1).
+# The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1). moto checks a
+# precondition and stores the object in two steps, between which another thread's request fits (with
+# boto3 alone: two winners in about one of sixty races); a real store does both in one.
 _SERVE = """
-import ctypes, signal
+import ctypes, functools, signal, threading
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from moto.s3.responses import S3Response
 from moto.server import main
+
+one_at_a_time = threading.RLock()
+
+def locked(handle):
+    @functools.wraps(handle)
+    def handle_alone(*arguments, **options):
+        with one_at_a_time:
+            return handle(*arguments, **options)
+    return handle_alone
+
+for name in ("_key_response_put", "_key_response_post", "_key_response_delete"):
+    setattr(S3Response, name, locked(getattr(S3Response, name)))
 main(["-H", "127.0.0.1", "-p", "0"])
 """
 
