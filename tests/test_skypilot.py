@@ -21,7 +21,7 @@ JOB_RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_code
 NEEDED = {"MODEL_NAME": "some/model", "OUTPUT_BUCKET": "s3://bucket/run"}
 DEMO_MODEL = REPOSITORY / "examples" / "demo-model"
 # A tenth of a second a row, four at once: long enough to be killed in the middle.
-SLOW_ECHO = "--engine-arg echo_latency_seconds=0.1 --max-num-seqs 4"
+SLOW_ECHO = "--echo-latency-seconds 0.1 --max-num-seqs 4"
 
 
 def load(name: str) -> dict:
