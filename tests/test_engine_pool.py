@@ -16,6 +16,7 @@ from batchinfer.engines.parent_death import is_alive
 from batchinfer.engines.pool import ProcessPool, level
 from batchinfer.engines.registry import create_engine
 from batchinfer.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
+from batchinfer.records import Request, Sampling
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 
 
@@ -68,11 +69,12 @@ def test_echo_with_replicas_is_a_pool_of_processes():
 
 def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
     pool = make_pool(echo_latency_seconds=0.02)
-    held = []
     source = ListSource(requests(400))
-    for _ in pool.generate(source, Flag()):
-        if source.left:
-            held.append([len(replica.in_flight) for replica in pool.replicas])
+    held = [
+        [len(replica.in_flight) for replica in pool.replicas]
+        for _ in pool.generate(source, Flag())
+        if source.left
+    ]
     assert pool.stats().completion_tokens == 4 * 400
     # while the source has more, none ever runs dry
     assert min(min(counts) for counts in held) >= 16
@@ -126,11 +128,14 @@ def test_a_frozen_replica_counts_as_stalled_and_leaves_no_process(make_pool):
     pool = make_pool(replicas=1, stall_seconds=0.7, echo_latency_seconds=0.1)
     pid = pool.replicas[0].pid
     source = ListSource(requests(5000))
-    with pytest.raises(EngineStalled, match="replica 0: no step or no token") as caught:
+
+    def freeze_once_busy() -> None:
         for _ in pool.generate(source, Flag()):
-            if source.given > 100 and pid:
+            if source.given > 100:
                 os.kill(pid, signal.SIGSTOP)
-                pid = 0
+
+    with pytest.raises(EngineStalled, match="replica 0: no step or no token") as caught:
+        freeze_once_busy()
     assert caught.value.in_flight
 
 
@@ -167,6 +172,17 @@ def test_text_that_cannot_be_encoded_fails_alone(make_pool):
     assert len(found) == 6
     assert found["c", 2].failure.code == "engine_rejected"
     assert sum(1 for completion in found.values() if completion.failure) == 1
+
+
+def test_a_request_with_values_of_wrong_types_fails_alone(make_pool):
+    pool = make_pool(replicas=1)
+    rows = requests(6)
+    rows[2] = Request(key=("c", 2), messages=[3], sampling=Sampling())
+    rows[5] = Request(key=("c", 5), text="x", sampling=Sampling(extra={"big": 2**70}))
+    found = drive(pool, ListSource(rows))
+    failed = {key: each.failure.code for key, each in found.items() if each.failure}
+    assert failed == {("c", 2): "engine_rejected", ("c", 5): "engine_rejected"}
+    assert len(drive(pool, ListSource(rows[2:3]))) == 1, "and also when it comes alone"
 
 
 def test_a_stop_while_it_loads_ends_every_process_at_once():

@@ -13,7 +13,7 @@ import struct
 import msgspec
 
 from batchinfer.engines.config import EngineConfig
-from batchinfer.records import Completion, EngineInfo, EngineStats, Request, RowKey
+from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
 
 HEADER = struct.Struct("<I")
 RECEIVE_BYTES = 1 << 20
@@ -30,9 +30,9 @@ class Load(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Work(Frame, frozen=True, kw_only=True, tag=True):
-    """Worker: answer these."""
+    """Worker: answer these. Each is an encoded Request, so that a broken one harms no other."""
 
-    requests: list[Request]
+    requests: list[msgspec.Raw]
 
 
 class Abandon(Frame, frozen=True, kw_only=True, tag=True):
@@ -63,7 +63,8 @@ class Failed(Frame, frozen=True, kw_only=True, tag=True):
 class Done(Frame, frozen=True, kw_only=True, tag=True):
     """Engine process: these finished (perhaps none), and how far it is.
 
-    `round` tells them from those of an abandoned `generate`. `tokens` counts generated tokens including those of unfinished requests: what the watchdog looks at.
+    `round` tells them from those of an abandoned `generate`. `tokens` counts generated tokens, those of
+    unfinished requests included: what the watchdog looks at.
     """
 
     round: int
@@ -76,8 +77,37 @@ ToEngine = Load | Work | Abandon | Close
 ToWorker = Ready | Failed | Done
 
 _encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 to_worker_decoder = msgspec.msgpack.Decoder(ToWorker)
+
+
+class _KeyOnly(msgspec.Struct):
+    key: RowKey
+
+
+_key_decoder = msgspec.msgpack.Decoder(_KeyOnly)
+
+
+def pack_request(request: Request) -> msgspec.Raw | Completion:
+    """A request as it travels, or the failure of one that cannot be encoded (a lone surrogate, a huge integer)."""
+    try:
+        return msgspec.Raw(_encoder.encode(request))
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
+        return _rejected(request.key, error)
+
+
+def unpack_request(data: msgspec.Raw) -> Request | Completion:
+    """A request that has travelled, or the failure of one whose values have not the types that they should."""
+    try:
+        return _request_decoder.decode(data)
+    except (msgspec.ValidationError, UnicodeDecodeError) as error:
+        return _rejected(_key_decoder.decode(data).key, error)
+
+
+def _rejected(key: RowKey, error: Exception) -> Completion:
+    failure = Failure(code="engine_rejected", message=f"not a valid request: {error}")
+    return Completion(key=key, failure=failure)
 
 
 class Closed(Exception):
@@ -116,7 +146,6 @@ class Channel:
 
         Raises:
             Closed: the other side is gone.
-            UnicodeEncodeError, OverflowError, TypeError: the frame cannot be encoded; nothing was queued.
         """
         payload = _encoder.encode(frame)
         self._outgoing += HEADER.pack(len(payload))
@@ -161,7 +190,8 @@ class Channel:
             if len(buffer) < end:
                 break
             with memoryview(buffer) as view:
-                frames.append(self._decoder.decode(view[start + HEADER.size : end]))
+                # A copy: what is still encoded in it is a view, and the buffer is reused.
+                frames.append(self._decoder.decode(bytes(view[start + HEADER.size : end])))
             start = end
         if start:
             del buffer[:start]

@@ -23,7 +23,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     quantization: str | None = None
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int = 1
-    replicas: int | Literal["auto"] = 1
+    replicas: int | Literal["auto"] = "auto"
+    """"auto": as many as the GPUs hold of the smallest tensor-parallel size that serves the model well."""
     gpus: list[str] | None = None
     """Indices or UUIDs, as in CUDA_VISIBLE_DEVICES; None means all that are visible."""
     max_model_len: int | None = None
@@ -33,7 +34,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     cpu_offload_gb: float = 0.0
     enforce_eager: bool | None = None
     trust_remote_code: bool = False
-    engine_args: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty default
+    engine_args: dict[str, Any] = {}
     """Passed to vLLM's EngineArgs by name; these win over everything above."""
     seed: int = 0
     stall_seconds: float = 300.0

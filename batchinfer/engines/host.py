@@ -28,11 +28,12 @@ from batchinfer.engines.channel import (
     Ready,
     Work,
     to_engine_decoder,
+    unpack_request,
 )
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent
 from batchinfer.errors import BatchinferError, EngineDied, EngineError
-from batchinfer.records import Request
+from batchinfer.records import Completion, Request
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Inbox:
         self._channel = channel
         self._changed = threading.Condition()
         self._requests: deque[Request] = deque()
+        self._rejected: list[Completion] = []
         self._interrupted = False
         self._closing = False
         self._config: EngineConfig | None = None
@@ -68,15 +70,25 @@ class Inbox:
                         self._put(frame)
                         self._changed.notify_all()
         except Closed:
+            pass
+        except Exception:
+            logger.exception("the engine process cannot read what the worker sends")
+        if not self._closing:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
     def _put(self, frame: object) -> None:
         if isinstance(frame, Load):
             self._config = frame.config
         elif isinstance(frame, Work):
-            self._requests.extend(frame.requests)
+            for data in frame.requests:
+                request = unpack_request(data)
+                if isinstance(request, Request):
+                    self._requests.append(request)
+                else:
+                    self._rejected.append(request)
         elif isinstance(frame, Abandon):
             self._requests.clear()
+            self._rejected.clear()
             self._next_round = frame.round
             self._interrupted = True
         elif isinstance(frame, Close):
@@ -109,6 +121,17 @@ class Inbox:
             count = min(max_requests, len(self._requests))
             return [self._requests.popleft() for _ in range(count)]
 
+    def take_rejected(self) -> list[Completion]:
+        """Failures of requests that the engine never saw."""
+        if not self._rejected:
+            return []
+        with self._changed:
+            rejected, self._rejected = self._rejected, []
+            return [] if self._interrupted else rejected
+
+    def _has_news(self) -> bool:
+        return bool(self._requests or self._rejected) or self._interrupted
+
     def wait(self, timeout_seconds: float) -> None:
         """Until something arrives; meanwhile what was finished goes out."""
         end = time.monotonic() + timeout_seconds
@@ -116,9 +139,7 @@ class Inbox:
             self._channel.flush()
             pause = min(left, FLUSH_SECONDS) if self._channel.has_unsent else left
             with self._changed:
-                if self._requests or self._interrupted:
-                    return
-                if self._changed.wait_for(lambda: self._requests or self._interrupted, pause):
+                if self._changed.wait_for(self._has_news, pause):
                     return
 
 
@@ -154,8 +175,9 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
     """One call of `generate`: sends what finishes, and how far the engine is at least twice a second."""
     next_stats = 0.0
-    for completions in engine.generate(inbox, inbox):
+    for finished in engine.generate(inbox, inbox):
         now = time.monotonic()
+        completions = finished + inbox.take_rejected()
         if completions or now >= next_stats:
             stats = engine.stats()
             count = getattr(engine, "generated_tokens", None)

@@ -30,7 +30,8 @@ def place(config: EngineConfig) -> Placement:
         count = 1 if config.replicas == "auto" else config.replicas
         names = [f"replica {index}" for index in range(count)]
         return Placement(config=config, replicas=[(name, {}) for name in names])
-    from batchinfer.engines.models import choose_parallelism, describe_model, visible_gpus
+    from batchinfer.engines.gpus import choose_parallelism, visible_gpus
+    from batchinfer.engines.models import describe_model
 
     model = describe_model(config)
     gpus = visible_gpus(config.gpus)

@@ -14,14 +14,26 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from batchinfer import errors
 from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.channel import Abandon, Close, Closed, Done, Failed, Load, Ready, Work
+from batchinfer.engines.channel import (
+    Abandon,
+    Close,
+    Closed,
+    Done,
+    Failed,
+    Load,
+    Ready,
+    Work,
+    pack_request,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.placement import Placement, place
-from batchinfer.engines.replica import Replica, can_encode
+from batchinfer.engines.replica import Replica
 from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
-from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
+from batchinfer.records import Completion, EngineInfo, EngineStats, Request, RowKey
 
 logger = logging.getLogger(__name__)
 
@@ -179,23 +191,24 @@ class ProcessPool:
     def _send(self, requests: list[Request]) -> list[Completion]:
         """Give requests to those that have the least to do. Returns those that cannot be sent, as failures."""
         refused: list[Completion] = []
-        if self._orphans:
-            requests = self._orphans + requests
-            self._orphans = []
+        requests = self._orphans + requests
+        self._orphans = []
         for replica, share in zip(self.replicas, self._shares(len(requests)), strict=True):
             part, requests = requests[:share], requests[share:]
-            if not part:
-                continue
-            try:
-                replica.channel.send(Work(requests=part))
-            except Closed:
-                pass  # they count as in flight there; the next `_collect` finds it dead
-            except (UnicodeEncodeError, OverflowError, TypeError, ValueError):
-                part, bad = partition_encodable(part)
-                refused += bad
+            sent: list[Request] = []
+            packed: list[msgspec.Raw] = []
+            for request in part:
+                data = pack_request(request)
+                if isinstance(data, Completion):
+                    refused.append(data)
+                else:
+                    sent.append(request)
+                    packed.append(data)
+            replica.note_sent(sent)
+            if packed:
+                # If it is gone they count as in flight there, and `_collect` finds out next.
                 with contextlib.suppress(Closed):
-                    replica.channel.send(Work(requests=part))
-            replica.note_sent(part)
+                    replica.channel.send(Work(requests=packed))
         self._orphans = requests
         return refused
 
@@ -342,20 +355,6 @@ def level(held: Sequence[int], rooms: Sequence[int], count: int) -> list[int]:
             shares[index] += given
             count -= given
     return shares
-
-
-def partition_encodable(requests: list[Request]) -> tuple[list[Request], list[Completion]]:
-    """Those that can be sent, and failures for those that cannot."""
-    good: list[Request] = []
-    bad: list[Completion] = []
-    for request in requests:
-        problem = can_encode(request)
-        if problem:
-            failure = Failure(code="engine_rejected", message=f"not valid text: {problem}")
-            bad.append(Completion(key=request.key, failure=failure))
-        else:
-            good.append(request)
-    return good, bad
 
 
 def add_stats(parts: Sequence[EngineStats]) -> EngineStats:

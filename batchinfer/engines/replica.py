@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 import batchinfer
 from batchinfer.engines.channel import Channel, to_worker_decoder
 from batchinfer.records import EngineInfo, EngineStats, Request, RowKey
@@ -170,12 +168,3 @@ def describe_exit(status: int | None) -> str:
         name = f"signal {-status}"
     note = " (often the kernel's or the container's memory limit)" if status == -9 else ""
     return f"killed by {name}{note}"
-
-
-def can_encode(request: Request) -> str:
-    """Empty if the request can be sent; else why not (a lone surrogate, an integer beyond 64 bits)."""
-    try:
-        msgspec.msgpack.encode(request)
-    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
-        return str(error)
-    return ""

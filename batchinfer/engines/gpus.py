@@ -1,0 +1,279 @@
+"""Which GPUs there are, and how a model is laid out on them."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.models import ModelInfo
+from batchinfer.errors import ConfigError
+from batchinfer.records import Record
+
+GIB = 1 << 30
+
+DEFAULT_UTILIZATION = 0.9
+# Activations, CUDA graphs, the CUDA context and NCCL: what a replica needs beside weights and KV cache.
+OVERHEAD_BYTES = 2 * GIB
+# A KV cache below this keeps too few sequences running to use the GPU: 64 of 1024 tokens each.
+USEFUL_KV_TOKENS = 65_536
+QUERY_SECONDS = 20.0
+
+
+class Gpu(Record, frozen=True, kw_only=True):
+    """One visible GPU. `id` is what CUDA_VISIBLE_DEVICES takes; 0 bytes where the memory is unknown."""
+
+    id: str
+    name: str = ""
+    total_bytes: int = 0
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """How many replicas of how many GPUs each, and why in one sentence with its arithmetic."""
+
+    tensor_parallel_size: int
+    replicas: int
+    explanation: str
+
+
+def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Plan:
+    """Lay a model out: as many replicas as possible, each of the fewest GPUs that serve the model well. Pure.
+
+    A tensor-parallel size fits when the model's heads divide by it and a GPU's share of memory holds its part
+    of the weights, an overhead, and a KV cache of `USEFUL_KV_TOKENS` (or one sequence of the longest length,
+    if that is more). What the user states is taken as it is, as long as the GPUs suffice.
+
+    Args:
+        model: Sizes; what is 0 is unknown and counts as fitting.
+        gpus: Those that may be used; none means the CPU.
+        config: Reads the parallel sizes, replicas, utilization, offload and lengths.
+
+    Raises:
+        ConfigError: more GPUs are asked for than there are, the heads do not divide, or the weights fit nowhere.
+    """
+    pipeline = config.pipeline_parallel_size
+    stated = config.tensor_parallel_size
+    if stated:
+        check_heads(model, stated)
+    if not gpus:
+        return plan_on_cpu(config)
+    count = len(gpus)
+    wanted = 1 if config.replicas == "auto" else config.replicas
+    if stated or wanted * pipeline > count:
+        size = stated or 1
+        check_enough(count, wanted, size, pipeline)
+        why = f"tensor parallel {size} as asked for"
+    else:
+        size, why = smallest_size(model, gpus, config, count // (wanted * pipeline))
+    replicas = count // (size * pipeline) if config.replicas == "auto" else wanted
+    shape = f"{replicas} x tensor parallel {size}"
+    if pipeline > 1:
+        shape += f" x pipeline parallel {pipeline}"
+    explanation = f"{shape} on {replicas * size * pipeline} of {count} GPUs: {why}"
+    return Plan(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
+
+
+def plan_on_cpu(config: EngineConfig) -> Plan:
+    """On a CPU nothing is chosen: one process unless more are asked for, at most one rank a core."""
+    size = config.tensor_parallel_size or 1
+    replicas = 1 if config.replicas == "auto" else config.replicas
+    cores = os.cpu_count() or 1
+    if size > 1 and size > cores:
+        raise ConfigError(
+            f"--tensor-parallel-size: is {size}, but no GPU is visible and this machine has {cores} cores",
+            hint="leave it out; on a CPU it does not make a model faster",
+        )
+    explanation = f"{replicas} x tensor parallel {size} on the CPU (no GPU is visible)"
+    return Plan(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
+
+
+def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
+    """Refuse a layout that needs more GPUs than there are, showing the product."""
+    needed = replicas * size * pipeline
+    if needed <= count:
+        return
+    options = "--replicas x --tensor-parallel-size x --pipeline-parallel-size"
+    raise ConfigError(
+        f"{options}: {replicas} x {size} x {pipeline} = {needed} GPUs are asked for, {count} are visible",
+        hint="lower one of them, or leave out --replicas and --tensor-parallel-size to have them chosen",
+    )
+
+
+def check_heads(model: ModelInfo, size: int) -> None:
+    """Refuse a tensor-parallel size that the model's heads do not divide by."""
+    if not divides(model, size):
+        fitting = [other for other in range(1, model.num_heads + 1) if divides(model, other)]
+        raise ConfigError(
+            f"--tensor-parallel-size: is {size}, but {model.name} has {model.num_heads} attention heads and "
+            f"{model.num_kv_heads} key-value heads, which do not divide by it",
+            hint=f"possible are {', '.join(map(str, fitting))}",
+        )
+
+
+def divides(model: ModelInfo, size: int) -> bool:
+    """Whether vLLM can split the model's heads over so many GPUs (it repeats too few key-value heads)."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if heads and heads % size:
+        return False
+    return not kv_heads or kv_heads % size == 0 or size % kv_heads == 0
+
+
+def smallest_size(
+    model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig, most: int
+) -> tuple[int, str]:
+    """The smallest tensor-parallel size that fits, up to `most`, and the reason."""
+    # vLLM is happiest with powers of two; others only where every GPU is needed.
+    sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
+    sizes = [size for size in sizes if divides(model, size)]
+    smallest_gpu = min(gpu.total_bytes for gpu in gpus)
+    if not smallest_gpu or not model.parameter_bytes:
+        what = "GPUs' memory" if model.parameter_bytes else "model's size"
+        return sizes[-1], f"the {what} is unknown, so the largest"
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
+    usable = int(smallest_gpu * share) - OVERHEAD_BYTES
+    length = config.max_model_len or model.max_model_len
+    tokens = max(USEFUL_KV_TOKENS, length)
+    best_without_cache = 0
+    for size in sizes:
+        weights, cache = memory_per_gpu(model, config, size, tokens)
+        if weights + cache <= usable:
+            why = (
+                f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU fit into "
+                f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)} = {gib(usable)}"
+            )
+            return size, why
+        if weights < usable:
+            best_without_cache = size
+    weights, cache = memory_per_gpu(model, config, sizes[-1], tokens)
+    if best_without_cache:
+        why = (
+            f"weights {gib(weights)} of {gib(usable)} usable per GPU leave less than the {gib(cache)} that a "
+            f"KV cache for {tokens} tokens takes; a smaller --max-model-len may be needed"
+        )
+        return sizes[-1], why
+    raise ConfigError(
+        f"--model: {model.name} needs {gib(weights)} per GPU for its weights even with tensor parallel "
+        f"{sizes[-1]}, but {gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)} = {gib(usable)} are usable",
+        hint="use more or larger GPUs, a quantized model, or --cpu-offload-gb; "
+        "with --tensor-parallel-size stated it is tried all the same",
+    )
+
+
+def memory_per_gpu(
+    model: ModelInfo, config: EngineConfig, size: int, tokens: int
+) -> tuple[int, int]:
+    """Bytes of weights and of a KV cache for so many tokens on each GPU."""
+    pipeline = config.pipeline_parallel_size
+    offload = int(config.cpu_offload_gb * GIB)
+    weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
+    # Key-value heads are repeated, not split, once there are more GPUs than heads.
+    split = min(size, model.num_kv_heads or size)
+    return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes in GiB, for people.
+
+    >>> gib(3 << 29)
+    '1.5 GiB'
+    """
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
+    """The GPUs that this process may use, in order. Read-only; leaves no CUDA context behind.
+
+    Args:
+        wanted: Indices or UUIDs as of the whole machine; None means CUDA_VISIBLE_DEVICES, else all.
+
+    Returns:
+        An empty list on a machine without a GPU.
+
+    Raises:
+        ConfigError: one of `wanted` is not there.
+    """
+    found = query_nvidia()
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None and variable is None:
+        return [gpu for gpu, _ in found]
+    names = list(wanted) if wanted is not None else (variable or "").split(",")
+    chosen: list[Gpu] = []
+    for name in (name.strip() for name in names):
+        gpu = next((gpu for gpu, uuid in found if name and name in {gpu.id, uuid}), None)
+        if gpu is None and wanted is None:
+            # Like CUDA, which ignores what follows an index that does not exist; a MIG slice has a
+            # UUID that only the driver knows.
+            if not name.startswith(("GPU-", "MIG-")):
+                break
+            gpu = Gpu(id=name)
+        if gpu is None:
+            there = ", ".join(gpu.id for gpu, _ in found) or "none"
+            raise ConfigError(f"--gpus: {name!r} is not on this machine, there are: {there}")
+        chosen.append(gpu)
+    return chosen
+
+
+def query_nvidia() -> list[tuple[Gpu, str]]:
+    """Every NVIDIA GPU of the machine with its UUID, by NVML or else by nvidia-smi."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return query_nvidia_smi()
+    return query_nvml(nvml)
+
+
+def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
+    """As `query_nvidia`, through nvidia-ml-py."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        found: list[tuple[Gpu, str]] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+            total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            found.append((Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)))
+        return found
+    finally:
+        nvml.nvmlShutdown()
+
+
+def query_nvidia_smi() -> list[tuple[Gpu, str]]:
+    """As `query_nvidia`, through the driver's own tool."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    fields = "--query-gpu=index,name,memory.total,uuid"
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", fields, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_nvidia_smi(answer.stdout)
+
+
+def parse_nvidia_smi(text: str) -> list[tuple[Gpu, str]]:
+    """Lines of index, name, MiB and UUID; memory that the driver does not tell is 0.
+
+    >>> parse_nvidia_smi("0, NVIDIA L4, 23034, GPU-1f")[0][0].total_bytes // 2**20
+    23034
+    """
+    found: list[tuple[Gpu, str]] = []
+    for row in csv.reader(io.StringIO(text), skipinitialspace=True):
+        if len(row) == 4:
+            index, name, mebibytes, uuid = (cell.strip() for cell in row)
+            total = int(mebibytes) << 20 if mebibytes.isdigit() else 0
+            found.append((Gpu(id=index, name=name, total_bytes=total), uuid))
+    return found

@@ -1,0 +1,279 @@
+"""vLLM, driven by one thread over ``LLMEngine.add_request`` and ``step``, in the process that calls it.
+
+The worker does not use this directly: `batchinfer.engines.pool` runs it in a child process (see
+docs/decisions/0004). About 1.5 times as many requests as can run are kept in the engine, so that whoever
+finishes is replaced before the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.vllm_loading import last_line, load_engine, prepare_process
+from batchinfer.engines.vllm_requests import (
+    client_errors,
+    completion_of,
+    first_line,
+    sampling_params,
+)
+from batchinfer.errors import EngineDied, RowError
+from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT_FACTOR = 1.5
+WATCH_SECONDS = 0.2
+
+
+class VllmEngine:
+    """One vLLM engine. Implements Engine.
+
+    Args:
+        config: Everything but `replicas` and `gpus`, which are the pool's business.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.max_in_flight = 0
+        self._engine: Any = None
+        self._tokenizer: Any = None
+        self._defaults: dict[str, Any] = {}
+        self._max_model_len = 0
+        self._in_flight: dict[str, Request] = {}
+        self._ids = itertools.count()
+        self._adapters: dict[str, int] = {}
+        self._closed = threading.Event()
+        self._steps = self._preemptions = 0
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+
+    def open(self, stop: Stop) -> EngineInfo:  # noqa: ARG002 - the pool ends this process when stopped
+        """Load the model. Cannot be interrupted; the process around it can be ended at any time."""
+        start = time.monotonic()
+        is_cpu = prepare_process()
+        imported = time.monotonic()
+        self._engine = load_engine(self.config, is_cpu=is_cpu)
+        import vllm
+        from vllm.platforms import current_platform
+
+        vllm_config = self._engine.vllm_config
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        self._tokenizer = self._engine.get_tokenizer()
+        self._defaults = model.get_diff_sampling_param()
+        self._max_model_len = int(model.max_model_len)
+        self.max_in_flight = math.ceil(scheduler.max_num_seqs * IN_FLIGHT_FACTOR)
+        self._closed.clear()
+        self._watch_core()
+        ready = time.monotonic()
+        logger.info(
+            "vllm: imported in %.1f s, loaded in %.1f s", imported - start, ready - imported
+        )
+        device = "cpu" if is_cpu else str(current_platform.get_device_name())
+        return EngineInfo(
+            name="vllm",
+            version=str(vllm.__version__),
+            model=self.config.model,
+            max_model_len=self._max_model_len,
+            max_num_seqs=int(scheduler.max_num_seqs),
+            max_in_flight=self.max_in_flight,
+            dtype=str(model.dtype).removeprefix("torch."),
+            revision=str(model.revision or ""),
+            quantization=str(model.quantization or ""),
+            device=device,
+            load_seconds=ready - start,
+        )
+
+    def _watch_core(self) -> None:
+        """Wake `step` when an engine core of its own process dies: vLLM's client would wait for ever."""
+        core = self._engine.engine_core
+        resources = getattr(core, "resources", None)
+        outputs = getattr(core, "outputs_queue", None)
+        if resources is None or outputs is None or not hasattr(resources, "engine_dead"):
+            return
+
+        def watch() -> None:
+            while not self._closed.wait(WATCH_SECONDS):
+                if resources.engine_dead:
+                    outputs.put_nowait(RuntimeError("the engine core's process ended"))
+                    return
+
+        threading.Thread(target=watch, name="engine core watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End vLLM's own processes. What this process holds goes with it."""
+        self._closed.set()
+        engine, self._engine = self._engine, None
+        core = getattr(engine, "engine_core", None)
+        if core is not None:
+            with contextlib.suppress(Exception):
+                core.shutdown()
+
+    def stats(self) -> EngineStats:
+        """Counters since it was opened."""
+        return EngineStats(
+            steps=self._steps,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+        )
+
+    def generated_tokens(self) -> int:
+        """Tokens made so far, those of unfinished requests included, for the watchdog."""
+        processor = getattr(self._engine, "output_processor", None)
+        states = getattr(processor, "request_states", {}).values()
+        unfinished = (getattr(state.stats, "num_generation_tokens", 0) for state in states)
+        return self._completion_tokens + sum(unfinished)
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        """See Engine.generate. A step on a slow CPU may take longer than a second."""
+        exhausted = False
+        try:
+            while not stop.is_set():
+                finished: list[Completion] = []
+                room = self.max_in_flight - len(self._in_flight)
+                taken: list[Request] | None = []
+                if not exhausted and room > 0:
+                    taken = source.take(room)
+                    exhausted = taken is None
+                for request in taken or []:
+                    failure = self._add(request)
+                    if failure:
+                        finished.append(Completion(key=request.key, failure=failure))
+                if self._in_flight:
+                    yield finished + self._step()
+                elif finished:
+                    yield finished
+                elif exhausted:
+                    return
+                elif not taken:
+                    yield []
+                    source.wait(1.0)
+        finally:
+            self._abandon()
+
+    def _step(self) -> list[Completion]:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            keys = [request.key for request in self._in_flight.values()]
+            message = f"vLLM: {type(error).__name__}: {last_line(error)}"
+            raise EngineDied(message, in_flight=keys) from error
+        self._steps += 1
+        finished: list[Completion] = []
+        for output in outputs:
+            if not output.finished:
+                continue
+            request = self._in_flight.pop(output.request_id, None)
+            if request is None:
+                continue
+            completion = completion_of(request, output)
+            self._prompt_tokens += completion.prompt_tokens
+            self._cached_tokens += completion.cached_tokens
+            self._completion_tokens += completion.completion_tokens
+            self._preemptions += getattr(output.metrics, "num_preemptions", 0) or 0
+            finished.append(completion)
+        return finished
+
+    def _abandon(self) -> None:
+        if not self._in_flight or self._engine is None:
+            return
+        ids = list(self._in_flight)
+        self._in_flight.clear()
+        # A dead engine core cannot be told, and need not.
+        with contextlib.suppress(Exception):
+            self._engine.abort_request(ids)
+
+    # ------------------------------------------------------------------ adding one request
+
+    def _add(self, request: Request) -> Failure | None:
+        """Give a request to vLLM, or say why not."""
+        try:
+            params = sampling_params(request.sampling, self._defaults)
+            prompt = self._prompt(request)
+        except RowError as error:
+            return Failure(code=error.code, message=error.message)
+        request_id = str(next(self._ids))
+        try:
+            self._engine.add_request(
+                request_id, prompt, params, lora_request=self._adapter(request.adapter)
+            )
+        except client_errors() as error:
+            return self._refusal(prompt, params, error)
+        except Exception as error:
+            keys = [each.key for each in self._in_flight.values()]
+            raise EngineDied(
+                f"vLLM: {type(error).__name__}: {last_line(error)}", in_flight=keys
+            ) from error
+        self._in_flight[request_id] = request
+        return None
+
+    def _prompt(self, request: Request) -> Any:
+        """The prompt in vLLM's form; messages go through the chat template of vLLM's tokenizer."""
+        if request.task != "generate":
+            raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
+        if request.token_ids is not None:
+            return {"prompt_token_ids": request.token_ids}
+        if request.text is not None:
+            return request.text
+        try:
+            text = self._tokenizer.apply_chat_template(
+                request.messages, tokenize=False, add_generation_prompt=True
+            )
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # a template raises what its author chose
+            raise RowError("template_failed", f"chat template: {first_line(error)}") from error
+        return {"prompt_token_ids": ids}
+
+    def _adapter(self, name: str | None) -> Any:
+        if name is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(name, len(self._adapters) + 1)
+        return LoRARequest(name, number, name)
+
+    def _refusal(self, prompt: Any, params: Any, error: Exception) -> Failure:
+        """Why vLLM refused: found out by asking, since its messages differ between versions."""
+        message = first_line(error)
+        length = self._length(prompt)
+        if length == 0:
+            return Failure(code="prompt_empty", message="the prompt has no token")
+        if length is not None and length >= self._max_model_len:
+            text = f"the prompt has {length} tokens or more, the model takes fewer than "
+            return Failure(code="prompt_too_long", message=f"{text}{self._max_model_len}")
+        if self._refuses_parameters(params):
+            return Failure(code="invalid_parameter", message=message)
+        return Failure(code="engine_rejected", message=message)
+
+    def _length(self, prompt: Any) -> int | None:
+        """A prompt's tokens; for a text that is far too long a lower bound, None for what is no text."""
+        if isinstance(prompt, dict):
+            return len(prompt["prompt_token_ids"])
+        # No token is longer than this many characters, so nothing needs to be tokenized.
+        longest = getattr(self._tokenizer, "max_chars_per_token", 0)
+        if longest and len(prompt) > longest * self._max_model_len:
+            return math.ceil(len(prompt) / longest)
+        try:
+            return len(self._tokenizer.encode(prompt))
+        except Exception:
+            logger.debug("a prompt cannot be tokenized", exc_info=True)
+            return None
+
+    def _refuses_parameters(self, params: Any) -> bool:
+        """Whether the same parameters are refused with a prompt that is surely good."""
+        probe = str(next(self._ids))
+        try:
+            self._engine.add_request(probe, {"prompt_token_ids": [0]}, params.clone())
+        except client_errors():
+            return True
+        self._engine.abort_request([probe])
+        return False
