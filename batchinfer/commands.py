@@ -23,4 +23,9 @@ COMMANDS: dict[str, CommandEntry] = {
     "status": CommandEntry(
         "batchinfer.status", "Show how a run goes: progress, rates, time left, errors, cost."
     ),
+    "verify": CommandEntry(
+        "batchinfer.verify", "Prove that a run is complete and sound, or say what mends it."
+    ),
+    "clean": CommandEntry("batchinfer.clean", "Remove what dead workers left under a run."),
+    "stop": CommandEntry("batchinfer.stop", "Stop every worker of a run, or let it go on."),
 }

@@ -154,23 +154,33 @@ class LocalStore:
                 except (FileNotFoundError, NotADirectoryError):
                     pass
 
-    def sweep_temps(self, older_than_seconds: float) -> int:
-        """Remove temporary files that killed processes left. Returns how many.
+    def temps(self, older_than_seconds: float) -> Iterator[Path]:
+        """Temporary files that killed processes left.
 
         Args:
-            older_than_seconds: Younger ones may still be written by a live process and stay.
+            older_than_seconds: Younger ones may still be written by a live process and are left out.
         """
         limit = time.time() - older_than_seconds
-        count = 0
         for folder, _, names in os.walk(self.root):
             for name in names:
                 if not (name.startswith(".") and name.endswith(TEMP_SUFFIX)):
                     continue
                 path = Path(folder, name)
-                with contextlib.suppress(FileNotFoundError), self._errors(name):
+                with contextlib.suppress(ObjectNotFound), self._errors(name):
                     if path.stat().st_mtime < limit:
-                        path.unlink()
-                        count += 1
+                        yield path
+
+    def sweep_temps(self, older_than_seconds: float) -> int:
+        """Remove temporary files that killed processes left. Returns how many.
+
+        Args:
+            older_than_seconds: As for `temps`.
+        """
+        count = 0
+        for path in self.temps(older_than_seconds):
+            with contextlib.suppress(ObjectNotFound), self._errors(path.name):
+                path.unlink()
+                count += 1
         return count
 
     def _path(self, key: str, *, writes: bool = False) -> Path:

@@ -1,0 +1,278 @@
+"""`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
+
+What a marker of any generation names is never touched. An output without a marker may be one whose marker is just
+being written, so it goes only when it is old and, besides, either its chunk is done and nobody has it in hand, or no
+worker of the run is alive at all. The claim of an unfinished chunk is not deleted but released by if-match: its owner
+may have come back since it was read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import click
+
+from batchinfer import codec
+from batchinfer.claims import decode_claim
+from batchinfer.clock import Clock, SystemClock
+from batchinfer.console import common_options
+from batchinfer.errors import InputError, ObjectNotFound, PreconditionFailed
+from batchinfer.inventory import Inventory, take_inventory
+from batchinfer.records import Claim, Record
+from batchinfer.storage import ObjectInfo, Store
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_AGE_SECONDS = 3600.0
+
+
+class CleanConfig(Record, frozen=True, kw_only=True):
+    """What to clean. Without `yes` nothing is changed."""
+
+    run: str
+    yes: bool = False
+    older_than_seconds: float = DEFAULT_AGE_SECONDS
+    redo: list[str] = []
+    """Chunks whose markers and segments go too, so that they are done again."""
+
+
+@runtime_checkable
+class _KeepsTemps(Protocol):
+    """A store whose killed writers leave temporary files (a local folder)."""
+
+    def temps(self, older_than_seconds: float) -> Iterable[object]: ...
+
+    def sweep_temps(self, older_than_seconds: float) -> int: ...
+
+
+@runtime_checkable
+class _KeepsUploads(Protocol):
+    """A store whose killed writers leave unfinished uploads (S3)."""
+
+    def list_multipart_uploads(self) -> Iterator[Any]: ...
+
+    def abort_multipart_uploads(self, older_than_seconds: float) -> int: ...
+
+
+@dataclass(slots=True)
+class Plan:
+    """What would be removed, by what it is, and which claims would be released."""
+
+    removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    num_kept_young: int = 0
+
+    def add(self, what: str, info: ObjectInfo) -> None:
+        """Put an object on the list."""
+        self.removed.setdefault(what, []).append(info)
+
+    def keys(self) -> list[str]:
+        """Every key to delete. Markers come last: killed half way, a chunk still counts as done."""
+        order = sorted(self.removed, key=lambda what: what == "markers")
+        return [info.key for what in order for info in self.removed[what]]
+
+
+def run_clean(
+    config: CleanConfig,
+    *,
+    store: Store,
+    clock: Clock,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Remove what dead workers left. Idempotent; killed half way, the rest is found by the next one.
+
+    Args:
+        config: What to clean.
+        store: The run.
+        clock: Tells how old things are, against the store's own times.
+        show: Takes what is (or would be) removed, a line at a time.
+
+    Raises:
+        InputError: there is no run, or a chunk to do again has nothing that could be removed.
+    """
+    inventory = take_inventory(store, now=clock.now(), patience_seconds=config.older_than_seconds)
+    if inventory.is_empty:
+        raise InputError(
+            f"{store.url}: no run there",
+            hint="give the --output of the workers, e.g. JOB/runs/default",
+        )
+    plan = make_plan(inventory, config)
+    for what, infos in plan.removed.items():
+        show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
+    if plan.released:
+        show(f"claims of workers that are gone, released: {len(plan.released)}")
+    num_temps = _count_temps(store, config.older_than_seconds, clock.now())
+    if num_temps:
+        show(f"unfinished uploads: {num_temps}")
+    if config.yes:
+        store.delete(plan.keys())
+        for key in plan.released:
+            _release(store, key, inventory)
+        num_temps = _remove_temps(store, config.older_than_seconds)
+    return {
+        "status": "SUCCESS",
+        "run": store.url,
+        "is_dry_run": not config.yes,
+        "removed": {what: len(infos) for what, infos in plan.removed.items()},
+        "removed_bytes": sum(info.bytes for infos in plan.removed.values() for info in infos),
+        "claims_released": len(plan.released),
+        "uploads_aborted": num_temps,
+        "kept_young": plan.num_kept_young,
+    }
+
+
+def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
+    """Decide what goes. Pure."""
+    plan = Plan()
+    nobody_lives = not inventory.living()
+
+    def is_old(info: ObjectInfo) -> bool:
+        # A store that gives no times: nothing is known to be old while anybody may be at work.
+        if not info.modified:
+            return nobody_lives
+        return inventory.now - info.modified >= config.older_than_seconds
+
+    def consider(what: str, info: ObjectInfo) -> None:
+        if is_old(info):
+            plan.add(what, info)
+        else:
+            plan.num_kept_young += 1
+
+    def is_in_hand(name: str) -> bool:
+        owner = inventory.claims.get(name)
+        return owner is not None and owner.is_alive
+
+    for name in dict.fromkeys(config.redo):
+        _redo(inventory, name, plan)
+    for name, info in inventory.orphans():
+        is_settled = inventory.standing(name) is not None and not is_in_hand(name)
+        # What an unreadable marker names is not known: its output stays until the chunk is done again.
+        if not inventory.damaged_markers.get(name) and (is_settled or nobody_lives):
+            consider("orphan outputs", info)
+    for name, infos in inventory.segments.items():
+        if (
+            name not in config.redo
+            and inventory.standing(name) is not None
+            and not is_in_hand(name)
+        ):
+            for info in infos:
+                consider("segments of done chunks", info)
+    _consider_claims(inventory, consider, plan)
+    for damaged in inventory.damaged_claims.values():
+        plan.add("unreadable claims", damaged.info)
+    for damaged in inventory.damaged_workers.values():
+        plan.add("unreadable worker records", damaged.info)
+    for info in inventory.probes:
+        consider("probes", info)
+    return plan
+
+
+def _redo(inventory: Inventory, name: str, plan: Plan) -> None:
+    """Make a chunk as if it had never been done. Its outputs become orphans, and go when they are old."""
+    markers = inventory.marker_infos.get(name, {})
+    segments = inventory.segments.get(name, [])
+    if not markers and not segments:
+        raise InputError(
+            f"--redo {name}: has neither a marker nor checkpoints, so it will be done anyway",
+            hint="start the workers again",
+        )
+    for info in segments:
+        plan.add("segments of chunks to do again", info)
+    for info in markers.values():
+        plan.add("markers", info)
+
+
+def _consider_claims(
+    inventory: Inventory, consider: Callable[[str, ObjectInfo], None], plan: Plan
+) -> None:
+    for name, owner in inventory.claims.items():
+        if owner.is_alive:
+            continue
+        if inventory.standing(name) is not None:
+            consider("claims of done chunks", owner.info)
+        elif owner.claim.worker:
+            plan.released.append(owner.info.key)
+
+
+def _release(store: Store, key: str, inventory: Inventory) -> None:
+    """Give a dead worker's claim back, unless it changed hands since it was read."""
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return
+    claim = decode_claim(data, key)
+    if not claim.worker or inventory.is_claim_alive(claim):
+        return
+    try:
+        store.replace(key, codec.encode(Claim(worker="", epoch=0, nonce=claim.nonce)), etag)
+    except PreconditionFailed:
+        logger.info("%s: taken over meanwhile", key)
+
+
+def _count_temps(store: Store, older_than_seconds: float, now: float) -> int:
+    if isinstance(store, _KeepsTemps):
+        return sum(1 for _ in store.temps(older_than_seconds))
+    if isinstance(store, _KeepsUploads):
+        limit = now - older_than_seconds
+        return sum(1 for upload in store.list_multipart_uploads() if upload.started < limit)
+    return 0
+
+
+def _remove_temps(store: Store, older_than_seconds: float) -> int:
+    if isinstance(store, _KeepsTemps):
+        return store.sweep_temps(older_than_seconds)
+    if isinstance(store, _KeepsUploads):
+        return store.abort_multipart_uploads(older_than_seconds)
+    return 0
+
+
+@click.command("clean")
+@click.argument("run")
+@click.option("--yes", is_flag=True, help="Do it. Without it, only say what would be removed.")
+@click.option(
+    "--older-than",
+    "older_than_seconds",
+    type=click.FloatRange(0),
+    default=DEFAULT_AGE_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="Leave what is younger: it may be a live worker's. 0 only when no worker runs.",
+)
+@click.option(
+    "--redo",
+    multiple=True,
+    metavar="CHUNK",
+    help="Also remove this chunk's markers and checkpoints, so that a worker does it again.",
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, unfinished uploads.
+
+    A dry run unless --yes is given. Safe while workers run. What a marker names is never touched, except by --redo.
+    """
+    from batchinfer.storage.opening import open_store
+
+    config = CleanConfig(**{**options, "redo": list(options["redo"])})
+
+    def tell(line: str) -> None:
+        click.echo(line if config.yes else f"would remove: {line}", err=True)
+
+    result = run_clean(config, store=open_store(config.run), clock=SystemClock(), show=tell)
+    if not config.yes:
+        click.echo("dry run; nothing was changed. To do it, add --yes", err=True)
+    if result["kept_young"]:
+        click.echo(
+            f"{result['kept_young']} objects stay because they are younger than "
+            f"{config.older_than_seconds:g} s (--older-than)",
+            err=True,
+        )
+    return result
+
+
+if __name__ == "__main__":
+    importlib.import_module("batchinfer.cli").run(["clean", *sys.argv[1:]])
