@@ -6,12 +6,13 @@ simply run again.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _PUBLISH_THREADS = 4
 _PUBLISH_BYTES = 64 << 20
 """Chunks are published beside each other up to this size together, so that memory stays bounded."""
+_LOG_SECONDS = 10.0
 
 
 class SplitConfig(Record):
@@ -310,13 +312,11 @@ def _publish(
     built: Iterable[Built], store: Store, config: SplitConfig, rows: int
 ) -> Iterator[Built]:
     """Publish chunk files beside the building of the next, and yield them in order once they are durable."""
-    from tqdm import tqdm
-
     waiting: deque[tuple[Built, Future[None]]] = deque()
     num_bytes = 0
     with (
         ThreadPoolExecutor(_PUBLISH_THREADS, thread_name_prefix="publish") as pool,
-        tqdm(total=rows, unit=" rows", desc="split", disable=None, file=sys.stderr) as bar,
+        _progress(rows) as advance,
     ):
 
         def finish() -> Built:
@@ -324,7 +324,7 @@ def _publish(
             item, future = waiting.popleft()
             future.result()
             num_bytes -= item.chunk.bytes
-            bar.update(item.chunk.rows)
+            advance(item.chunk.rows)
             return item
 
         for item in built:
@@ -338,15 +338,50 @@ def _publish(
             yield finish()
 
 
+@contextlib.contextmanager
+def _progress(rows: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts finished rows: a bar on a terminal, a log line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=rows, unit=" rows", desc="split", file=sys.stderr) as bar:
+            yield bar.update
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if time.monotonic() - shown >= _LOG_SECONDS:
+            shown = time.monotonic()
+            logger.info("%d of %d rows split", done, rows)
+
+    yield advance
+
+
 def _publish_chunk(item: Built, store: Store, config: SplitConfig) -> None:
     key = layout.chunk_file(item.chunk.name, config.compression)
     try:
         store.create_file(key, item.path)
-    except AlreadyExists:  # other bytes, left by a split that never finished
-        _check_unfinished(store, config)
-        store.delete([key])
+    except AlreadyExists:
+        _remove_leftover(store, key, config)
         store.create_file(key, item.path)
     item.path.unlink()
+
+
+def _create(store: Store, key: str, data: bytes, config: SplitConfig) -> None:
+    try:
+        store.create(key, data)
+    except AlreadyExists:
+        _remove_leftover(store, key, config)
+        store.create(key, data)
+
+
+def _remove_leftover(store: Store, key: str, config: SplitConfig) -> None:
+    """Remove other bytes under one of our keys, which only a split that never finished may have left."""
+    if _read_job(store) is not None:
+        raise _other_split(config)
+    store.delete([key])
 
 
 def _write_manifests(store: Store, chunks: Sequence[Chunk], config: SplitConfig) -> None:
@@ -356,12 +391,7 @@ def _write_manifests(store: Store, chunks: Sequence[Chunk], config: SplitConfig)
         start, stop = (len(lines) * place // config.num_workers for place in (index, index + 1))
         texts[layout.worker_manifest(index, config.num_workers)] = "".join(lines[start:stop])
     for key, text in texts.items():
-        try:
-            store.create(key, text.encode())
-        except AlreadyExists:
-            _check_unfinished(store, config)
-            store.delete([key])
-            store.create(key, text.encode())
+        _create(store, key, text.encode(), config)
     store.delete([item.key for item in store.list(layout.MANIFESTS) if item.key not in texts])
 
 
@@ -371,11 +401,6 @@ def _check_chunks(store: Store, chunks: Sequence[Chunk], config: SplitConfig) ->
     expected = {layout.chunk_file(chunk.name, config.compression): chunk.bytes for chunk in chunks}
     store.delete([key for key in there if key not in expected])
     if any(there.get(key) != size for key, size in expected.items()):
-        raise _other_split(config)
-
-
-def _check_unfinished(store: Store, config: SplitConfig) -> None:
-    if _read_job(store) is not None:
         raise _other_split(config)
 
 

@@ -21,18 +21,18 @@ CATEGORIES = (
     "violence/graphic",
 )
 MODELS = ("vicuna-13b", "koala-13b", "alpaca-13b", "llama-2-13b-chat", "wizardlm-13b", "gpt-4")
-LANGUAGES = ("English",) * 8 + ("Portuguese", "Russian", "Chinese", "Spanish")
+LANGUAGES = ("English",) * 14 + ("Portuguese", "Russian", "Chinese", "Spanish")
+"""Nearly four of five conversations are English, and so in ASCII but for a few characters."""
 VOWELS, CONSONANTS = "aeiou", "bcdfghklmnprstvwz"
 FOREIGN = ("данные", "модель", "ответ", "数据", "模型", "回答", "não", "você", "información", "😀")
 
 
 def make_words(rng: random.Random, count: int = 4000) -> list[str]:
-    """Return made-up words of two to eight letters, a few of them not ASCII."""
-    words = [
+    """Return made-up words of two to eight letters."""
+    return [
         "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 4)))
         for _ in range(count)
     ]
-    return [*words, *FOREIGN * 8]
 
 
 def make_text(rng: random.Random, words: list[str], pool: str, mean_chars: int) -> str:
@@ -72,8 +72,12 @@ def make_moderation(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def make_row(rng: random.Random, words: list[str], pool: str, row: int) -> dict[str, Any]:
-    """Return one conversation of one to five turns."""
+def make_row(
+    rng: random.Random, words: list[str], pools: tuple[str, str], row: int
+) -> dict[str, Any]:
+    """Return one conversation of one to five turns, its text from the English pool or from the other."""
+    language = rng.choice(LANGUAGES)
+    pool = pools[language != "English"]
     turns = min(5, 1 + int(rng.expovariate(1.0)))
     conversation = []
     for _ in range(turns):
@@ -84,7 +88,7 @@ def make_row(rng: random.Random, words: list[str], pool: str, row: int) -> dict[
         "model": rng.choice(MODELS),
         "conversation": conversation,
         "turn": turns,
-        "language": rng.choice(LANGUAGES),
+        "language": language,
         "openai_moderation": [make_moderation(rng) for _ in conversation],
         "redacted": row % 7 == 0,
     }
@@ -100,7 +104,7 @@ def write_dataset(folder: Path, rows: int, *, files: int = 3, seed: int = 0) -> 
 
     rng = random.Random(seed)
     words = make_words(rng)
-    pool = make_pool(rng, words, 400_000)
+    pools = (make_pool(rng, words, 400_000), make_pool(rng, [*words, *FOREIGN * 800], 200_000))
     message = pa.struct([("content", pa.string()), ("role", pa.string())])
     moderation = pa.struct(
         [
@@ -129,7 +133,7 @@ def write_dataset(folder: Path, rows: int, *, files: int = 3, seed: int = 0) -> 
         with pq.ParquetWriter(path, schema) as writer:
             while row < end:
                 group = range(row, min(end, row + 1000))
-                batch = [make_row(rng, words, pool, number) for number in group]
+                batch = [make_row(rng, words, pools, number) for number in group]
                 writer.write_table(pa.Table.from_pylist(batch, schema=schema))
                 row = group.stop
         paths.append(path)

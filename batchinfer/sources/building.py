@@ -6,22 +6,21 @@ Bytes depend on the rows alone: neither on the number of processes nor on how th
 from __future__ import annotations
 
 import collections
-import ctypes
 import hashlib
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchinfer import layout
 from batchinfer.errors import StorageError
 from batchinfer.records import Chunk
 from batchinfer.sources import NullCounts, Plan
 from batchinfer.storage.scratch_files import scratch_errors
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 FRAME_ROWS = 1000
 FRAME_BYTES = 8 << 20
@@ -43,7 +42,7 @@ class Span(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A chunk's file in the local folder, with the hashes of its rows' own ids in another ("" if none has one)."""
+    """A chunk's file in the local folder, and another with the hashes of its rows' own ids, if any has one."""
 
     chunk: Chunk
     path: Path
@@ -98,6 +97,8 @@ def build_in_processes(
     At most two turns a process lie finished in the folder, where a turn is a row group or `_TURN_ROWS` rows.
     """
     import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
 
     turns = collections.deque(_turns(workshop.plan, spans))
     pending: collections.deque[Future[list[Built]]] = collections.deque()
@@ -148,6 +149,9 @@ _workshop: Workshop | None = None
 
 def _start_process(workshop: Workshop, parent: int) -> None:
     """Set up a process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
+    import ctypes
+    import signal
+
     global _workshop  # noqa: PLW0603 - once a process, so that the plan is not sent with every turn
     _workshop = workshop
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -30,7 +30,6 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
 Convert = Callable[[Any], list[Any]]
 """One array in, as many Python values out."""
@@ -39,6 +38,13 @@ _UTC = frozenset({"utc", "etc/utc", "z", "+00:00", "gmt", "etc/gmt"})
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799  # years 1 to 9999
 _SECONDS_PER_DAY = 86_400
+
+
+def _compute() -> Any:
+    """pyarrow.compute, which takes as long to load as a small job takes to split, and is often not needed."""
+    import pyarrow.compute
+
+    return pyarrow.compute
 
 
 class ColumnError(Exception):
@@ -121,6 +127,7 @@ def _make_floats(kind: Any, nulls: NullFloats) -> Convert:
     code = "f" if kind.bit_width == 32 else "d"
 
     def convert(array: Any) -> list[Any]:
+        pc = _compute()
         is_finite = pc.is_finite(array)
         if not pc.all(is_finite, min_count=0).as_py():
             nulls.count += pc.sum(pc.invert(is_finite)).as_py()
@@ -144,7 +151,7 @@ def _make_decimals(_kind: Any, _nulls: NullFloats) -> Convert:
 
 
 def _check_years(array: Any, units_per_second: float) -> None:
-    bounds = pc.min_max(array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())).as_py()
+    bounds = _compute().min_max(array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())).as_py()
     first, last = bounds["min"], bounds["max"]
     if first is not None and (
         first / units_per_second < _FIRST_SECOND or last / units_per_second >= _LAST_SECOND + 1
@@ -180,7 +187,7 @@ def _make_timestamps(kind: Any, _nulls: NullFloats) -> Convert:
         if is_utc:  # needs no time zone database this way
             array = array.cast(pa.timestamp(kind.unit))
         try:
-            return _plain(pc.strftime(array, format=text))
+            return _plain(_compute().strftime(array, format=text))
         except pa.ArrowInvalid as error:
             raise ColumnError(f"time zone {kind.tz!r} is unknown to this machine ({error})") from error
 
@@ -206,23 +213,25 @@ def _make_durations(kind: Any, _nulls: NullFloats) -> Convert:
 # --------------------------------------------------------------------------- nested types
 
 
-def _slices(lengths: list[int | None], flat: list[Any]) -> list[list[Any] | None]:
-    """Cut `flat` into lists of these lengths; a length of None is a null and takes nothing."""
-    ends = list(itertools.accumulate(length or 0 for length in lengths))
+def _cut(array: Any, flat: list[Any]) -> list[list[Any] | None]:
+    """Cut the flattened values of a list array into its lists. A null is None and has no values in `flat`."""
+    if not array.null_count and (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+        offsets = _numbers(array.offsets, code="i" if pa.types.is_list(array.type) else "q")
+        base = offsets[0]
+        if base:
+            return [flat[start - base : end - base] for start, end in itertools.pairwise(offsets)]
+        return [flat[start:end] for start, end in itertools.pairwise(offsets)]
+    lengths = _compute().list_value_length(array).to_pylist()
+    ends = itertools.accumulate(length or 0 for length in lengths)
     return [
         None if length is None else flat[end - length : end]
         for length, end in zip(lengths, ends, strict=True)
     ]
 
 
-def _lengths(array: Any) -> list[int | None]:
-    lengths: list[int | None] = pc.list_value_length(array).to_pylist()
-    return lengths
-
-
 def _make_lists(kind: Any, nulls: NullFloats) -> Convert:
     convert = make_converter(kind.value_type, nulls)
-    return lambda array: _slices(_lengths(array), convert(array.flatten()))
+    return lambda array: _cut(array, convert(array.flatten()))
 
 
 def _make_structs(kind: Any, nulls: NullFloats) -> Convert:
@@ -267,7 +276,7 @@ def _make_maps(kind: Any, nulls: NullFloats) -> Convert:
         )
         keys, items = lists.flatten().flatten()
         pairs = list(zip(convert_keys(keys), convert_items(items), strict=True))
-        rows = _slices(_lengths(lists), pairs)
+        rows = _cut(lists, pairs)
         if as_object:
             return [None if row is None else to_object(row) for row in rows]
         return rows
@@ -285,7 +294,7 @@ def _make_dictionaries(kind: Any, nulls: NullFloats) -> Convert:
 
 def _make_run_ends(kind: Any, nulls: NullFloats) -> Convert:
     convert = make_converter(kind.value_type, nulls)
-    return lambda array: convert(pc.run_end_decode(array))
+    return lambda array: convert(_compute().run_end_decode(array))
 
 
 def _make_extensions(kind: Any, nulls: NullFloats) -> Convert:
