@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from batchinfer.console import common_options
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import ConfigError, InputError
 from batchinfer.manifests import load_job, rank_manifests
+from batchinfer.notices import find_service, watch
 from batchinfer.progress import progress_for
 from batchinfer.prompts import REQUEST_FORMATS, TRUNCATIONS, PromptConfig
 from batchinfer.records import Sampling
@@ -291,6 +293,12 @@ behaviour_options = _options(
         help="Time to finish rows after SIGTERM or SIGINT.",
     ),
     click.option(
+        "--notices/--no-notices",
+        default=True,
+        show_default=True,
+        help="Ask AWS or Google for preemption notices, on their machines only.",
+    ),
+    click.option(
         "--max-error-rate",
         type=click.FloatRange(0, 1),
         help="Stop (exit 3) when a larger share of rows fails.",
@@ -337,7 +345,12 @@ def command(**options: Any) -> dict[str, Any]:
     config = make_config(options, environment)
     world = real_world(grace_seconds=config.grace_seconds, progress=progress_for(sys.stderr))
     install_signal_handlers(world.stopper)
-    return run_worker(config, world)
+    service = find_service(config.host, environment) if options["notices"] else None
+    with contextlib.ExitStack() as stack:
+        if service is not None:
+            watcher = watch(service, world.background, world.stopper.request)
+            stack.callback(watcher.cancel)
+        return run_worker(config, world)
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
@@ -450,11 +463,11 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
     replicas = options["replicas"]
     tokens = options["echo_tokens"]
-    names = {field.name for field in msgspec.structs.fields(EngineConfig)}
-    plain = {name: value for name, value in options.items() if name in names}
+    # The run's seed is each request's; the engine's own stays at its default.
+    names = {field.name for field in msgspec.structs.fields(EngineConfig)} - {"seed"}
     return EngineConfig(
         **{
-            **plain,
+            **{name: value for name, value in options.items() if name in names},
             "replicas": replicas if replicas == "auto" else _integer("--replicas", replicas),
             "gpus": _comma_list(options["gpus"]) or None,
             "engine_args": _key_values("--engine-arg", options["engine_args"]),

@@ -23,7 +23,9 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 
 def take_lease(store: MemoryStore, worker_id: str, clock: FakeClock, nonce: str = "") -> Lease:
-    lease = Lease(store, worker_id, clock, lease_seconds=120, nonce=nonce or f"nonce-of-{worker_id}")
+    lease = Lease(
+        store, worker_id, clock, lease_seconds=120, nonce=nonce or f"nonce-of-{worker_id}"
+    )
     lease.take(lambda _: worker_record())
     return lease
 
@@ -44,18 +46,26 @@ def taken(outcome: Taken | Held | None) -> Taken:
 
 
 class TestLease:
-    def test_every_start_of_a_worker_gets_the_next_epoch(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_every_start_of_a_worker_gets_the_next_epoch(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         epochs = [take_lease(store, "w0", clock, nonce=str(start)).epoch for start in range(3)]
         assert epochs == [1, 2, 3]
 
-    def test_a_start_sees_the_record_that_it_replaces(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_start_sees_the_record_that_it_replaces(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         first = take_lease(store, "w0", clock)
         first.renew(worker_record(rows_done=41))
-        before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(lambda _: worker_record())
+        before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(
+            lambda _: worker_record()
+        )
         assert before is not None
         assert (before.epoch, before.rows_done) == (1, 41)
 
-    def test_a_ghost_finds_its_newer_epoch_and_never_takes_back(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_ghost_finds_its_newer_epoch_and_never_takes_back(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         ghost = take_lease(store, "w0", clock, nonce="old")
         take_lease(store, "w0", clock, nonce="new")
         with pytest.raises(Superseded):
@@ -76,7 +86,9 @@ class TestLease:
         beats = codec.decode(store.get("workers/w0.json").data, Worker, name="w").beat
         assert (len(etags), beats) == (3, 4)
 
-    def test_a_lease_that_is_not_renewed_in_time_counts_as_lost(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_lease_that_is_not_renewed_in_time_counts_as_lost(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         lease = take_lease(store, "w0", clock)
         clock.sleep(119)
         assert lease.is_held()
@@ -100,7 +112,9 @@ class TestLease:
         assert lease.error is None
         assert lease.is_held()
 
-    def test_a_record_removed_by_hand_is_written_again(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_record_removed_by_hand_is_written_again(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         lease = take_lease(store, "w0", clock)
         store.delete(["workers/w0.json"])
         lease.renew(worker_record())
@@ -119,14 +133,18 @@ class TestClaims:
         taken(first.take("part-00000"))
         assert held(second.take("part-00000")).claim.worker == "a"
 
-    def test_a_restarted_worker_has_its_own_chunks_at_once(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_restarted_worker_has_its_own_chunks_at_once(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         claims_of(store, "a", clock)[0].take("part-00000")
         again, lease = claims_of(store, "a", clock)
         taken(again.take("part-00000"))
         assert lease.epoch == 2
         assert again.is_mine("part-00000")
 
-    def test_a_ghost_does_not_take_its_successors_claim(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_ghost_does_not_take_its_successors_claim(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         ghost, _ = claims_of(store, "a", clock)
         successor, _ = claims_of(store, "a", clock)
         taken(successor.take("part-00000"))
@@ -146,7 +164,9 @@ class TestClaims:
         taken(observer.take_over("part-00000", seen.etag))
         assert observer.is_mine("part-00000")
 
-    def test_an_owner_whose_heart_beats_keeps_its_claim(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_an_owner_whose_heart_beats_keeps_its_claim(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         owner, lease = claims_of(store, "alive", clock)
         owner.take("part-00000")
         observer, _ = claims_of(store, "b", clock)
@@ -156,13 +176,17 @@ class TestClaims:
             lease.renew(worker_record())
             assert observer.look(seen) is not None
 
-    def test_the_owners_wall_clock_does_not_matter(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_the_owners_wall_clock_does_not_matter(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         skewed = FakeClock(now=clock.seconds - 7 * 86_400)
         claims_of(store, "skewed", skewed)[0].take("part-00000")
         observer, _ = claims_of(store, "b", clock)
         assert observer.look(held(observer.take("part-00000"))) is not None
 
-    def test_a_claim_of_an_earlier_epoch_lapses_at_once(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_claim_of_an_earlier_epoch_lapses_at_once(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         claims_of(store, "a", clock)[0].take("part-00000")
         take_lease(store, "a", clock)
         observer, _ = claims_of(store, "b", clock)
@@ -186,17 +210,24 @@ class TestClaims:
         taken(first.take_over("part-00000", seen.etag))
         assert second.take_over("part-00000", seen.etag) is None
 
-    def test_a_released_chunk_can_be_taken_by_anyone(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_a_released_chunk_can_be_taken_by_anyone(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         first, _ = claims_of(store, "a", clock)
         etag = taken(first.take("part-00000")).etag
         first.release("part-00000", etag)
         second, _ = claims_of(store, "b", clock)
         taken(second.take("part-00000"))
 
-    def test_releasing_a_claim_that_was_taken_over_leaves_it_alone(self, store: MemoryStore, clock: FakeClock) -> None:
+    def test_releasing_a_claim_that_was_taken_over_leaves_it_alone(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
         first, _ = claims_of(store, "a", clock)
         etag = taken(first.take("part-00000")).etag
         second, _ = claims_of(store, "b", clock)
         taken(second.take_over("part-00000", etag))
         first.release("part-00000", etag)
-        assert codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="c").worker == "b"
+        assert (
+            codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="c").worker
+            == "b"
+        )

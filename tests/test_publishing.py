@@ -71,7 +71,9 @@ def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     with monkeypatch.context() as patched:
         patched.setattr(store, failing, _fail)
         with pytest.raises(StorageError):
-            publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"])
+            publisher(store, "n1").publish(
+                output, marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
+            )
     found = keys(store)
     if layout.marker_key(CHUNK) in found:
         assert layout.output_key(standing(store).output) in found
@@ -86,13 +88,19 @@ def _fail(*_: object) -> None:
 
 def test_a_key_taken_by_other_bytes_is_not_overwritten(store: MemoryStore, tmp_path: Path) -> None:
     store.create("outputs/part-00000.jsonl", b"an orphan of somebody killed")
-    published = publisher(store, "n1").publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+    published = publisher(store, "n1").publish(
+        built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[]
+    )
     assert published.marker.output == "part-00000.n1.jsonl"
     assert store.get("outputs/part-00000.jsonl").data == b"an orphan of somebody killed"
 
 
-def test_the_first_marker_wins_and_the_second_discards_its_own_output(store: MemoryStore, tmp_path: Path) -> None:
-    publisher(store, "n1").publish(built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[])
+def test_the_first_marker_wins_and_the_second_discards_its_own_output(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    publisher(store, "n1").publish(
+        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
+    )
     second = publisher(store, "n2").publish(
         built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
     )
@@ -101,13 +109,21 @@ def test_the_first_marker_wins_and_the_second_discards_its_own_output(store: Mem
     assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
 
 
-def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(store: MemoryStore, tmp_path: Path) -> None:
-    publisher(store, "n1").publish(built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[])
-    publisher(store, "n2").publish(built(tmp_path), marker_record(worker="second"), chunk=CHUNK, leftovers=[])
+def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    publisher(store, "n1").publish(
+        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
+    )
+    publisher(store, "n2").publish(
+        built(tmp_path), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
+    )
     assert layout.output_key(standing(store).output) in keys(store)
 
 
-def test_leftovers_go_only_after_the_marker(store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_go_only_after_the_marker(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.create("checkpoints/part-00000/000001-w0-000001.jsonl", b"{}")
     with monkeypatch.context() as patched:
         patched.setattr(store, "create", _fail)
@@ -131,10 +147,15 @@ def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path:
     assert keys(store) == []
 
 
-def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
+    store: MemoryStore, tmp_path: Path
+) -> None:
     publisher(store, "n1").publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
     repaired = publisher(store, "n2").publish(
-        built(tmp_path, [b'{"a":1}', b'{"a":3}']), marker_record(generation=1), chunk=CHUNK, leftovers=[]
+        built(tmp_path, [b'{"a":1}', b'{"a":3}']),
+        marker_record(generation=1),
+        chunk=CHUNK,
+        leftovers=[],
     )
     assert repaired.marker.output == "part-00000.n2.jsonl"
     assert layout.marker_key(CHUNK, 1) in keys(store)

@@ -77,7 +77,11 @@ class TestTheMainJob:
     def test_every_row_comes_out_once_and_in_order(self, job: str) -> None:
         result = run_worker_here(job, f"{job}/runs/a")
         assert_every_row_once(f"{job}/runs/a", 95)
-        assert (result["status"], result["request_count"], result["chunks_done"]) == ("SUCCESS", 95, 10)
+        assert (result["status"], result["request_count"], result["chunks_done"]) == (
+            "SUCCESS",
+            95,
+            10,
+        )
 
     def test_nothing_is_left_behind_but_outputs_markers_and_records(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", *FAST)
@@ -90,11 +94,15 @@ class TestTheMainJob:
         assert_every_row_once(tmp_path / "run", 25)
 
     def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
-        result = run_worker_here(job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64")
+        result = run_worker_here(
+            job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
+        )
         steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
         assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
         spans = codec.decode(
-            open_store(f"{job}/runs/a").get(f"workers/{result['worker']}.json").data, dict[str, Any], name="w"
+            open_store(f"{job}/runs/a").get(f"workers/{result['worker']}.json").data,
+            dict[str, Any],
+            name="w",
         )["spans"]
         starts, ends = sorted(span[1] for span in spans), sorted(span[2] for span in spans)
         assert starts[1] < ends[0], "the second chunk was opened before the first ended"
@@ -111,7 +119,11 @@ class TestTheMainJob:
     def test_a_second_start_skips_what_is_done(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--no-steal", index=0)
         result = run_worker_here(job, f"{job}/runs/a")
-        assert (result["chunks_skipped"], result["chunks_done"], result["request_count"]) == (5, 5, 45)
+        assert (result["chunks_skipped"], result["chunks_done"], result["request_count"]) == (
+            5,
+            5,
+            45,
+        )
 
     def test_a_finished_run_is_left_as_it_is(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a")
@@ -124,13 +136,23 @@ class TestTheMainJob:
         run_worker_here(job, f"{job}/runs/a", "--limit", "23")
         assert_every_row_once(f"{job}/runs/a", 23)
 
-    def test_by_rank_every_manifest_has_one_taker(self, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_rank_every_manifest_has_one_taker(
+        self, job: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from batchinfer.worker import command
 
         for rank in ("1", "0"):
             monkeypatch.setenv("SKYPILOT_JOB_RANK", rank)
             monkeypatch.setenv("SKYPILOT_NUM_JOBS", "2")
-            arguments = ["--job", job, "--output", f"{job}/runs/{rank}", "--no-steal", "--engine", "echo"]
+            arguments = [
+                "--job",
+                job,
+                "--output",
+                f"{job}/runs/{rank}",
+                "--no-steal",
+                "--engine",
+                "echo",
+            ]
             command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
         assert sorted([*outputs(f"{job}/runs/0"), *outputs(f"{job}/runs/1")]) == sorted(
             f"part-{index:05d}" for index in range(10)
@@ -180,9 +202,13 @@ class TestStoppedAndStartedAgain:
         assert_every_row_once(run, 95)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(self, job: str, number: signal.Signals) -> None:
+    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(
+        self, job: str, number: signal.Signals
+    ) -> None:
         run = f"{job}/runs/a"
-        process = start_process(worker_arguments(job, run, *self.SLOW, "--checkpoint-seconds", "600"))
+        process = start_process(
+            worker_arguments(job, run, *self.SLOW, "--checkpoint-seconds", "600")
+        )
         self.wait_for(open_store(run), layout.CLAIMS)
         time.sleep(1)
         process.send_signal(number)
@@ -204,16 +230,22 @@ class TestStoppedAndStartedAgain:
     def test_two_workers_on_one_manifest_share_it(self, job: str) -> None:
         run = f"{job}/runs/a"
         slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
-        processes = [start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"]
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
         results = [finish_process(process) for process in processes]
         assert [result.status for result in results] == [0, 0], results
-        assert sum(result.result["request_count"] for result in results) == 95, "no row was generated twice"
+        assert sum(result.result["request_count"] for result in results) == 95, (
+            "no row was generated twice"
+        )
         assert_every_row_once(run, 95)
 
     def test_without_claims_two_workers_double_work_but_not_rows(self, job: str) -> None:
         run = f"{job}/runs/a"
         slow = ("--no-claims", "--echo-latency-seconds", "0.2", "--max-num-seqs", "4")
-        processes = [start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"]
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
         assert [finish_process(process).status for process in processes] == [0, 0]
         assert_every_row_once(run, 95)
 
@@ -221,7 +253,16 @@ class TestStoppedAndStartedAgain:
         run = f"{job}/runs/a"
         for _ in range(2):
             process = start_process(
-                worker_arguments(job, run, "--worker-id", "w0", "--max-attempts", "2", "--echo-load-seconds", "300")
+                worker_arguments(
+                    job,
+                    run,
+                    "--worker-id",
+                    "w0",
+                    "--max-attempts",
+                    "2",
+                    "--echo-load-seconds",
+                    "300",
+                )
             )
             deadline = time.monotonic() + 60
             while codec_epoch(run) <= _ and time.monotonic() < deadline:
@@ -249,10 +290,15 @@ class TestBadRows:
         arguments = ["--manifest", str(tmp_path / "in/list.txt"), "--output", str(tmp_path / "run")]
         from batchinfer.worker import command
 
-        command.main([*arguments, "--engine", "echo", "--prompt-column", "prompt", *options], standalone_mode=False)
+        command.main(
+            [*arguments, "--engine", "echo", "--prompt-column", "prompt", *options],
+            standalone_mode=False,
+        )
         return all_lines(tmp_path / "run")
 
-    def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(self, tmp_path: Path) -> None:
+    def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(
+        self, tmp_path: Path
+    ) -> None:
         lines = self.rows(
             tmp_path,
             [
@@ -272,7 +318,9 @@ class TestBadRows:
 
     def test_text_that_breaks_naive_readers_stays_on_its_line(self, tmp_path: Path) -> None:
         texts = ["a\u2028b", "c\u0085d", "nul\x00nul", "tab\tand\rreturn", "x" * 10_000_000]
-        lines = self.rows(tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts])
+        lines = self.rows(
+            tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]
+        )
         assert [line["choices"][0]["text"] for line in lines] == texts
 
     def test_a_list_from_elsewhere_needs_no_row_numbers(self, tmp_path: Path) -> None:
@@ -288,12 +336,21 @@ class TestBadRows:
 
     def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
-        make_job(job, rows=20, per_chunk=10, make_row=lambda row: {"prompt": "" if row == 13 else f"row {row}"})
+        make_job(
+            job,
+            rows=20,
+            per_chunk=10,
+            make_row=lambda row: {"prompt": "" if row == 13 else f"row {row}"},
+        )
         run_worker_here(job, run)
         store = open_store(str(run))
         assert read_marker(store, "part-00001").errors == {"empty_prompt": 1}
         result = run_worker_here(job, run, "--retry-errors")
-        assert (result["request_count"], result["rows_resumed"], result["chunks_skipped"]) == (1, 9, 1)
+        assert (result["request_count"], result["rows_resumed"], result["chunks_skipped"]) == (
+            1,
+            9,
+            1,
+        )
         again = read_marker(store, "part-00001", 1)
         assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
         assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
@@ -312,9 +369,18 @@ class TestBadInput:
         (tmp_path / "m.txt").write_text("chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n")
         from batchinfer.worker import command
 
-        arguments = ["--manifest", str(tmp_path / "m.txt"), "--job", job, "--output", f"{job}/runs/a"]
+        arguments = [
+            "--manifest",
+            str(tmp_path / "m.txt"),
+            "--job",
+            job,
+            "--output",
+            f"{job}/runs/a",
+        ]
         with pytest.raises(InputError, match=r"part-00077"):
-            command.main([*arguments, "--engine", "echo", "--prompt-column", "prompt"], standalone_mode=False)
+            command.main(
+                [*arguments, "--engine", "echo", "--prompt-column", "prompt"], standalone_mode=False
+            )
         assert not list(open_store(f"{job}/runs/a").list("")), "nothing was written"
 
     def test_a_chunk_that_was_changed_is_reported_after_all_the_rest(self, job: str) -> None:
@@ -330,7 +396,14 @@ class TestBadInput:
     def test_no_prompt_option_at_all(self, job: str) -> None:
         from batchinfer.worker import command
 
-        arguments = ["--manifest", f"{job}/manifests/all.txt", "--output", f"{job}/runs/a", "--engine", "echo"]
+        arguments = [
+            "--manifest",
+            f"{job}/manifests/all.txt",
+            "--output",
+            f"{job}/runs/a",
+            "--engine",
+            "echo",
+        ]
         with pytest.raises(ConfigError, match="prompt"):
             command.main(arguments, standalone_mode=False)
 
