@@ -104,6 +104,7 @@ def real_world(
 ) -> World:
     """Threads, the system's clock, and storage by URL."""
     from batchinfer.engines.registry import create_engine
+    from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.storage.opening import open_store
     from batchinfer.storage.probing import probe
 
@@ -129,19 +130,6 @@ def identify_model(config: EngineConfig) -> str:
     from batchinfer.engines.models import describe_model
 
     return describe_model(config).identity
-
-
-def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
-    """Load the model's tokenizer; the echo engine has none."""
-    if config.engine == "echo":
-        return None
-    from batchinfer.engines.tokenizers import load_tokenizer
-
-    return load_tokenizer(
-        config.tokenizer or config.model,
-        config.revision or "",
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -294,7 +282,11 @@ class _Worker:
         before = lease.take(self.telemetry.begin)
         self.telemetry.log_start(before)
         stack.callback(self._last_beat, lease)
-        if before is not None and before.state != "done" and before.attempts >= self.config.max_attempts:
+        if (
+            before is not None
+            and before.state != "done"
+            and before.attempts >= self.config.max_attempts
+        ):
             reason = f" (the last one: {before.reason})" if before.reason else ""
             self.telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
             raise NoProgress(

@@ -34,7 +34,15 @@ def nonces(prefix: str = "n") -> Callable[[], str]:
 def worker_record(**values: Any) -> Worker:
     """A worker's record."""
     return Worker(
-        **{"id": "w0", "epoch": 0, "nonce": "", "state": "running", "started": 0.0, "heartbeat": 0.0} | values
+        **{
+            "id": "w0",
+            "epoch": 0,
+            "nonce": "",
+            "state": "running",
+            "started": 0.0,
+            "heartbeat": 0.0,
+        }
+        | values
     )
 
 

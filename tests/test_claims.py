@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeClock, nonces, worker_record
 
 from batchinfer import codec, layout
 from batchinfer.claims import Claims, Held, Lease, Taken
 from batchinfer.errors import StorageError, Superseded
 from batchinfer.records import Claim, Worker
 from batchinfer.storage.memory import MemoryStore
+from fakes import FakeClock, nonces, worker_record
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import sys
 
 import click
 import pytest
-from making import make_job, run_process, worker_arguments
 
 from batchinfer.commands import COMMANDS
+from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets", "botocore")
 

@@ -61,7 +61,8 @@ def test_the_file_itself_may_come_from_the_environment(tmp_path: Path) -> None:
 def test_sections_only_group_and_other_commands_sections_are_passed_over(tmp_path: Path) -> None:
     path = settings(
         tmp_path,
-        "model: m\nsampling: {top_k: 3, stop: ['###', END]}\noutput:\n  strip: true\n  keep: [a, b]\nsplit: {num_chunks: 4}\n",
+        "model: m\nsampling: {top_k: 3, stop: ['###', END]}\n"
+        "output:\n  strip: true\n  keep: [a, b]\nsplit: {num_chunks: 4}\n",
     )
     values = run("--config", path)
     assert (values["top_k"], values["strip"], values["keep"], values["stop"]) == (

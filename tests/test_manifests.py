@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from making import make_job
 
 from batchinfer.errors import InputError
 from batchinfer.manifests import Assignment, job_chunks, load_job, rank_manifests, read_assignment
 from batchinfer.records import FORMAT_VERSION
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
+from making import make_job
 
 
 def read(

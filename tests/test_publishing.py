@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import marker_record
 
 from batchinfer import codec, layout
 from batchinfer.errors import StorageError, Superseded
 from batchinfer.publishing import Built, Publisher, build_output
 from batchinfer.records import Marker
 from batchinfer.storage.memory import MemoryStore
+from fakes import marker_record
 
 CHUNK = "part-00000"
 LINES = [b'{"a":1}', b'{"a":2}']

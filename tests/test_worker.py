@@ -10,17 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import (
-    default_row,
-    finish_process,
-    make_job,
-    put_raw,
-    read_marker,
-    run_worker_here,
-    run_worker_process,
-    start_process,
-    worker_arguments,
-)
 
 from batchinfer import codec, layout
 from batchinfer.errors import (
@@ -35,6 +24,17 @@ from batchinfer.errors import (
 from batchinfer.plan import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
+from making import (
+    default_row,
+    finish_process,
+    make_job,
+    put_raw,
+    read_marker,
+    run_worker_here,
+    run_worker_process,
+    start_process,
+    worker_arguments,
+)
 
 FAST = ("--lease-seconds", "4", "--checkpoint-seconds", "0.3")
 
@@ -127,10 +127,10 @@ class TestTheMainJob:
 
     def test_a_finished_run_is_left_as_it_is(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a")
-        before = [info for info in open_store(f"{job}/runs/a").list("outputs/")]
+        before = list(open_store(f"{job}/runs/a").list("outputs/"))
         result = run_worker_here(job, f"{job}/runs/a")
         assert (result["status"], result["request_count"]) == ("SUCCESS", 0)
-        assert [info for info in open_store(f"{job}/runs/a").list("outputs/")] == before
+        assert list(open_store(f"{job}/runs/a").list("outputs/")) == before
 
     def test_a_limit_takes_the_first_rows_of_the_job(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--limit", "23")
@@ -455,4 +455,4 @@ def as_user() -> Iterator[Any]:
         finally:
             os.seteuid(0)
 
-    yield lower
+    return lower
