@@ -1,0 +1,278 @@
+"""Measure the worker without a model: rows from chunk to published output over the echo engine.
+
+Against decoding and encoding the same lines with msgspec and nothing else. Rows are conversations of the shape of
+LMSYS-Chat-1M (four columns, 2.5 KB on average), the prompt is the first turn. CPU seconds are the kernel's for the
+worker's process and all its threads; what a worker spends on a job of one row (imports, run.json, its record) is
+measured too and taken off. The last line is one JSON object.
+
+    python benchmarks/pipeline.py [--quick] [--rows 200000] [--repeats 3] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchinfer import codec, layout
+from batchinfer.records import FORMAT_VERSION, Chunk, Job
+
+BASE_ROWS = 20_000
+"""So many rows are made; larger jobs repeat them under new numbers."""
+MILLION = 1_000_000
+
+BARE = """
+import sys, time, msgspec
+decode, encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
+seconds = 0.0
+with open(sys.argv[1], "rb") as file:
+    while lines := file.readlines(1 << 20):
+        begin = time.process_time()
+        for line in lines:
+            encode(decode(line))
+        seconds += time.process_time() - begin
+print(seconds)
+"""
+
+CHAT = ("--messages-column", "conversation")
+COMPLETIONS = ("--request-format", "completions")
+BATCH = ("--request-format", "openai-batch")
+
+
+class Measured(NamedTuple):
+    """One run of one command. `peak_bytes` is its resident memory at most."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    peak_bytes: int
+
+
+def main() -> None:
+    """Make the jobs, run every way, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small jobs, one run of each")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    arguments = parser.parse_args()
+    rows = 20_000 if arguments.quick else arguments.rows
+    repeats = 1 if arguments.quick else arguments.repeats
+    big = 100_000 if arguments.quick else MILLION
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        scratch = Path(folder)
+        base = make_base(scratch)
+        ways = measure_ways(base, scratch, rows=rows, repeats=repeats)
+        memory = measure_memory(base, scratch, big)
+        row_bytes = base.stat().st_size / BASE_ROWS
+    report(ways, memory, rows=rows, repeats=repeats, row_bytes=row_bytes)
+
+
+# --------------------------------------------------------------------------- the rows
+
+
+def make_base(scratch: Path) -> Path:
+    """A file of lines as `batchinfer split` writes them. Not in memory: what this process holds would count as its
+    children's peak.
+    """
+    run([sys.executable, str(Path(__file__).with_name("lmsys.py")), str(scratch / "data"), "--rows", str(BASE_ROWS)])
+    split = [sys.executable, "-m", "batchinfer.split", str(scratch / "data"), "--output", str(scratch / "base")]
+    run([*split, "--num-chunks", "1", "--columns", "conversation_id,model,conversation,turn"])
+    shutil.rmtree(scratch / "data")
+    return scratch / "base" / layout.chunk_file("part-00000", "none")
+
+
+def read_for_ever(base: Path) -> Iterator[bytes]:
+    """Its lines again and again."""
+    while True:
+        with base.open("rb") as file:
+            yield from file
+
+
+def as_rows(line: bytes, row: int) -> bytes:
+    """The line as the job's row of that number."""
+    return line[: line.rindex(b',"_row":')] + b',"_row":%d,"_id":"%d"}\n' % (row, row)
+
+
+def as_completions(line: bytes, row: int) -> bytes:
+    """The first turn as a request of the completions format."""
+    prompt = json.loads(line)["conversation"][0]["content"]
+    request = {"prompt": prompt, "max_tokens": 2000, "temperature": 0.0, "_row": row, "_id": str(row)}
+    return codec.encode(request) + b"\n"
+
+
+def as_batch(line: bytes, row: int) -> bytes:
+    """The first turn as a line of an OpenAI batch file."""
+    body = {"model": "m", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
+    request = {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return codec.encode({**request, "_row": row, "_id": str(row)}) + b"\n"
+
+
+def make_job(folder: Path, base: Path, *, rows: int, chunks: int, convert: Any = as_rows) -> Path:
+    """Write a job of so many rows, a chunk at a time; job.json last."""
+    (folder / "chunks").mkdir(parents=True)
+    (folder / "manifests").mkdir()
+    lines = read_for_ever(base)
+    found, keys = [], []
+    for index in range(chunks):
+        name = layout.chunk_name(index, chunks)
+        keys.append(layout.chunk_file(name, "none"))
+        first, end = index * rows // chunks, (index + 1) * rows // chunks
+        with (folder / keys[-1]).open("wb") as file:
+            for row in range(first, end):
+                file.write(convert(next(lines), row))
+        with (folder / keys[-1]).open("rb") as file:
+            digest = codec.sha256_file(file)
+        size = (folder / keys[-1]).stat().st_size
+        found.append(Chunk(name=name, first_row=first, rows=end - first, bytes=size, sha256=digest))
+    (folder / layout.ALL_MANIFEST).write_text("".join(f"{key}\n" for key in keys))
+    job = Job(
+        format_version=FORMAT_VERSION, sources=[], columns=[], rows=rows, chunks=found, num_workers=1
+    )
+    (folder / layout.JOB_KEY).write_bytes(codec.encode_pretty(job))
+    return folder
+
+
+# --------------------------------------------------------------------------- running
+
+
+def run(command: list[str]) -> tuple[Measured, str]:
+    """Run a command to its end; what it printed comes too."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+    }
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
+        begin = time.monotonic()
+        process = subprocess.Popen(command, stdout=output, stderr=log, env=environment)
+        # wait4 counts the process and every child that it waited for, and nobody else's.
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.monotonic() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        log.seek(0)
+        if process.returncode:
+            sys.exit(f"{command}: exit {process.returncode}\n{log.read().decode()[-3000:]}")
+        text = output.read().decode()
+    return Measured(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024), text
+
+
+def run_worker(job: Path, options: tuple[str, ...]) -> Measured:
+    """Run an echo worker over the whole job, and remove its run."""
+    output = job / "runs" / "benchmark"
+    command = [sys.executable, "-m", "batchinfer.worker", "--engine", "echo", "--job", str(job)]
+    measured, text = run([*command, "--output", str(output), "--max-tokens", "2000", *options])
+    result = json.loads(text.splitlines()[-1])
+    if result["status"] != "SUCCESS" or result["error_count"]:
+        sys.exit(f"{job}: {text}")
+    shutil.rmtree(output)
+    return measured
+
+
+def run_bare(job: Path) -> float:
+    """CPU seconds of decoding and encoding every line of a job."""
+    return sum(float(run([sys.executable, "-c", BARE, str(path)])[1]) for path in sorted((job / "chunks").iterdir()))
+
+
+def make_ways(base: Path, scratch: Path, rows: int) -> Iterator[tuple[str, Path, Path, tuple[str, ...]]]:
+    """Each way: name, job, a job of one row, and the worker's options."""
+    for name, convert, options in (
+        ("rows", as_rows, CHAT),
+        ("completions", as_completions, COMPLETIONS),
+        ("openai-batch", as_batch, BATCH),
+    ):
+        job = make_job(scratch / name, base, rows=rows, chunks=max(1, rows // 10_000), convert=convert)
+        one = make_job(scratch / f"{name}-one", base, rows=1, chunks=1, convert=convert)
+        if name == "rows":
+            yield "rows -> native", job, one, options
+            yield "rows -> native, prompt and columns kept", job, one, (*options, "--keep-prompt", "--keep", "model,turn")
+            yield "rows -> openai-batch", job, one, (*options, "--output-format", "openai-batch")
+        elif name == "completions":
+            yield "completions -> completions", job, one, (*options, "--output-format", "completions")
+        else:
+            yield "openai-batch -> openai-batch", job, one, (*options, "--output-format", "openai-batch")
+        shutil.rmtree(job)
+
+
+def measure_ways(base: Path, scratch: Path, *, rows: int, repeats: int) -> dict[str, dict[str, float]]:
+    """CPU per row of every format, and bare."""
+    table = {}
+    for name, job, one, options in make_ways(base, scratch, rows):
+        bare, full, start = [], [], []
+        for _ in range(repeats):
+            bare.append(run_bare(job))
+            full.append(run_worker(job, options))
+            start.append(run_worker(one, options))
+        begun = statistics.median(each.cpu_seconds for each in start)
+        cpu = statistics.median(each.cpu_seconds for each in full) - begun
+        wall = statistics.median(f.wall_seconds - s.wall_seconds for f, s in zip(full, start, strict=True))
+        bare_seconds = statistics.median(bare)
+        size = sum(path.stat().st_size for path in (job / "chunks").iterdir())
+        table[name] = {
+            "row_bytes": round(size / rows),
+            "bare_us": 1e6 * bare_seconds / rows,
+            "cpu_us": 1e6 * cpu / rows,
+            "times_bare": cpu / bare_seconds,
+            "rows_per_second": rows / wall,
+            "start_cpu_seconds": begun,
+            "peak_mb": max(each.peak_bytes for each in full) / 1e6,
+        }
+    return table
+
+
+def measure_memory(base: Path, scratch: Path, rows: int) -> dict[str, float]:
+    """Peak memory by number of rows and chunks."""
+    table = {}
+    for name, count, chunks in (
+        (f"{rows // 10} rows, 1 chunk", rows // 10, 1),
+        (f"{rows} rows, 1 chunk", rows, 1),
+        (f"{rows // 10} rows, 1000 chunks", rows // 10, 1000),
+    ):
+        job = make_job(scratch / "memory", base, rows=count, chunks=chunks)
+        measured = run_worker(job, CHAT)
+        table[name] = measured.peak_bytes / 1e6
+        shutil.rmtree(job)
+    return table
+
+
+def report(
+    ways: dict[str, dict[str, float]], memory: dict[str, float], *, rows: int, repeats: int, row_bytes: float
+) -> None:
+    """Print the tables and the last JSON line."""
+    print(f"{rows} rows of {row_bytes:.0f} bytes on average, medians of {repeats} runs")
+    print(f"{'way':42}{'bytes':>7}{'bare us':>9}{'CPU us':>8}{'x bare':>8}{'rows/s':>8}{'peak MB':>9}")
+    for name, way in ways.items():
+        print(
+            f"{name:42}{way['row_bytes']:7}{way['bare_us']:9.1f}{way['cpu_us']:8.1f}{way['times_bare']:8.2f}"
+            f"{way['rows_per_second']:8.0f}{way['peak_mb']:9.0f}"
+        )
+    for name, peak in memory.items():
+        print(f"peak memory, {name:36}{peak:6.0f} MB")
+    peaks = list(memory.values())
+    result = {
+        "benchmark": "pipeline",
+        "rows": rows,
+        "repeats": repeats,
+        "ways": {name: {key: round(value, 2) for key, value in way.items()} for name, way in ways.items()},
+        "peak_mb": {name: round(peak, 1) for name, peak in memory.items()},
+        "reached": {
+            "third_of_bare": ways["rows -> native"]["times_bare"] <= 3,
+            "memory_flat_in_rows": peaks[1] < 1.25 * peaks[0],
+            "memory_flat_in_chunks": peaks[2] < 1.25 * peaks[0],
+        },
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
