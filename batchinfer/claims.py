@@ -96,9 +96,8 @@ class Lease:
         """
         started = self._clock.monotonic()
         try:
-            self._etag = self._store.replace(self._key, self._body(record), self._etag)
-        except PreconditionFailed:
-            self._settle(record)
+            while not self._write(record):
+                self._settle()
         except StorageError as error:
             self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
@@ -118,23 +117,29 @@ class Lease:
                 hint="nothing to do: the newer one goes on",
             )
 
-    def _settle(self, record: Worker) -> None:
-        """Find out who changed the record."""
+    def _write(self, record: Worker) -> bool:
+        """Write the record if it is still as we know it."""
+        try:
+            if self._etag:
+                self._etag = self._store.replace(self._key, self._body(record), self._etag)
+            else:
+                self._etag = self._store.create(self._key, self._body(record))
+        except (PreconditionFailed, AlreadyExists):
+            return False
+        return True
+
+    def _settle(self) -> None:
+        """Find out who changed the record: ourselves (a lost reply, or our other thread), nobody, or a newer epoch."""
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
-            # Somebody removed it (`clean`, or by hand): the place is free, and it is ours by name.
-            try:
-                self._etag = self._store.create(self._key, self._body(record))
-            except AlreadyExists:
-                self._superseded = True
-                self.require()
+            self._etag = ""  # removed by hand or by `clean`: the name is free, and ours
             return
         found = codec.decode(data, Worker, name=self._key)
         if found.nonce != self.nonce or found.epoch != self.epoch:
             self._superseded = True
             self.require()
-        self._etag = etag  # our own write, whose reply was lost
+        self._etag = etag
 
     def _body(self, record: Worker) -> bytes:
         self._beat += 1

@@ -231,3 +231,20 @@ class TestClaims:
             codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="c").worker
             == "b"
         )
+
+
+def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat's thread may be writing while the main thread writes that the worker is done."""
+    lease = take_lease(store, "w0", clock)
+    replace = store.replace
+
+    def overtaken(key: str, data: bytes, etag: str) -> str:
+        monkeypatch.setattr(store, "replace", replace)
+        lease.renew(worker_record(state="running"))
+        return replace(key, data, etag)
+
+    monkeypatch.setattr(store, "replace", overtaken)
+    lease.renew(worker_record(state="done"))
+    assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").state == "done"
