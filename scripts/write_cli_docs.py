@@ -55,9 +55,8 @@ def _iter_help(
 ) -> Iterator[tuple[str, str]]:
     import click
 
-    context = click.Context(
-        command, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH
-    )
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
     # Rendered help has trailing blanks on some lines; editors and diffs choke on them.
     text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     yield context.command_path, text
@@ -79,7 +78,7 @@ def main() -> int:
     for variable in ("DATA_METADATA", "COLUMNS", "LINES"):
         os.environ.pop(variable, None)
 
-    from batchinfer.cli import main as group
+    from batchinfer.cli import group
 
     wanted = render_reference(group, "batchinfer")
     present = DOCS_PATH.read_text(encoding="utf-8") if DOCS_PATH.exists() else ""
