@@ -28,4 +28,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "clean": CommandEntry("batchinfer.clean", "Remove what dead workers left under a run."),
     "stop": CommandEntry("batchinfer.stop", "Stop every worker of a run, or let it go on."),
+    "report": CommandEntry(
+        "batchinfer.report", "Write a run as one HTML page that opens anywhere, finished or not."
+    ),
 }

@@ -17,6 +17,15 @@ def count(number: float | None) -> str:
     return NONE if number is None else f"{round(number):,}"
 
 
+def many(number: int, word: str) -> str:
+    """A number and its word.
+
+    >>> many(1, "worker"), many(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
 def short(number: float | None) -> str:
     """Three digits and a unit.
 
@@ -60,7 +69,7 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(part: float, whole: float | None) -> str:
-    """A share; 100 % only when nothing is missing.
+    """A share; 100 % only when nothing is missing, 0 % only for nothing.
 
     >>> percent(1, 3), percent(9999, 10000), percent(0, 0) == NONE
     ('33.3 %', '99.9 %', True)
@@ -68,6 +77,8 @@ def percent(part: float, whole: float | None) -> str:
     if not whole:
         return NONE
     share = math.floor(1000 * part / whole) / 10
+    if part > 0 and not share:
+        return "< 0.1 %"
     return f"{share:.0f} %" if share == int(share) else f"{share:.1f} %"
 
 

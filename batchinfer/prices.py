@@ -85,7 +85,7 @@ class PriceTable:
 
     def __init__(self, table: dict[str, Any], name: str) -> None:
         self._gpus: dict[str, dict[str, float]] = table["gpus"]
-        self.source = f"{name}, {table['as_of']}"
+        self.source = f"{name} of {table['as_of']}, check yours"
 
     @classmethod
     def load(cls, path: Path | None = None) -> PriceTable:
@@ -98,7 +98,7 @@ class PriceTable:
 
         if path is None:
             text = importlib.resources.files("batchinfer").joinpath("prices.yaml").read_text()
-            return cls(yaml.safe_load(text), "list prices, check yours")
+            return cls(yaml.safe_load(text), "list prices")
         try:
             table = yaml.safe_load(path.read_text(encoding="utf-8"))
             gpus = {
@@ -121,7 +121,7 @@ class PriceTable:
         if kind not in prices:
             return None
         count = max(1, machine.gpus)
-        return Price(prices[kind] * count, f"{self.source} ({kind.replace('_', '-')})")
+        return Price(prices[kind] * count, self.source)
 
 
 class SkyPilotCatalog:
@@ -154,8 +154,7 @@ class SkyPilotCatalog:
                         found += [float(row[column])] if row[column] else []
         except (OSError, KeyError, ValueError, TypeError):
             return None
-        kind = "spot" if machine.is_spot else "on-demand"
-        return Price(min(found), f"SkyPilot's catalog ({kind})") if found else None
+        return Price(min(found), "SkyPilot's catalog") if found else None
 
 
 class FirstKnown:

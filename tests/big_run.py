@@ -151,7 +151,7 @@ def _worker(shape: Shape, index: int, done: list[str], open_chunks: list[str]) -
         )
     minutes = []
     rows = prompt = completion = errors = 0
-    for minute in range(int(begin // 60) + 2, int(end // 60) + 1):
+    for minute in range(int(begin // 60) + 2, int(end // 60)):
         if is_killed and killed_at < minute * 60 < resumed_at + 120:
             continue
         some = Minute(
@@ -300,7 +300,8 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
                 for i in range(shape.rows_in_outputs)
             )
             job.create(layout.chunk_file(name, "none"), rows.encode())
-        marker = make_marker(name, workers[index % len(workers)].id, body, shape)
+        changes = {"rows_ok": shape.rows_in_outputs} if index < shape.num_outputs else {}
+        marker = make_marker(name, workers[index % len(workers)].id, body, shape, **changes)
         run.create(layout.marker_key(name), codec.encode(marker))
 
 
