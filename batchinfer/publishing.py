@@ -20,6 +20,7 @@ import msgspec
 
 from batchinfer import codec, layout
 from batchinfer.errors import AlreadyExists, InputError, ObjectNotFound, PreconditionFailed
+from batchinfer.events import event
 from batchinfer.records import Marker
 from batchinfer.scratch import scratch_errors
 from batchinfer.storage import Store
@@ -124,6 +125,7 @@ class Publisher:
             Superseded: a newer epoch of this worker exists; nothing was made visible.
         """
         self._require_lease()
+        logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
         file = self._put_output(built, chunk, marker.generation)
         marker = msgspec.structs.replace(
             marker,
@@ -133,7 +135,9 @@ class Publisher:
             nonce=self._nonce,
         )
         self._require_lease()
+        logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
         standing = self._put_marker(marker, chunk)
+        logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
         is_ours = standing.nonce == self._nonce
         discarded = [] if standing.output == file else [layout.output_key(file)]
         if discarded:
