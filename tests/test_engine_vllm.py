@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from batchinfer.engines.registry import create_engine
-from batchinfer.errors import ConfigError, EngineDied, Interrupted
+from batchinfer.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.records import Request, Sampling
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 
@@ -308,11 +308,13 @@ def test_an_engine_core_that_is_killed_ends_the_engine_with_a_reason(vllm_config
 
         def kill_once_busy() -> None:
             source = ListSource(requests(500, max_tokens=200, ignore_eos=True))
+            killed = False
             for _ in engine.generate(source, Flag()):
-                if engine.stats().steps > 3:
+                if engine.stats().steps > 3 and not killed:
+                    killed = True
                     os.kill(core, signal.SIGKILL)
 
-        with pytest.raises(EngineDied, match="engine core") as caught:
+        with pytest.raises(EngineDied, match="engine core's process ended") as caught:
             kill_once_busy()
         assert caught.value.in_flight
     finally:
@@ -383,6 +385,14 @@ def test_options_that_vllm_does_not_take_are_a_configuration_error(vllm_config, 
     with pytest.raises(ConfigError, match=named) as caught:
         engine.open(Flag())
     assert caught.value.hint
+    engine.close()
+
+
+def test_a_key_value_cache_that_holds_no_sequence_is_said_in_vllms_words(vllm_config):
+    arguments = {**vllm_config.engine_args, "kv_cache_memory_bytes": 1 << 16}
+    engine = create_engine(msgspec.structs.replace(vllm_config, engine_args=arguments))
+    with pytest.raises(EngineLoadError, match="cache blocks"):
+        engine.open(Flag())
     engine.close()
 
 

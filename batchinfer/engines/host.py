@@ -223,6 +223,10 @@ def main(arguments: list[str]) -> int:
         serve(channel, inbox)
     except Closed:
         return 1
+    except BatchinferError as error:
+        # No traceback: what vLLM wrote before stays among the last lines, which the worker shows.
+        report(channel, error)
+        return 1
     except Exception as error:
         logger.exception("the engine process ends")
         report(channel, error)

@@ -179,10 +179,11 @@ def hash_weights(files: Mapping[str, Path]) -> str:
 def describe_on_hub(config: EngineConfig) -> ModelInfo:
     """Describe a model on the Hub at its revision, or as it lies in the cache when the Hub is out of reach."""
     import huggingface_hub as hub
+    from huggingface_hub import constants
     from huggingface_hub import errors as hub_errors
 
     subject = f"--model: {config.model}"
-    if hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return describe_in_cache(config, None)
     try:
         info = hub.HfApi().model_info(

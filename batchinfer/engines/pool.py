@@ -13,6 +13,7 @@ import selectors
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import msgspec
 
@@ -32,6 +33,7 @@ from batchinfer.engines.channel import (
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.placement import Placement, place
 from batchinfer.engines.replica import Replica
+from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
 from batchinfer.records import Completion, EngineInfo, EngineStats, Request, RowKey
 
@@ -106,10 +108,7 @@ class ProcessPool:
                 replica.info = frame.info
                 logger.info("%s: loaded in %.1f s", replica.name, frame.info.load_seconds)
             elif isinstance(frame, Failed):
-                kind = getattr(errors, frame.kind, EngineLoadError)
-                kind = kind if issubclass(kind, errors.BatchinferError) else EngineLoadError
-                kind = EngineLoadError if kind is EngineDied else kind
-                raise kind(frame.message, hint=frame.hint)
+                raise load_error(replica, frame)
 
     def _info(self, placement: Placement, seconds: float) -> EngineInfo:
         infos = [replica.info for replica in self.replicas if replica.info]
@@ -256,8 +255,10 @@ class ProcessPool:
                 if isinstance(frame, Done):
                     finished += self._note_done(replica, frame)
                 elif isinstance(frame, Failed):
+                    replica.settle()
                     kind = EngineStalled if frame.kind == "EngineStalled" else EngineDied
-                    self._lose(replica, kind, frame.message, frame.in_flight)
+                    lines = replica.last_lines() if kind is EngineDied else ""
+                    self._lose(replica, kind, frame.message + lines, frame.in_flight)
                     break
         return finished
 
@@ -324,6 +325,19 @@ class ProcessPool:
             replica.in_flight.clear()
             with contextlib.suppress(Closed):
                 replica.channel.send(Abandon(round=self._round))
+
+
+def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:
+    """Why a replica did not load: our own errors as they are, anything else with what it wrote last."""
+    kind = getattr(errors, frame.kind, None)
+    if kind is EngineLoadError:
+        return EngineLoadError(f"{replica.name}: {frame.message}", hint=frame.hint)
+    if kind is not None and kind is not EngineDied:
+        return cast("errors.BatchinferError", kind(frame.message, hint=frame.hint))
+    replica.settle()
+    # Of an engine core in a process of its own nothing is known but the traceback that it wrote.
+    hint = MEMORY_ADVICE if replica.has_written("OutOfMemoryError") else frame.hint
+    return EngineLoadError(f"{replica.name}: {frame.message}{replica.last_lines()}", hint=hint)
 
 
 def level(held: Sequence[int], rooms: Sequence[int], count: int) -> list[int]:

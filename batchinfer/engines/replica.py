@@ -21,7 +21,7 @@ from batchinfer.records import EngineInfo, EngineStats, Request, RowKey
 
 logger = logging.getLogger(__name__)
 
-LAST_LINES = 40
+LAST_LINES = 200
 REASON_LINES = 6
 ENOUGH_BUFFER_BYTES = 4 << 20
 
@@ -123,6 +123,21 @@ class Replica:
         return describe_exit(status) + (
             "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
         )
+
+    def settle(self) -> None:
+        """Give a process that is ending a moment to end and to write its last lines."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._reader.join(0.5)
+
+    def last_lines(self) -> str:
+        """What it wrote last, to be appended to a reason; empty if it wrote nothing."""
+        lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
+        return "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
+
+    def has_written(self, text: str) -> bool:
+        """Whether one of its recent lines holds a text, such as an exception's class."""
+        return any(text in line for line in self._lines)
 
     def end(self, grace_seconds: float) -> None:
         """Make the process and all that it started disappear, waiting that long for a clean exit first."""

@@ -164,9 +164,7 @@ class VllmEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            keys = [request.key for request in self._in_flight.values()]
-            message = f"vLLM: {type(error).__name__}: {last_line(error)}"
-            raise EngineDied(message, in_flight=keys) from error
+            raise self._death(error) from error
         self._steps += 1
         finished: list[Completion] = []
         for output in outputs:
@@ -182,6 +180,14 @@ class VllmEngine:
             self._preemptions += getattr(output.metrics, "num_preemptions", 0) or 0
             finished.append(completion)
         return finished
+
+    def _death(self, error: Exception) -> EngineDied:
+        """What an exception out of vLLM means, with the rows that it concerns."""
+        resources = getattr(self._engine.engine_core, "resources", None)
+        what = "the engine core's process ended" if getattr(resources, "engine_dead", False) else ""
+        reason = what or f"{type(error).__name__}: {last_line(error)}"
+        keys = [request.key for request in self._in_flight.values()]
+        return EngineDied(f"vLLM: {reason}", in_flight=keys)
 
     def _abandon(self) -> None:
         if not self._in_flight or self._engine is None:
@@ -209,10 +215,7 @@ class VllmEngine:
         except client_errors() as error:
             return self._refusal(prompt, params, error)
         except Exception as error:
-            keys = [each.key for each in self._in_flight.values()]
-            raise EngineDied(
-                f"vLLM: {type(error).__name__}: {last_line(error)}", in_flight=keys
-            ) from error
+            raise self._death(error) from error
         self._in_flight[request_id] = request
         return None
 

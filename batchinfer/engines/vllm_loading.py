@@ -153,8 +153,16 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     )
 
 
+class CoreFailed(EngineLoadError):
+    """An engine core in a process of its own did not come up; its reason is in what it wrote."""
+
+
 def failed_load(error: Exception) -> EngineLoadError:
-    """Why the engine did not come up. An engine core of its own process has written its reason before."""
+    """Why the engine did not come up."""
+    from vllm import envs
+
+    if envs.VLLM_ENABLE_V1_MULTIPROCESSING and isinstance(error, RuntimeError):
+        return CoreFailed(f"vLLM: {last_line(error)}")
     kind = type(error).__name__
     is_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
     hint = MEMORY_ADVICE if is_memory else ""
