@@ -480,6 +480,8 @@ class _Worker:
                 )
             self.world.progress(self.telemetry, None)
             self.world.background.wait(_POLL_SECONDS)
+        # An engine that was stopped while it loaded says so too, but not why.
+        self._raise_if_stopped()
         return pending.result()
 
     def _raise_if_stopped(self) -> None:
