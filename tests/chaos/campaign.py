@@ -1,0 +1,353 @@
+"""Workers over S3 on loopback, SIGKILL and SIGSTOP at random and while they publish, until enough was done.
+
+    python -m chaos.campaign --kills 300 --freezes 50      (in tests/, or `make chaos KILLS=300 FREEZES=50`)
+
+Every worker is restarted when it ends; some reach the store through a proxy that loses replies. At the end the workers
+are left alone to finish, and the run must be complete and sound to the last byte. Bounded: a campaign ends after
+`--seconds` at the latest; only processes that it started are ever signalled, by pid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lossy_proxy import Proxy
+from making import ECHO, make_job, run_process
+
+PUBLISHING = ("publish_output", "publish_marker", "publish_tidy")
+LEASE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do in one campaign. `options` are further arguments of every worker."""
+
+    kills: int
+    freezes: int
+    seconds: float
+    seed: int = 0
+    workers: int = 3
+    rows: int = 4000
+    per_chunk: int = 10
+    loss_rate: float = 0.02
+    options: tuple[str, ...] = (
+        *ECHO,
+        "--echo-latency-seconds", "0.02",
+        "--max-num-seqs", "8",
+        "--lease-seconds", str(LEASE_SECONDS),
+        "--checkpoint-seconds", "0.2",
+        "--grace-seconds", "1",
+        "--max-attempts", "1000000",
+    )  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """What was done."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    freezes: int = 0
+    starts: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    lost_replies: int = 0
+    tracebacks: list[str] = field(default_factory=list)
+    runs: int = 0
+
+
+class RunningWorker:
+    """One worker process and the thread that reads its log."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "batchinfer",
+                *arguments,
+                "--log-format",
+                "json",
+                "--log-level",
+                "debug",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.started = time.monotonic()
+        self.thaw_at: float | None = None
+        self.last_lines: list[str] = []
+        self.doomed_event = ""
+        """The log event at which this worker is killed, at once, by the thread that reads the log."""
+        self.killed_at = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.last_lines = [*self.last_lines[-30:], line]
+            if (
+                self.doomed_event
+                and f'"event": "{self.doomed_event}"' in line
+                and not self.killed_at
+            ):
+                self.killed_at = self.doomed_event
+                self.process.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is."""
+        if not self.killed_at:
+            self.killed_at = "anywhere"
+            self.process.kill()
+
+    def freeze(self, seconds: float) -> None:
+        """SIGSTOP until `thaw`."""
+        self.process.send_signal(signal.SIGSTOP)
+        self.thaw_at = time.monotonic() + seconds
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.thaw_at = None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kill and wait."""
+        self.thaw()
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    def has_traceback(self) -> bool:
+        """Whether its log holds one."""
+        return any("Traceback" in line for line in self.last_lines)
+
+
+class Campaign:
+    """Workers over `bucket` (an s3:// URL); `endpoint` is the server's."""
+
+    def __init__(self, plan: Plan, bucket: str, endpoint: str) -> None:
+        self.plan = plan
+        self.tally = Tally()
+        self._bucket = bucket
+        self._endpoint = endpoint
+        self._random = random.Random(plan.seed)
+        self._deadline = time.monotonic() + plan.seconds
+        self._proxy = Proxy(endpoint)
+        self._proxy.loss_rate = plan.loss_rate
+        self._workers: dict[str, RunningWorker] = {}
+
+    def run(self) -> Tally:
+        """Runs over fresh jobs until enough was killed and frozen, each finished in peace and verified."""
+        try:
+            while not self._is_enough():
+                assert time.monotonic() < self._deadline, f"out of time after {self.tally}"
+                job = f"{self._bucket}/job-{self.tally.runs}"
+                make_job(
+                    job,
+                    rows=self.plan.rows,
+                    per_chunk=self.plan.per_chunk,
+                    workers=self.plan.workers,
+                )
+                self._disturb(job)
+                self._finish(job)
+                self.tally.runs += 1
+        finally:
+            for worker in self._workers.values():
+                worker.end()
+            self.tally.lost_replies = self._proxy.num_lost
+            self._proxy.close()
+        return self.tally
+
+    def _is_enough(self) -> bool:
+        return (
+            sum(self.tally.kills.values()) >= self.plan.kills
+            and self.tally.freezes >= self.plan.freezes
+        )
+
+    def _start(self, job: str, index: int) -> None:
+        name = f"w{index}"
+        manifest = f"{job}/manifests/worker-{index:05d}.txt"
+        arguments = [
+            "worker",
+            "--manifest",
+            manifest,
+            "--output",
+            f"{job}/run",
+            "--worker-id",
+            name,
+        ]
+        # One of the workers always talks through the proxy that loses replies.
+        endpoint = self._proxy.url if index == 0 else self._endpoint
+        self._workers[name] = RunningWorker(
+            [*arguments, *self.plan.options], {"AWS_ENDPOINT_URL": endpoint}
+        )
+        self.tally.starts += 1
+
+    def _disturb(self, job: str) -> None:
+        """Kill, freeze and restart until the job is done or enough was done."""
+        for index in range(self.plan.workers):
+            self._start(job, index)
+            self._doom(self._workers[f"w{index}"])
+        while not self._is_enough():
+            assert time.monotonic() < self._deadline, f"out of time after {self.tally}"
+            time.sleep(0.02)
+            finished = 0
+            for index in range(self.plan.workers):
+                worker = self._workers[f"w{index}"]
+                if worker.process.poll() is not None:
+                    self._note_end(worker)
+                    if worker.process.returncode == 0:
+                        finished += 1
+                        continue
+                    self._start(job, index)
+                    self._doom(self._workers[f"w{index}"])
+                else:
+                    self._step(worker)
+            if finished == self.plan.workers:
+                return
+
+    def _doom(self, worker: RunningWorker) -> None:
+        """Choose how this start will end."""
+        if self._random.random() < 0.5:
+            worker.doomed_event = self._random.choice(PUBLISHING)
+
+    def _step(self, worker: RunningWorker) -> None:
+        now = time.monotonic()
+        if worker.thaw_at is not None:
+            if now >= worker.thaw_at:
+                worker.thaw()
+            return
+        # Several seconds of life on the average, so that work gets done in between.
+        if now - worker.started > 1.0 and self._random.random() < 0.01:
+            if self.tally.freezes < self.plan.freezes and self._random.random() < 0.4:
+                worker.freeze(self._random.uniform(0.5, 2.5) * LEASE_SECONDS)
+                self.tally.freezes += 1
+            elif not worker.doomed_event:
+                worker.kill()
+
+    def _note_end(self, worker: RunningWorker) -> None:
+        worker.thaw_at = None
+        if worker.killed_at:
+            self.tally.kills[worker.killed_at] += 1
+            worker.killed_at = ""
+        else:
+            self.tally.statuses[worker.process.returncode] += 1
+        if worker.has_traceback():
+            self.tally.tracebacks.append("".join(worker.last_lines))
+        if worker.process.returncode != 0:
+            worker.end()
+
+    def _finish(self, job: str) -> None:
+        """Leave the workers alone until they are done, then prove the run."""
+        for worker in self._workers.values():
+            worker.doomed_event = ""
+            worker.thaw()
+        for index in range(self.plan.workers):
+            worker = self._workers[f"w{index}"]
+            while worker.process.wait(timeout=120) != 0:
+                self._note_end(worker)
+                self._start(job, index)
+                worker = self._workers[f"w{index}"]
+            self._note_end(worker)
+            worker.end()
+        verified = run_process(["verify", f"{job}/run", "--job", job, "--deep"])
+        assert verified.status == 0, verified.stderr
+        check_answers(f"{job}/run", self.plan.rows)
+
+
+def check_answers(run: str, rows: int) -> None:
+    """The echo engine answers with the prompt: so every row must hold its own."""
+    from batchinfer import layout
+    from batchinfer.plan import finished_chunks
+    from batchinfer.storage.opening import open_store
+    from making import default_row, read_marker
+
+    store = open_store(run)
+    found = []
+    for name, generation in sorted(finished_chunks(store).items()):
+        data = store.get(layout.output_key(read_marker(store, name, generation).output)).data
+        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
+    assert [line["_row"] for line in found] == list(range(rows))
+    wrong = [
+        line for line in found if line["choices"][0]["text"] != default_row(line["_row"])["prompt"]
+    ]
+    assert wrong == []
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """The tests' own S3 server, outside pytest."""
+    from fixtures_s3 import _SERVE, _announced
+
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield _announced(server, log)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def main() -> None:
+    """Run one campaign and print what was done as one JSON object."""
+    import tempfile
+
+    import boto3
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--freezes", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder)) as endpoint:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint,
+        }
+        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="chaos")
+        began = time.monotonic()
+        tally = Campaign(Plan(**vars(arguments)), "s3://chaos", endpoint).run()
+    publishing = sum(tally.kills[event] for event in PUBLISHING)
+    result = {
+        "kills": sum(tally.kills.values()),
+        "kills_while_publishing": publishing,
+        "kills_by_moment": tally.kills,
+        "freezes": tally.freezes,
+        "lost_replies": tally.lost_replies,
+        "starts": tally.starts,
+        "other_ends": tally.statuses,
+        "runs_verified": tally.runs,
+        "tracebacks": len(tally.tracebacks),
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(result))
+    for traceback in tally.tracebacks[:3]:
+        print(traceback, file=sys.stderr)
+    sys.exit(bool(tally.tracebacks))
+
+
+if __name__ == "__main__":
+    main()
