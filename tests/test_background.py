@@ -31,7 +31,9 @@ def test_results_and_errors_come_back_to_who_asks(background: ThreadBackground) 
         bad.result()
 
 
-def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(background: ThreadBackground) -> None:
+def test_a_wait_ends_when_work_is_done_even_if_it_was_done_before_the_wait(
+    background: ThreadBackground,
+) -> None:
     release = threading.Event()
     job = background.submit(release.wait)
     release.set()
@@ -55,5 +57,7 @@ def test_a_hanging_upload_does_not_hold_up_the_exit() -> None:
         "import time; from batchinfer.background import ThreadBackground;"
         "ThreadBackground().submit(lambda: time.sleep(600)); print('end')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "end\n"

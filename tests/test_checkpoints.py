@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer import layout
-from batchinfer.checkpoints import FinishedRow, encode_deaths, encode_row, read_segments, write_segment
+from batchinfer.checkpoints import (
+    FinishedRow,
+    encode_deaths,
+    encode_row,
+    read_segments,
+    write_segment,
+)
 from batchinfer.codec import raw
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.memory import MemoryStore
@@ -21,10 +27,18 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 
 def row(line: int, text: str = "x", *, ok: bool = True) -> FinishedRow:
-    return FinishedRow(line=line, ok=ok, code="" if ok else "c", prompt_tokens=3, output=raw(b'{"t":"%s"}' % text.encode()))
+    return FinishedRow(
+        line=line,
+        ok=ok,
+        code="" if ok else "c",
+        prompt_tokens=3,
+        output=raw(b'{"t":"%s"}' % text.encode()),
+    )
 
 
-def segment(store: MemoryStore, data: bytes, *, worker: str = "w0", epoch: int = 1, seq: int = 1) -> str:
+def segment(
+    store: MemoryStore, data: bytes, *, worker: str = "w0", epoch: int = 1, seq: int = 1
+) -> str:
     key = layout.segment_key(CHUNK, epoch, worker, seq)
     write_segment(store, key, data)
     return key
@@ -66,7 +80,13 @@ def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [b"not json", b'{"line": "x"}', b'{"line": 99, "ok": true, "output": {}}', b'{"line": 1, "ok": true}', b"\xff\xfe"],
+    [
+        b"not json",
+        b'{"line": "x"}',
+        b'{"line": 99, "ok": true, "output": {}}',
+        b'{"line": 1, "ok": true}',
+        b"\xff\xfe",
+    ],
 )
 def test_a_damaged_record_costs_only_its_own_row(store: MemoryStore, damage: bytes) -> None:
     segment(store, encoded(row(0)) + damage + b"\n" + encoded(row(2)))
@@ -79,7 +99,9 @@ def test_a_foreign_object_among_the_segments_is_left_alone(store: MemoryStore) -
     assert (found.rows, found.keys) == ({}, [])
 
 
-def test_a_segment_that_vanishes_means_look_for_the_marker(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_that_vanishes_means_look_for_the_marker(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = segment(store, encoded(row(0)))
     listed = list(store.list(""))
     store.delete([key])

@@ -20,15 +20,21 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 def test_the_first_worker_writes_it_and_the_others_read_it(store: MemoryStore) -> None:
     first = join_run(store, CONFIG, {"gpu": "L4"}, nonce="a", is_safe=True)
-    second = join_run(store, dict(reversed(CONFIG.items())), {"gpu": "H100"}, nonce="b", is_safe=True)
+    second = join_run(
+        store, dict(reversed(CONFIG.items())), {"gpu": "H100"}, nonce="b", is_safe=True
+    )
     assert second == first
     assert first.fingerprint == codec.fingerprint(CONFIG)
 
 
-def test_what_is_only_recorded_may_differ(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_only_recorded_may_differ(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     join_run(store, CONFIG, {"engine_version": "0.32.0", "gpu": "L4"}, nonce="a", is_safe=True)
     with caplog.at_level("WARNING", logger="batchinfer"):
-        join_run(store, CONFIG, {"engine_version": "0.33.0", "gpu": "H100"}, nonce="b", is_safe=True)
+        join_run(
+            store, CONFIG, {"engine_version": "0.33.0", "gpu": "H100"}, nonce="b", is_safe=True
+        )
     assert "0.32.0" in caplog.text
     assert "H100" not in caplog.text
 
@@ -60,7 +66,9 @@ def test_a_damaged_and_a_newer_run_are_told_apart(store: MemoryStore) -> None:
         read_run(store)
     store.delete([layout.RUN_KEY])
     run = join_run(store, CONFIG, {}, nonce="a", is_safe=True)
-    newer = codec.encode(run).replace(f'"format_version":{FORMAT_VERSION}'.encode(), b'"format_version":99')
+    newer = codec.encode(run).replace(
+        f'"format_version":{FORMAT_VERSION}'.encode(), b'"format_version":99'
+    )
     store.delete([layout.RUN_KEY])
     store.create(layout.RUN_KEY, newer)
     with pytest.raises(InputError, match="format version 99"):

@@ -46,9 +46,12 @@ def test_the_folder_of_a_living_worker_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "what"), [(errno.ENOSPC, "is full"), (errno.EDQUOT, "is full"), (errno.EROFS, "cannot be written")]
+    ("number", "what"),
+    [(errno.ENOSPC, "is full"), (errno.EDQUOT, "is full"), (errno.EROFS, "cannot be written")],
 )
-def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(tmp_path: Path, number: int, what: str) -> None:
+def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
+    tmp_path: Path, number: int, what: str
+) -> None:
     with pytest.raises(ScratchFull, match=what) as caught, scratch_errors(tmp_path):
         raise OSError(number, os.strerror(number))
     assert str(tmp_path) in caught.value.message
@@ -57,5 +60,9 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(tmp_path: Path, n
 
 
 def test_a_really_full_disk_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(ScratchFull, match="/dev"), scratch_errors(Path("/dev/full")), open("/dev/full", "wb") as full:
+    with (
+        pytest.raises(ScratchFull, match="/dev"),
+        scratch_errors(Path("/dev/full")),
+        Path("/dev/full").open("wb") as full,
+    ):
         full.write(b"x" * 100_000)

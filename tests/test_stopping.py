@@ -7,10 +7,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from fakes import FakeClock
 
 from batchinfer.errors import Interrupted, StopRequested
 from batchinfer.stopping import Stopper, WhileLoading, install_signal_handlers
+from fakes import FakeClock
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The worker on real vLLM (CPU build), with a model whose answers can be checked: so misplaced rows are wrong answers."""
+"""The worker on real vLLM (CPU), with a model whose answers can be checked: a misplaced row is a wrong answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import Finished, finish_process, read_marker, run_process, start_process
 
 from batchinfer import layout
 from batchinfer.plan import finished_chunks
 from batchinfer.records import Marker
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
+from making import Finished, finish_process, read_marker, run_process, start_process
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/demo-model"
@@ -77,7 +77,7 @@ def make_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], 
     if request.param == "local":
         return lambda name: str(tmp_path / name)
     s3_url = request.getfixturevalue("s3_url")
-    return lambda name: s3_url(name)
+    return s3_url
 
 
 def split(source: Path, job: str) -> None:
