@@ -364,6 +364,7 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     if not manifests:
         manifests = _manifests_by_rank(job, environment)
     output = options["output"] or _default_output(job, manifests)
+    job = job or _job_of_run(output, manifests)
     seed = options["seed"]
     return WorkerConfig(
         manifests=manifests,
@@ -427,6 +428,16 @@ def _default_output(job: str | None, manifests: list[str]) -> str:
             hint="add --output s3://bucket/run",
         )
     return layout.run_url(base, "default")
+
+
+def _job_of_run(output: str, manifests: list[str]) -> str | None:
+    """The job above a run at JOB/runs/<name>, for a manifest that was copied to the worker's machine."""
+    job, slash, _ = output.rstrip("/").rpartition("/runs/")
+    if not slash or not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
+        return None
+    from batchinfer.storage.opening import open_store
+
+    return job if load_job(job, open_store) is not None else None
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:

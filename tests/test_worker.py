@@ -158,6 +158,24 @@ class TestTheMainJob:
             f"part-{index:05d}" for index in range(10)
         )
 
+    def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
+        """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
+        from batchinfer.worker import command
+
+        copy = tmp_path / "3.txt"
+        copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
+        arguments = [
+            "--manifest",
+            str(copy),
+            "--output",
+            f"{job}/runs/a",
+            "--no-steal",
+            "--engine",
+            "echo",
+        ]
+        command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
+        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+
     def test_several_answers_a_row(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--n", "3")
         assert {len(line["choices"]) for line in all_lines(f"{job}/runs/a")} == {3}

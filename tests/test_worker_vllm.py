@@ -76,8 +76,8 @@ def make_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], 
     """A place for a job: the local disk, and a bucket over a socket."""
     if request.param == "local":
         return lambda name: str(tmp_path / name)
-    s3_url = request.getfixturevalue("s3_url")
-    return s3_url
+    found: Callable[[str], str] = request.getfixturevalue("s3_url")
+    return found
 
 
 def split(source: Path, job: str) -> None:
