@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from batchinfer.clock import SystemClock
 from batchinfer.errors import InputError, RunUnsound
 from batchinfer.records import Claim
 from batchinfer.storage import Store
+from batchinfer.storage.memory import forget
 from batchinfer.storage.opening import open_store
 from batchinfer.verify import Verdict, VerifyConfig, run_verify
 from batchinfer.worker import command as worker_command
@@ -35,16 +36,12 @@ OUTPUT = layout.output_key(layout.output_file(CHUNK))
 MARKER = layout.marker_key(CHUNK)
 
 
-@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3)])
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        url = str(tmp_path / "job")
-    elif request.param == "memory":
-        url = f"memory://{request.node.name}"
-    else:
-        url = request.getfixturevalue("s3_url")("job")
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[str]:
+    url = f"memory://{request.node.name}"
     make_job(url, rows=25, per_chunk=10, workers=2)
-    return url
+    yield url
+    forget(url)
 
 
 @pytest.fixture
@@ -52,6 +49,16 @@ def run(job: str) -> Store:
     """A finished run."""
     run_worker_here(job, f"{job}/runs/a")
     return open_store(f"{job}/runs/a")
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
+def outer_job(request: pytest.FixtureRequest) -> str:
+    """A job as users have them."""
+    if request.param == "local":
+        return str(request.getfixturevalue("local_job"))
+    url: str = request.getfixturevalue("s3_url")("job")
+    make_job(url, rows=25, per_chunk=10, workers=2)
+    return url
 
 
 @pytest.fixture
@@ -311,6 +318,19 @@ def test_what_only_reading_finds_is_found_by_deep_and_mended(
     assert ("corrupt", CHUNK) in kinds(verdict)
     assert verdict.result["chunks_sound"] == 2
     mend(verdict, job)
+    assert verify(run, is_deep=True).is_sound
+
+
+@pytest.mark.parametrize("damage", ["empty marker", "no output", "another run"])
+def test_the_same_on_disks_and_buckets(outer_job: str, damage: str) -> None:
+    run = open_store(f"{outer_job}/runs/a")
+    run_worker_here(outer_job, run.url)
+    assert not verify(run, is_deep=True).findings
+    kind, act = SHALLOW[damage]
+    act(run)
+    verdict = verify(run)
+    assert (kind, CHUNK) in kinds(verdict)
+    mend(verdict, outer_job)
     assert verify(run, is_deep=True).is_sound
 
 
