@@ -20,6 +20,7 @@ _STEPS_SECONDS = (
     *(3600 * n for n in (1, 2, 3, 6, 12, 24, 48, 96, 168, 336, 720, 2160)),
 )
 _TOP, _BOTTOM = 16, 20
+_AREA_PIXELS = 220
 _TRACK_PIXELS = 18
 _FEW_BINS = 30
 
@@ -92,7 +93,6 @@ def stacked_areas(
     title: str,
     shown: Callable[[float], str],
     is_sum: bool = False,
-    height: int = 220,
     maximum: float | None = None,
 ) -> str:
     """Areas over time, one on the other: `values` has one number for each bin. Few bins are drawn as steps.
@@ -104,16 +104,14 @@ def stacked_areas(
         title: Read aloud instead of the picture.
         shown: How to write a number on the y axis.
         is_sum: The values are what was reached at the end of each bin, not what held during it.
-        height: In pixels.
         maximum: Top of the y axis, if it must reach that far.
     """
     totals = [sum(column) for column in zip(*(band.values for band in bands), strict=True)]
     top = nice_maximum(max([maximum or 0.0, *totals]))
+    height = _AREA_PIXELS
     plot = height - _TOP - _BOTTOM
-    if is_sum:
-        xs = _ends(bins, life)
-    else:
-        xs = _steps(bins, life) if bins.num_bins < _FEW_BINS else _points(bins, life)
+    place = _steps if bins.num_bins < _FEW_BINS else _points
+    xs = _ends(bins, life) if is_sum else place(bins, life)
     base = [0.0] * len(totals)
     shapes = []
     for band in bands:
@@ -188,14 +186,13 @@ def _time_axis(extent: Extent, height: int, *, has_lines: bool = False) -> str:
     parts = []
     for moment, label in time_ticks(extent):
         share = 100 * extent.share(moment)
-        anchor = "start" if share < 4 else "end" if share > 96 else "middle"
         if has_lines:
             parts.append(
                 f'<line class="grid" x1="{share:.2f}%" x2="{share:.2f}%" y1="0" y2="100%"/>'
             )
-        else:
+        elif len(label) <= 5 or 6 <= share <= 94:  # a longer one would leave the page at its edges
             parts.append(
-                f'<text class="tick" x="{share:.2f}%" y="{height - 5}" text-anchor="{anchor}">{escape(label)}</text>'
+                f'<text class="tick" x="{share:.2f}%" y="{height - 5}" text-anchor="middle">{escape(label)}</text>'
             )
     return "".join(parts)
 
@@ -263,7 +260,7 @@ def rule(value: float, top: float, style: str) -> str:
 
 def heat_row(values: Sequence[float], top: float, *, title: str, height: int = 14) -> str:
     """Numbers over time as one row of cells, the darker the nearer to `top`; equal neighbours are one cell."""
-    levels = [0 if value <= 0 or top <= 0 else 1 + min(4, int(5 * value / top)) for value in values]
+    levels = [_level(value / top) if top > 0 else 0 for value in values]
     width = 100 / max(1, len(levels))
     cells = []
     first = 0
@@ -280,6 +277,11 @@ def heat_row(values: Sequence[float], top: float, *, title: str, height: int = 1
         f'<svg class="chart" width="100%" height="{height}" role="img" aria-label="{escape(title)}">'
         f'<rect class="up" width="100%" height="{height}"/>{"".join(cells)}</svg>'
     )
+
+
+def _level(share: float) -> int:
+    """Shade of a share of the highest value: few, so that ordinary unevenness does not flicker."""
+    return 0 if share <= 0 else 1 + sum(share >= border for border in (0.15, 0.4, 0.7))
 
 
 def lane(line: Lane, extent: Extent) -> str:

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_SHOWN_WORKERS = 60
+WIDE = 120
+"""Terminal columns from which the table of workers is shown in full."""
 STATE_STYLES = {
     "done": "green",
     "running": "bold green",
@@ -86,12 +88,14 @@ def watch(status: Status, console: Console, clock: Clock, every_seconds: float) 
     from rich.live import Live
 
     seen = status.look()
-    with Live(render(seen), console=console, auto_refresh=False, screen=False) as live:
+    with Live(
+        render(seen, console.width), console=console, auto_refresh=False, screen=False
+    ) as live:
         try:
             while seen.state not in ("done", "stopped"):
                 clock.sleep(every_seconds)
                 seen = status.look()
-                live.update(render(seen), refresh=True)
+                live.update(render(seen, console.width), refresh=True)
         except KeyboardInterrupt:
             pass
     return seen
@@ -121,13 +125,13 @@ def summary(seen: Overview) -> dict[str, Any]:
 # --------------------------------------------------------------------------- the screen
 
 
-def render(seen: Overview) -> Group:
-    """Everything on one screen."""
+def render(seen: Overview, width: int = WIDE) -> Group:
+    """Everything on one screen; a narrow one leaves out columns."""
     from rich.console import Group
 
     parts: list[Any] = [_head(seen)]
     if seen.workers:
-        parts.append(_worker_table(seen))
+        parts.append(_worker_table(seen, is_wide=width >= WIDE))
     if seen.errors:
         parts.append(_errors(seen))
     parts += [_note(note) for note in seen.notes]
@@ -213,43 +217,19 @@ def _cost(seen: Overview) -> str:
     )
 
 
-def _worker_table(seen: Overview) -> Table:
+def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in (
-        ("worker", "left"),
-        ("where", "left"),
-        ("GPUs", "left"),
-        ("state", "left"),
-        ("chunks", "left"),
-        ("rows", "right"),
-        ("rows/s", "right"),
-        ("tok/s out", "right"),
-        ("errors", "right"),
-        ("starts", "right"),
-        ("heartbeat", "right"),
-    ):
-        table.add_column(
-            name, justify="right" if justify == "right" else "left", no_wrap=name != "chunks"
-        )
+    columns = [column for column in _COLUMNS if is_wide or column.is_vital]
+    for column in columns:
+        table.add_column(column.name, justify=column.justify, no_wrap=True)
     order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
-        table.add_row(
-            Text(_short_id(view.id)),
-            Text("/".join(filter(None, (view.cloud, view.region))) or figures.NONE),
-            Text(_gpus(view)),
-            Text(*_styled(view.state)),
-            Text(_chunks(view)),
-            figures.count(view.rows_done),
-            figures.short(view.recent.rows),
-            figures.short(view.recent.output_tokens),
-            figures.count(view.rows_error),
-            str(view.epoch),
-            f"{figures.duration(view.heartbeat_age_seconds)} ago",
-        )
+        cells = (column.cell(view) for column in columns)
+        table.add_row(*(Text(cell, style=STATE_STYLES.get(cell, "")) for cell in cells))
     if len(order) > MAX_SHOWN_WORKERS:
         table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
     return table
@@ -271,6 +251,34 @@ def _chunks(view: WorkerView) -> str:
         return figures.NONE
     more = len(view.open_chunks) - 1
     return view.open_chunks[0] + (f" +{more}" if more else "")
+
+
+class _Column(NamedTuple):
+    name: str
+    cell: Callable[[WorkerView], str]
+    justify: Literal["left", "right"] = "right"
+    is_vital: bool = True
+    """Shown on a narrow terminal too."""
+
+
+_COLUMNS = (
+    _Column("worker", lambda view: _short_id(view.id), "left"),
+    _Column(
+        "where",
+        lambda view: "/".join(filter(None, (view.cloud, view.region))) or figures.NONE,
+        "left",
+        is_vital=False,
+    ),
+    _Column("GPUs", _gpus, "left", is_vital=False),
+    _Column("state", lambda view: view.state, "left"),
+    _Column("chunks", _chunks, "left", is_vital=False),
+    _Column("rows", lambda view: figures.count(view.rows_done)),
+    _Column("rows/s", lambda view: figures.short(view.recent.rows)),
+    _Column("tok/s out", lambda view: figures.short(view.recent.output_tokens)),
+    _Column("errors", lambda view: figures.count(view.rows_error), is_vital=False),
+    _Column("starts", lambda view: str(view.epoch), is_vital=False),
+    _Column("heartbeat", lambda view: f"{figures.duration(view.heartbeat_age_seconds)} ago"),
+)
 
 
 def _errors(seen: Overview) -> Any:
@@ -353,12 +361,13 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     status = Status(config, open_store=open_store, clock=clock)
     if is_json and not is_watch:
         return status.look()
-    console = Console(stderr=True, highlight=False)
+    # Into a file or a log the table goes in full.
+    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
     if is_watch:
         seen = watch(status, console, clock, refresh_seconds)
     else:
         seen = status.look()
-        console.print(render(seen))
+        console.print(render(seen, console.width))
     return seen if is_json else summary(seen)
 
 
