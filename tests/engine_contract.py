@@ -159,7 +159,7 @@ class EngineContract:
         found = drive(engine, ListSource(rows))
         assert len(found) == 5
         codes = [found["c", i].failure and found["c", i].failure.code for i in range(5)]
-        assert codes == [None, None, "prompt_too_long", "prompt_empty", None]
+        assert codes == [None, None, "prompt_too_long", "empty_prompt", None]
         assert found["c", 2].choices == []
 
     def test_log_probabilities_cover_the_answer(self, engine):

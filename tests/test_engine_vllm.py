@@ -153,8 +153,8 @@ def test_bad_prompts_and_parameters_fail_alone_with_their_code(vllm_engine):
     good = Sampling(max_tokens=4)
     bad = {
         1: ({"text": "x" * 5000}, good, "prompt_too_long"),
-        2: ({"text": ""}, good, "prompt_empty"),
-        3: ({"token_ids": []}, good, "prompt_empty"),
+        2: ({"text": ""}, good, "empty_prompt"),
+        3: ({"token_ids": []}, good, "empty_prompt"),
         4: ({"token_ids": [5] * 512}, good, "prompt_too_long"),
         5: ({"token_ids": [999_999]}, good, "engine_rejected"),
         6: ({"text": "hi"}, Sampling(temperature=-1.0), "invalid_parameter"),

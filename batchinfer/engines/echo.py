@@ -264,7 +264,7 @@ class EchoEngine:
     def _refusal(self, request: Request, text: str, num_words: int) -> Failure | None:
         config = self.config
         if not num_words:
-            return Failure(code="prompt_empty", message="the prompt holds no word")
+            return Failure(code="empty_prompt", message="the prompt holds no word")
         if config.max_model_len and num_words >= config.max_model_len:
             return Failure(
                 code="prompt_too_long",

@@ -233,7 +233,7 @@ class VllmEngine:
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # a template raises what its author chose
-            raise RowError("template_failed", f"chat template: {first_line(error)}") from error
+            raise RowError("template_error", f"chat template: {first_line(error)}") from error
         return {"prompt_token_ids": ids}
 
     def _adapter(self, name: str | None) -> Any:
@@ -249,7 +249,7 @@ class VllmEngine:
         message = first_line(error)
         length = self._length(prompt)
         if length == 0:
-            return Failure(code="prompt_empty", message="the prompt has no token")
+            return Failure(code="empty_prompt", message="the prompt has no token")
         if length is not None and length >= self._max_model_len:
             text = f"the prompt has {length} tokens or more, the model takes fewer than "
             return Failure(code="prompt_too_long", message=f"{text}{self._max_model_len}")

@@ -13,9 +13,9 @@ from batchinfer.records import Choice, Completion, Failure, TokenLogprob
 
 # Below this, log-probabilities are as good as minus infinity, which JSON does not have.
 LOWEST_LOGPROB = -9999.0
-UNANSWERED = Failure(code="no_completion", message="the row has neither an answer nor an error")
+UNANSWERED = Failure(code="internal_error", message="the row has neither an answer nor an error")
 
-_encode = msgspec.json.encode
+_encode = msgspec.json.Encoder().encode
 
 
 class Encoder(Protocol):
