@@ -31,4 +31,8 @@ COMMANDS: dict[str, CommandEntry] = {
     "report": CommandEntry(
         "batchinfer.report", "Write a run as one HTML page that opens anywhere, finished or not."
     ),
+    "collect": CommandEntry(
+        "batchinfer.collect",
+        "Collect a run's verified answers into parquet, JSON Lines, CSV or the Hub.",
+    ),
 }

@@ -1,0 +1,319 @@
+"""What of a run can be collected, and its rows in input order, every byte checked before any row of it is used.
+
+Read-only. Only outputs that the newest marker of a chunk vouches for are read. Memory is bounded by a block of lines,
+the disk by a few chunks and their outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from batchinfer import codec, layout
+from batchinfer.audit import CORRUPT, FOREIGN, MISSING, Audit
+from batchinfer.chunks import fetch
+from batchinfer.errors import InputError, ObjectNotFound, RowError
+from batchinfer.formats.columns import LineBlock, Shape
+from batchinfer.inventory import Inventory, in_parallel, take_inventory
+from batchinfer.manifests import ChunkRef, job_chunks, load_job, read_assignment
+from batchinfer.prompts import lines
+from batchinfer.records import Job, Marker, Run
+from batchinfer.runconfig import read_run
+from batchinfer.scratch import Scratch
+from batchinfer.storage import Store
+
+OpenStore = Callable[[str], Store]
+
+_BLOCK_LINES = 2000
+_BLOCK_BYTES = 8 << 20
+_FETCHERS = 2
+CHUNKS, OUTPUTS = "chunks", "outputs"
+"""Where a source's columns can come from."""
+_OWN = (lines.ROW_FIELD, lines.ID_FIELD)
+
+
+class Gap(NamedTuple):
+    """A chunk that cannot be collected, and why: missing, corrupt or foreign."""
+
+    chunk: str
+    kind: str
+    problem: str
+
+
+class Selection(NamedTuple):
+    """The chunks of a run in input order, with their markers, and the gaps between them."""
+
+    run: Run
+    job: Job | None
+    job_url: str
+    sound: list[tuple[ChunkRef, Marker]]
+    gaps: list[Gap]
+    num_foreign: int
+    """Objects that are nothing of a run's."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the run should have."""
+        return len(self.sound) + len(self.gaps)
+
+
+def select(
+    store: Store,
+    open_store: OpenStore,
+    *,
+    now: float,
+    job_url: str | None = None,
+    manifests: list[str] | None = None,
+) -> Selection:
+    """Find out which outputs of a run count.
+
+    Args:
+        store: The run's.
+        open_store: Opens the job's.
+        now: Unix seconds.
+        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
+        manifests: The chunks, for a run that was made from a list without a job.json.
+
+    Raises:
+        InputError: no run there, one of a newer format version, or its job cannot be found.
+    """
+    inventory = take_inventory(store, now=now)
+    run = _read_run(store, inventory)
+    limit = run.config.get("limit")
+    if manifests:
+        assignment = read_assignment(
+            manifests, job_url=job_url, allow_absolute=True, limit=limit, open_store=open_store
+        )
+        job, url, sha256 = assignment.job, assignment.job_url, assignment.job_sha256
+        expected = {ref.name: ref for ref in assignment.chunks}
+    else:
+        job, url, sha256 = _find_job(run, store.url, job_url, open_store)
+        expected = job_chunks(job, url, limit)
+    audit = Audit(
+        run=run,
+        job_sha256=sha256,
+        expected=expected,
+        known=None if job is None else [chunk.name for chunk in job.chunks],
+        inventory=inventory,
+    )
+    sound = audit.check_all()
+    if any(found.mend == "job" for found in audit.findings):
+        raise InputError(
+            f"{store.url}: was made from another job.json than the one at {url}",
+            hint="name the run's own job with --job",
+        )
+    gaps = {
+        found.subject: Gap(found.subject, found.kind, found.problem)
+        for found in audit.findings
+        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in expected
+    }
+    return Selection(run, job, url, sound, list(gaps.values()), len(inventory.unknown))
+
+
+def _read_run(store: Store, inventory: Inventory) -> Run:
+    run = read_run(store)
+    if run is not None:
+        return run
+    if inventory.is_empty:
+        raise InputError(
+            f"{store.url}: no run there",
+            hint="give the --output of the workers, e.g. JOB/runs/default",
+        )
+    raise InputError(
+        f"{store.url}: has no run.json, so no worker's engine has been ready so far",
+        hint=f"see how it goes: batchinfer status {store.url}",
+    )
+
+
+def _find_job(
+    run: Run, run_url: str, job_url: str | None, open_store: OpenStore
+) -> tuple[Job, str, str]:
+    if not run.config.get("job_sha256"):
+        raise InputError(
+            f"{run_url}: made from a list of chunks without a job.json, which must be given",
+            hint=f"batchinfer collect --manifest LIST {run_url} DEST",
+        )
+    base, runs, name = run_url.rpartition("/" + layout.RUNS)
+    near = base if runs and name and "/" not in name else ""
+    places = [job_url] if job_url else [near, str(run.recorded.get("job") or "")]
+    for place in filter(None, places):
+        found = load_job(place.rstrip("/"), open_store)
+        if found is not None:
+            return found[0], place.rstrip("/"), found[1]
+    raise InputError(
+        f"{run_url}: its job is not at {', '.join(filter(None, places)) or 'any place that is known'}",
+        hint=f"batchinfer collect --job JOB {run_url} DEST",
+    )
+
+
+# --------------------------------------------------------------------------- reading
+
+
+class Block(NamedTuple):
+    """Some consecutive rows of one chunk: answers, and beside them the source's columns if those are wanted."""
+
+    chunk: str
+    lines: LineBlock
+    source: list[dict[str, Any]] | None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return len(self.lines.lines)
+
+    def part(self, start: int, stop: int) -> Block:
+        """Rows [start, stop)."""
+        source = None if self.source is None else self.source[start:stop]
+        return Block(self.chunk, self.lines.part(start, stop), source)
+
+
+class _Fetched(NamedTuple):
+    ref: ChunkRef
+    output: Path
+    chunk: Path | None
+    problem: str = ""
+
+
+class Reader:
+    """Reads a selection's rows in input order, as often as one likes.
+
+    Args:
+        selection: What counts.
+        store: The run's.
+        open_store: Opens the stores of chunks.
+        shape: Columns of the answers.
+        scratch: Room for a few outputs (and chunks).
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        store: Store,
+        open_store: OpenStore,
+        shape: Shape,
+        scratch: Scratch,
+    ) -> None:
+        self._selection = selection
+        self._store = store
+        self._shape = shape
+        self._scratch = scratch
+        roots = {ref.root for ref, _ in selection.sound}
+        self._sources = {root: open_store(root) for root in roots}
+        self.damaged: dict[str, Gap] = {}
+        """Chunks whose bytes are not what the marker says; found while reading."""
+
+    def blocks(self, source_from: str = "", columns: list[str] | None = None) -> Iterator[Block]:
+        """Yield every row once, in input order.
+
+        Args:
+            source_from: Where to take the source's columns from: "chunks", "outputs" (what ``--keep`` kept) or "".
+            columns: Only these of them; None: all.
+
+        Raises:
+            InputError: a line cannot be read although its checksum is right.
+        """
+        sound = self._selection.sound
+        bring = partial(self._fetch, with_chunk=source_from == CHUNKS)
+        read = _row_reader(columns) if source_from else None
+        waiting = in_parallel(bring, sound, _FETCHERS)
+        for fetched, (ref, marker) in zip(waiting, sound, strict=True):
+            if fetched.problem:
+                self.damaged[ref.name] = Gap(ref.name, CORRUPT, fetched.problem)
+                continue
+            try:
+                yield from self._read(fetched, marker, read)
+            finally:
+                fetched.output.unlink(missing_ok=True)
+                if fetched.chunk is not None:
+                    fetched.chunk.unlink(missing_ok=True)
+
+    def _fetch(self, pair: tuple[ChunkRef, Marker], *, with_chunk: bool) -> _Fetched:
+        """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread."""
+        ref, marker = pair
+        path = self._scratch.new_path(f"{ref.name}.output")
+        key = layout.output_key(marker.output)
+        try:
+            self._store.download(key, path)
+        except ObjectNotFound:
+            return _Fetched(ref, path, None, f"{key}: vanished while the run was read")
+        with path.open("rb") as file:
+            digest = codec.sha256_file(file)
+        if digest != marker.output_sha256:
+            path.unlink()
+            return _Fetched(
+                ref,
+                path,
+                None,
+                f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…",
+            )
+        if not with_chunk:
+            return _Fetched(ref, path, None)
+        local = fetch(self._sources[ref.root], ref, self._scratch)
+        if local.sha256 != marker.chunk_sha256:
+            local.path.unlink()
+            return _Fetched(ref, path, None, f"{ref.key}: was changed since it was answered")
+        return _Fetched(ref, path, local.path)
+
+    def _read(
+        self, fetched: _Fetched, marker: Marker, read: Callable[[bytes], dict[str, Any]] | None
+    ) -> Iterator[Block]:
+        done = 0
+        for part, rows in _aligned(fetched):
+            block = LineBlock(b"".join(part), self._shape, fetched.ref.first_row + done)
+            done += len(part)
+            source = None
+            if read is not None:
+                source = list(map(read, block.sources() if rows is None else rows))
+            yield Block(fetched.ref.name, block, source)
+        if done != marker.rows_ok + marker.rows_error:
+            raise InputError(
+                f"{fetched.ref.name}: its output has {done} lines, the marker counts "
+                f"{marker.rows_ok + marker.rows_error} rows",
+                hint="`batchinfer verify` says what mends it",
+            )
+
+
+def _aligned(fetched: _Fetched) -> Iterator[tuple[list[bytes], list[bytes] | None]]:
+    """Lines of an output, a block at a time, and the chunk's lines beside them if the chunk is there."""
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(fetched.output.open("rb"))
+        chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
+        while data := output.readlines(_BLOCK_BYTES):
+            for start in range(0, len(data), _BLOCK_LINES):
+                part = data[start : start + _BLOCK_LINES]
+                yield part, None if chunk is None else [chunk.readline() for _ in part]
+
+
+def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
+    """Decode a row's columns; a broken row has none."""
+    if columns is None:
+
+        def read_all(data: bytes) -> dict[str, Any]:
+            try:
+                row = lines.decode_object(data)
+            except RowError:
+                return {}
+            for name in _OWN:
+                row.pop(name, None)
+            return row
+
+        return read_all
+    project = lines.projection(columns)
+
+    def read(data: bytes) -> dict[str, Any]:
+        try:
+            values = project(data)
+        except RowError:
+            return {}
+        return {
+            name: value
+            for name, value in zip(columns, values, strict=True)
+            if value is not msgspec.UNSET
+        }
+
+    return read

@@ -1,0 +1,330 @@
+"""Output lines of any format as columns, many lines at once: what `collect` makes tables of. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from batchinfer.errors import InputError
+from batchinfer.records import Record
+
+SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
+"""Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""
+
+_ROW = ("row", "id", "status")
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_ERROR = ("error_code", "error_message")
+
+
+class Shape(Record, frozen=True, kw_only=True):
+    """Which columns a run's answers have. Follows from run.json alone, so that every file agrees."""
+
+    output_format: str
+    answers: str
+    has_reasoning: bool = False
+    has_tool_calls: bool = False
+    has_logprobs: bool = False
+    has_prompt: bool = False
+    has_embedding: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Columns in order."""
+        if self.answers == LISTS:
+            answer = ["texts", "finish_reasons"]
+        else:
+            answer = ["choice_index"] if self.answers == EXPLODED else []
+            answer += ["text", "finish_reason"]
+        answer += ["reasoning"] if self.has_reasoning else []
+        answer += ["tool_calls"] if self.has_tool_calls else []
+        answer += ["logprobs"] if self.has_logprobs else []
+        if self.has_embedding:
+            answer = ["embedding"]
+        prompt = ["prompt"] if self.has_prompt else []
+        return [*_ROW, *answer, *_COUNTS, *_ERROR, *prompt]
+
+
+def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
+    """Derive the columns from what run.json's `config` says.
+
+    >>> shape_of({"prompt": {}, "sampling": {"n": 2}}, explode=False).names[3:5]
+    ['texts', 'finish_reasons']
+    """
+    prompt, sampling = config.get("prompt") or {}, config.get("sampling") or {}
+    # Requests bring their own n, which run.json does not know.
+    may_differ = prompt.get("request_format", "rows") != "rows"
+    has_several = may_differ or int(sampling.get("n") or 1) > 1
+    output_format = prompt.get("output_format") or "native"
+    return Shape(
+        output_format=output_format,
+        answers=EXPLODED if explode else LISTS if has_several else SINGLE,
+        has_reasoning=_mentions(config, "reasoning"),
+        has_tool_calls=_mentions(config, "tool_call"),
+        has_logprobs=sampling.get("logprobs") is not None,
+        has_prompt=bool(prompt.get("keep_prompt")) and output_format != "completions",
+        has_embedding="embed" in str(prompt.get("task") or ""),
+    )
+
+
+def _mentions(value: Any, word: str) -> bool:
+    """Whether a setting whose name holds the word is set anywhere below."""
+    if not isinstance(value, dict):
+        return False
+    return any((word in key and bool(item)) or _mentions(item, word) for key, item in value.items())
+
+
+# --------------------------------------------------------------------------- lines
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    text: str | None = None
+    message: _Message | None = None
+    finish_reason: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+    logprobs: msgspec.Raw = msgspec.Raw()
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct, gc=False):
+    code: str | None = None
+    message: str | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    status_code: int = 0
+    body: _Body | None = None
+
+
+class _Native(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_id"}):
+    row: int
+    row_id: str
+    status: str
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+    embedding: list[float] | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    source: msgspec.Raw = msgspec.Raw()
+
+
+class _Batch(msgspec.Struct, gc=False):
+    custom_id: str
+    response: _Response | None = None
+    error: _Error | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    source: msgspec.Raw = msgspec.Raw()
+
+
+class _Completions(msgspec.Struct, gc=False):
+    result: _Body | None
+    error: _Error | None = None
+    source: msgspec.Raw = msgspec.Raw()
+
+
+_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    "native": msgspec.json.Decoder(_Native),
+    "openai-batch": msgspec.json.Decoder(_Batch),
+    "completions": msgspec.json.Decoder(_Completions),
+}
+
+
+class LineBlock:
+    """Some consecutive output lines, decoded.
+
+    Args:
+        data: Whole lines, each with its newline.
+        shape: What to make of them.
+        first_row: The first line's number in the job.
+
+    Raises:
+        InputError: a line is none of the run's format, or of another row.
+    """
+
+    def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
+        self._shape = shape
+        decoder = _DECODERS.get(shape.output_format)
+        if decoder is None:
+            raise InputError(
+                f"run.json: output format {shape.output_format!r}, expected one of {', '.join(_DECODERS)}",
+                hint="upgrade batchinfer",
+            )
+        try:
+            lines = decoder.decode_lines(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"an output line: not in the format {shape.output_format} ({error})"
+            ) from error
+        self.lines: Sequence[_Native] = lines
+        if shape.output_format == "openai-batch":
+            self.lines = [_from_batch(line, first_row + i) for i, line in enumerate(lines)]
+        elif shape.output_format == "completions":
+            self.lines = [_from_completions(line, first_row + i) for i, line in enumerate(lines)]
+        elif [line.row for line in lines] != list(range(first_row, first_row + len(lines))):
+            raise InputError(
+                f"output lines from row {first_row} on: of other rows, or out of order"
+            )
+
+    def part(self, start: int, stop: int) -> LineBlock:
+        """Lines [start, stop)."""
+        part = copy.copy(self)
+        part.lines = self.lines[start:stop]
+        return part
+
+    def sources(self) -> Iterator[bytes]:
+        """The kept columns of every line, as JSON; empty where there are none."""
+        return (bytes(line.source) for line in self.lines)
+
+    def num_unshown(self) -> int:
+        """Lines with reasoning that the columns have no place for."""
+        if self._shape.has_reasoning:
+            return 0
+        return sum(
+            any(choice.reasoning is not None for choice in line.choices) for line in self.lines
+        )
+
+    def columns(self) -> tuple[dict[str, list[Any]], list[int] | None]:
+        """Values by column, in the order of `Shape.names`.
+
+        Returns:
+            The columns; and for exploded answers the index of each table row's line, else None.
+        """
+        lines, shape = self.lines, self._shape
+        if shape.answers != EXPLODED:
+            found = self._of_lines(lines)
+            firsts = [line.choices[0] if line.choices else None for line in lines]
+            found |= self._single(firsts) if shape.answers == SINGLE else self._lists()
+            return {name: found[name] for name in shape.names}, None
+        places: list[tuple[int, _Choice | None]] = []
+        for index, line in enumerate(lines):
+            if line.choices:
+                places += [(index, choice) for choice in line.choices]
+            else:
+                places.append((index, None))
+        indices = [index for index, _ in places]
+        found = self._of_lines([lines[index] for index in indices])
+        found |= self._single([choice for _, choice in places])
+        found["choice_index"] = [None if one is None else one.index for _, one in places]
+        return {name: found[name] for name in shape.names}, indices
+
+    def _of_lines(self, lines: Sequence[_Native]) -> dict[str, list[Any]]:
+        usages = [line.usage or _NO_USAGE for line in lines]
+        found: dict[str, list[Any]] = {
+            "row": [line.row for line in lines],
+            "id": [line.row_id for line in lines],
+            "status": [line.status for line in lines],
+            "prompt_tokens": [usage.prompt_tokens for usage in usages],
+            "cached_tokens": [usage.cached_tokens for usage in usages],
+            "completion_tokens": [usage.completion_tokens for usage in usages],
+            "error_code": [None if line.error is None else line.error.code for line in lines],
+            "error_message": [None if line.error is None else line.error.message for line in lines],
+        }
+        if self._shape.has_prompt:
+            found["prompt"] = [_text(line.prompt) for line in lines]
+        if self._shape.has_embedding:
+            found["embedding"] = [line.embedding for line in lines]
+        return found
+
+    def _single(self, choices: Sequence[_Choice | None]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {
+            "text": [None if one is None else one.text for one in choices],
+            "finish_reason": [None if one is None else one.finish_reason for one in choices],
+        }
+        for name in self._extras():
+            found[name] = [None if one is None else _extra(one, name) for one in choices]
+        return found
+
+    def _lists(self) -> dict[str, list[Any]]:
+        lines = self.lines
+        found: dict[str, list[Any]] = {
+            "texts": [[one.text for one in line.choices] for line in lines],
+            "finish_reasons": [[one.finish_reason for one in line.choices] for line in lines],
+        }
+        for name in self._extras():
+            found[name] = [[_extra(one, name) for one in line.choices] for line in lines]
+        return found
+
+    def _extras(self) -> list[str]:
+        return [
+            name for name in ("reasoning", "tool_calls", "logprobs") if name in self._shape.names
+        ]
+
+
+_NO_USAGE = _Usage()
+
+
+def _extra(choice: _Choice, name: str) -> str | None:
+    value = getattr(choice, name)
+    return _text(value) if isinstance(value, msgspec.Raw) else value
+
+
+def _text(raw: msgspec.Raw) -> str | None:
+    """A text as itself, null as None, anything else as JSON."""
+    data = bytes(raw)
+    if not data or data == b"null":
+        return None
+    return str(msgspec.json.decode(data)) if data.startswith(b'"') else data.decode()
+
+
+def _from_batch(line: _Batch, row: int) -> _Native:
+    response = line.response
+    body = (response.body if response is not None else None) or _Body()
+    is_ok = line.error is None and response is not None and response.status_code == 200
+    usage = body.usage or _Usage()
+    if usage.prompt_tokens_details is not None:
+        usage.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    for choice in body.choices:
+        message = choice.message
+        if message is not None:
+            choice.text = message.content or ""
+            choice.reasoning = message.reasoning or message.reasoning_content
+            choice.tool_calls = message.tool_calls
+    return _Native(
+        row=row,
+        row_id=line.custom_id,
+        status="ok" if is_ok else "error",
+        choices=body.choices if is_ok else [],
+        usage=usage,
+        error=None if is_ok else line.error or body.error or _Error("unknown", ""),
+        prompt=line.prompt,
+        source=line.source,
+    )
+
+
+def _from_completions(line: _Completions, row: int) -> _Native:
+    is_ok = line.error is None and line.result is not None
+    return _Native(
+        row=row,
+        row_id=str(row),
+        status="ok" if is_ok else "error",
+        choices=line.result.choices if is_ok and line.result is not None else [],
+        error=None if is_ok else line.error or _Error("unknown", ""),
+        source=line.source,
+    )

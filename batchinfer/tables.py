@@ -1,0 +1,303 @@
+"""Tables in files: typed parquet, JSON Lines and CSV, byte for byte the same from the same rows.
+
+The adapter around pyarrow; columns come in as lists of plain Python values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import msgspec
+
+from batchinfer.errors import ConfigError, InputError
+from batchinfer.formats.columns import LISTS, Shape
+from batchinfer.scratch import scratch_errors
+from batchinfer.shapes import JSON, Kind
+
+FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv"}
+_GROUP_ROWS = 20_000
+_GROUP_BYTES = 64 << 20
+"""A row group is closed at whichever comes first; so much is held in memory."""
+_FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
+_HASH_BLOCK_BYTES = 1 << 20
+
+Columns = dict[str, list[Any]]
+_encoder = msgspec.json.Encoder()
+
+
+class TableFile(NamedTuple):
+    """A finished file in the scratch folder."""
+
+    path: Path
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Writer(Protocol):
+    """Writes one file."""
+
+    def write(self, columns: Columns) -> None:
+        """Append rows: one list a column, all equally long."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file."""
+        ...
+
+
+class Schema:
+    """Names and types of a table's columns, fixed before its first row.
+
+    Args:
+        shape: Columns of the answers.
+        source: Columns of the source by the name they have in the table, and their kinds.
+        dimension: Length of every embedding, 0 where there is none.
+        has_chunk: A column with the chunk's name stands first.
+    """
+
+    def __init__(
+        self, shape: Shape, source: dict[str, Kind], *, dimension: int = 0, has_chunk: bool = False
+    ) -> None:
+        self.source = source
+        self.names = [*(["chunk"] if has_chunk else []), *shape.names, *source]
+        self._shape = shape
+        self.dimension = dimension
+
+    def arrow(self) -> Any:
+        """The pyarrow schema."""
+        import pyarrow as pa
+
+        types = {
+            "row": pa.int64(),
+            "choice_index": pa.int32(),
+            "prompt_tokens": pa.int32(),
+            "cached_tokens": pa.int32(),
+            "completion_tokens": pa.int32(),
+            "texts": pa.list_(pa.string()),
+            "finish_reasons": pa.list_(pa.string()),
+            "embedding": pa.list_(pa.float32(), self.dimension),
+        }
+        if self._shape.answers == LISTS:
+            types |= dict.fromkeys(("reasoning", "tool_calls", "logprobs"), pa.list_(pa.string()))
+        return pa.schema(
+            [
+                pa.field(
+                    name,
+                    arrow_type(self.source[name])
+                    if name in self.source
+                    else types.get(name, pa.string()),
+                )
+                for name in self.names
+            ]
+        )
+
+
+def arrow_type(kind: Kind) -> Any:
+    """The pyarrow type of a settled kind."""
+    import pyarrow as pa
+
+    if isinstance(kind, str):
+        return {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}.get(kind, pa.string())
+    if kind[0] == "list":
+        return pa.list_(arrow_type(kind[1]))
+    return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind[1].items()])
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """The name of a source's column in a table that may have one of that name already.
+
+    >>> free_name("text", {"text"}), free_name("topic", {"text"})
+    ('source_text', 'topic')
+    """
+    while name in taken:
+        name = f"source_{name}"
+    return name
+
+
+def json_text(value: Any) -> str | None:
+    """A value as JSON text; None stays None."""
+    return None if value is None else _encoder.encode(value).decode()
+
+
+# --------------------------------------------------------------------------- writers
+
+
+class ShardWriter:
+    """Cuts a stream of columns into files of so many rows each.
+
+    Args:
+        kind: parquet, jsonl or csv.
+        schema: The columns.
+        folder: Where the files are built.
+        shard_rows: Rows of the job a file; None: one file.
+        name: Makes the name of the file with an index.
+    """
+
+    def __init__(self, kind: str, schema: Schema, folder: Path, shard_rows: int | None) -> None:
+        if kind not in FORMATS:
+            raise ConfigError(f"--format {kind}: expected one of {', '.join(FORMATS)}")
+        self._kind = kind
+        self._schema = schema
+        self._folder = folder
+        self._shard_rows = shard_rows
+        self._writer: Writer | None = None
+        self._path = folder
+        self._count = 0
+        self._rows = 0
+        self._lines = 0
+
+    def room(self) -> int | None:
+        """Rows that the open file still takes; None: any number."""
+        return None if self._shard_rows is None else self._shard_rows - self._rows
+
+    def write(self, columns: Columns, num_rows: int) -> TableFile | None:
+        """Append columns that stand for `num_rows` rows of the job, at most `room`. Returns a file that is full."""
+        if self._writer is None:
+            self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
+            self._count += 1
+            self._writer = _open_writer(self._kind, self._path, self._schema)
+        with scratch_errors(self._folder):
+            self._writer.write(columns)
+        self._rows += num_rows
+        self._lines += len(columns[self._schema.names[0]])
+        return self.finish() if self._rows == self._shard_rows else None
+
+    def finish(self) -> TableFile | None:
+        """Close the open file, if there is one."""
+        if self._writer is None:
+            return None
+        with scratch_errors(self._folder):
+            self._writer.close()
+            size, digest = _measure(self._path)
+        self._writer = None
+        lines, self._rows, self._lines = self._lines, 0, 0
+        return TableFile(self._path, lines, size, digest)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave no file open. What is unfinished stays in the scratch folder, which goes."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _open_writer(kind: str, path: Path, schema: Schema) -> Writer:
+    with scratch_errors(path.parent):
+        if kind == "parquet":
+            return _ParquetWriter(path, schema)
+        return _JsonLinesWriter(path, schema) if kind == "jsonl" else _CsvWriter(path, schema)
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return path.stat().st_size, digest.hexdigest()
+
+
+def _to_batch(columns: Columns, schema: Any) -> Any:
+    """One record batch. A value that has no place in its column is an error, not a null."""
+    import pyarrow as pa
+
+    arrays = []
+    for field in schema:
+        values = columns[field.name]
+        try:
+            arrays.append(pa.array(values, field.type))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise InputError(
+                f"column {field.name!r}: a value is no {field.type} ({error})",
+                hint="did two configurations write to one run? `batchinfer verify --deep` tells",
+            ) from error
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class _ParquetWriter:
+    def __init__(self, path: Path, schema: Schema) -> None:
+        from pyarrow import parquet
+
+        self._schema = schema.arrow()
+        few = [name for name in _FEW_VALUES if name in schema.names]
+        self._file = parquet.ParquetWriter(
+            path, self._schema, compression="zstd", compression_level=1, use_dictionary=few
+        )
+        self._held: list[Any] = []
+        self._held_rows = self._held_bytes = 0
+
+    def write(self, columns: Columns) -> None:
+        batch = _to_batch(columns, self._schema)
+        self._held.append(batch)
+        self._held_rows += batch.num_rows
+        self._held_bytes += batch.nbytes
+        if self._held_rows >= _GROUP_ROWS or self._held_bytes >= _GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._held:
+            table = pa.Table.from_batches(self._held, schema=self._schema)
+            self._held, self._held_rows, self._held_bytes = [], 0, 0
+            self._file.write_table(table, row_group_size=max(1, table.num_rows))
+
+
+class _JsonLinesWriter:
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._names = schema.names
+        self._file = path.open("wb")
+
+    def write(self, columns: Columns) -> None:
+        names = self._names
+        rows = zip(*(columns[name] for name in names), strict=True)
+        self._file.write(
+            _encoder.encode_lines([dict(zip(names, row, strict=True)) for row in rows])
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _CsvWriter:
+    """Texts are quoted and nulls are not, so that a reader can tell an empty answer from none."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        self._nested = [field.name for field in schema.arrow() if pa.types.is_nested(field.type)]
+        self._schema = pa.schema(
+            [
+                pa.field(field.name, pa.string() if field.name in self._nested else field.type)
+                for field in schema.arrow()
+            ]
+        )
+        self._file = csv.CSVWriter(str(path), self._schema)
+
+    def write(self, columns: Columns) -> None:
+        columns = columns | {name: list(map(json_text, columns[name])) for name in self._nested}
+        self._file.write_batch(_to_batch(columns, self._schema))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def as_column(values: list[Any], kind: Kind) -> list[Any]:
+    """Values of a source's column as its kind has them: JSON text where kinds were mixed."""
+    return list(map(json_text, values)) if kind == JSON else values
