@@ -49,7 +49,7 @@ def nice_maximum(value: float) -> float:
     >>> nice_maximum(0), nice_maximum(37), nice_maximum(11900)
     (1.0, 40.0, 12000.0)
     """
-    if value <= 0 or not math.isfinite(value):
+    if value < 1e-9 or not math.isfinite(value):
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10):
