@@ -21,7 +21,7 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 
-class FinishedRow(Record, frozen=True, kw_only=True):
+class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
     """One finished row. `output` stays last: it is cut out of the encoded record by position."""
 
     line: int
@@ -71,7 +71,7 @@ _decoder = msgspec.json.Decoder(_Line)
 def encode_row(row: FinishedRow) -> tuple[bytes, int]:
     """Return the record as one line with its newline, and the offset of `output` in it."""
     data = _encoder.encode(row)
-    return data + b"\n", len(data) - 1 - len(bytes(row.output))
+    return data + b"\n", len(data) - 1 - memoryview(row.output).nbytes
 
 
 def encode_deaths(lines: list[int]) -> bytes:

@@ -28,6 +28,8 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
+_READ_BYTES = 1 << 17
+"""What is read of a local chunk at a time."""
 DEATHS_BEFORE_ALONE = 2
 DEATHS_BEFORE_ERROR = 3
 
@@ -62,15 +64,16 @@ class RowCounts:
         self.completion_tokens = 0
         self.errors: Counter[str] = Counter()
 
-    def add(self, row: FinishedRow) -> None:
-        """Count one finished row."""
-        if row.ok:
-            self.ok += 1
-        else:
-            self.errors[row.code] += 1
-        self.prompt_tokens += row.prompt_tokens
-        self.cached_tokens += row.cached_tokens
-        self.completion_tokens += row.completion_tokens
+    def add(self, rows: list[FinishedRow]) -> None:
+        """Count finished rows."""
+        for row in rows:
+            if row.ok:
+                self.ok += 1
+            else:
+                self.errors[row.code] += 1
+        self.prompt_tokens += sum([row.prompt_tokens for row in rows])
+        self.cached_tokens += sum([row.cached_tokens for row in rows])
+        self.completion_tokens += sum([row.completion_tokens for row in rows])
 
 
 class OpenChunk:
@@ -111,20 +114,19 @@ class OpenChunk:
         rows: list[RawRow] = []
         size = 0
         if self._reader is None:
-            self._reader = self.local.path.open("rb")
-        while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
-            line = self._reader.readline()
-            index = self._cursor
-            self._cursor += 1
-            if (
-                self.state[index] != RowState.TODO
-                or self.deaths.get(index, 0) >= DEATHS_BEFORE_ALONE
-            ):
+            self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
+        state, todo, taken = self.state, RowState.TODO, RowState.TAKEN
+        read_line = self._reader.readline
+        for index in range(self._cursor, self.num_rows):
+            if len(rows) >= max_rows or size >= max_bytes:
+                break
+            line = read_line()
+            self._cursor = index + 1
+            if state[index] != todo or self.deaths.get(index, 0) >= DEATHS_BEFORE_ALONE:
                 continue
-            self.state[index] = RowState.TAKEN
-            data = line[:-1] if line.endswith(b"\n") else line
-            rows.append(RawRow(index, data))
-            size += len(data)
+            state[index] = taken
+            rows.append(RawRow(index, line))
+            size += len(line)
         return rows
 
     def read_row(self, index: int) -> RawRow:
@@ -149,18 +151,21 @@ class OpenChunk:
         records: list[bytes] = []
         payloads: list[tuple[int, int, int]] = []
         size = 0
+        state, done = self.state, RowState.DONE
         for row in rows:
-            if self.state[row.line] == RowState.DONE:
+            line = row.line
+            if state[line] == done:
                 continue
-            self.state[row.line] = RowState.DONE
+            state[line] = done
             record, offset = encode_row(row)
-            payloads.append((row.line, size + offset, len(bytes(row.output))))
+            # The payload ends where the record does, but for a brace and a newline.
+            payloads.append((line, size + offset, len(record) - offset - 2))
             records.append(record)
             size += len(record)
-            self.counts.add(row)
             fresh.append(row)
         if records:
             self.spool.append(b"".join(records), payloads)
+            self.counts.add(fresh)
             self.num_left -= len(fresh)
         return fresh
 
@@ -378,11 +383,12 @@ def _scan(path: Path) -> tuple[str, int]:
     digest = hashlib.sha256()
     num_lines = 0
     last = b"\n"
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            num_lines += block.count(b"\n")
-            last = block[-1:]
+    buffer = bytearray(_READ_BYTES)  # one for all, small enough for the processor's cache
+    with path.open("rb", buffering=0) as file, memoryview(buffer) as view:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+            num_lines += buffer.count(b"\n", 0, size)
+            last = bytes(view[size - 1 : size])
     return digest.hexdigest(), num_lines + (last != b"\n")
 
 

@@ -15,7 +15,10 @@ FORMAT_VERSION = 1
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every record. Subclasses repeat both: msgspec does not inherit kw_only, nor do type checkers frozen."""
+    """Base of every record. Subclasses repeat both: msgspec does not inherit kw_only, nor do type checkers frozen.
+
+    Those of which there are many at a time say `gc=False`: they hold no cycle, so the collector need not visit them.
+    """
 
 
 # --------------------------------------------------------------------------- the job (written once by `split`)
@@ -73,7 +76,7 @@ class Job(Record, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- requests and completions
 
 
-class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True):
+class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Sampling parameters of one request, by vLLM's names. None means the engine's default.
 
     `structured` holds one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
@@ -109,7 +112,7 @@ RowKey = tuple[str, int]
 """(chunk name, line index from 0): what identifies a row everywhere."""
 
 
-class Request(Record, frozen=True, kw_only=True, omit_defaults=True):
+class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One row on its way to the engine. Exactly one of text, token_ids and messages is set."""
 
     key: RowKey
@@ -130,7 +133,7 @@ class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
     top: list[tuple[str, float]] = []
 
 
-class Choice(Record, frozen=True, kw_only=True, omit_defaults=True):
+class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One generated answer. `index` counts from 0 below n."""
 
     index: int
@@ -150,7 +153,7 @@ class Failure(Record, frozen=True, kw_only=True):
     transient: bool = False
 
 
-class Completion(Record, frozen=True, kw_only=True, omit_defaults=True):
+class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The engine's answer to one request: choices, or a failure.
 
     `prompt_logprobs` has one entry per prompt token, the first None (it has no predecessor).

@@ -227,22 +227,22 @@ class Telemetry:
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """See shelf.Observer."""
         self._attempts = 0
-        minute = self._minutes.setdefault(int(self._clock.now() // 60), [0, 0, 0, 0])
+        prompt_tokens = sum([row.prompt_tokens for row in rows])
+        completion_tokens = sum([row.completion_tokens for row in rows])
         self._counts["rows_done"] += len(rows)
-        for row in rows:
-            minute[0] += 1
-            minute[1] += row.prompt_tokens
-            minute[2] += row.completion_tokens
-            self._counts["prompt_tokens"] += row.prompt_tokens
-            self._counts["completion_tokens"] += row.completion_tokens
-            if row.ok:
-                _count(self._finish_reasons, row.finish_reason)
-                self._prompt_lengths[length_bucket(row.prompt_tokens)] += 1
-                self._completion_lengths[length_bucket(row.completion_tokens)] += 1
-            else:
-                minute[3] += 1
-                _count(self._errors, row.code)
-            self._counts["cached_tokens"] += row.cached_tokens
+        self._counts["prompt_tokens"] += prompt_tokens
+        self._counts["completion_tokens"] += completion_tokens
+        self._counts["cached_tokens"] += sum([row.cached_tokens for row in rows])
+        ok = [row for row in rows if row.ok]
+        minute = self._minutes.setdefault(int(self._clock.now() // 60), [0, 0, 0, 0])
+        for place, number in enumerate(
+            (len(rows), prompt_tokens, completion_tokens, len(rows) - len(ok))
+        ):
+            minute[place] += number
+        _count(self._finish_reasons, [row.finish_reason for row in ok])
+        _count(self._errors, [row.code for row in rows if not row.ok])
+        _count_lengths(self._prompt_lengths, [row.prompt_tokens for row in ok])
+        _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """See shelf.Observer."""
@@ -426,9 +426,15 @@ def _first_examples(
     return dict(list((before | new).items())[:MAX_CODES])
 
 
-def _count(counter: Counter[str], code: str) -> None:
-    """Count a code. An engine or a server may invent any number of them; the record must not grow with them."""
-    counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += 1
+def _count(counter: Counter[str], codes: list[str]) -> None:
+    """Count codes. An engine or a server may invent any number of them; the record must not grow with them."""
+    for code, count in Counter(codes).items():
+        counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
+
+
+def _count_lengths(counter: Counter[str], lengths: list[int]) -> None:
+    for tokens, count in Counter(lengths).items():
+        counter[length_bucket(tokens)] += count
 
 
 def _sum(before: dict[str, int], now: Counter[str]) -> dict[str, int]:

@@ -80,11 +80,27 @@ def main() -> None:
 
 
 def make_base(scratch: Path) -> Path:
-    """A file of lines as `batchinfer split` writes them. Not in memory: what this process holds would count as its
-    children's peak.
+    """Write a file of lines as `batchinfer split` does.
+
+    They are not kept in memory: what this process holds would count as its children's peak.
     """
-    run([sys.executable, str(Path(__file__).with_name("lmsys.py")), str(scratch / "data"), "--rows", str(BASE_ROWS)])
-    split = [sys.executable, "-m", "batchinfer.split", str(scratch / "data"), "--output", str(scratch / "base")]
+    run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("lmsys.py")),
+            str(scratch / "data"),
+            "--rows",
+            str(BASE_ROWS),
+        ]
+    )
+    split = [
+        sys.executable,
+        "-m",
+        "batchinfer.split",
+        str(scratch / "data"),
+        "--output",
+        str(scratch / "base"),
+    ]
     run([*split, "--num-chunks", "1", "--columns", "conversation_id,model,conversation,turn"])
     shutil.rmtree(scratch / "data")
     return scratch / "base" / layout.chunk_file("part-00000", "none")
@@ -105,14 +121,25 @@ def as_rows(line: bytes, row: int) -> bytes:
 def as_completions(line: bytes, row: int) -> bytes:
     """The first turn as a request of the completions format."""
     prompt = json.loads(line)["conversation"][0]["content"]
-    request = {"prompt": prompt, "max_tokens": 2000, "temperature": 0.0, "_row": row, "_id": str(row)}
+    request = {
+        "prompt": prompt,
+        "max_tokens": 2000,
+        "temperature": 0.0,
+        "_row": row,
+        "_id": str(row),
+    }
     return codec.encode(request) + b"\n"
 
 
 def as_batch(line: bytes, row: int) -> bytes:
     """The first turn as a line of an OpenAI batch file."""
     body = {"model": "m", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
-    request = {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    request = {
+        "custom_id": f"r{row}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": body,
+    }
     return codec.encode({**request, "_row": row, "_id": str(row)}) + b"\n"
 
 
@@ -135,7 +162,12 @@ def make_job(folder: Path, base: Path, *, rows: int, chunks: int, convert: Any =
         found.append(Chunk(name=name, first_row=first, rows=end - first, bytes=size, sha256=digest))
     (folder / layout.ALL_MANIFEST).write_text("".join(f"{key}\n" for key in keys))
     job = Job(
-        format_version=FORMAT_VERSION, sources=[], columns=[], rows=rows, chunks=found, num_workers=1
+        format_version=FORMAT_VERSION,
+        sources=[],
+        columns=[],
+        rows=rows,
+        chunks=found,
+        num_workers=1,
     )
     (folder / layout.JOB_KEY).write_bytes(codec.encode_pretty(job))
     return folder
@@ -181,30 +213,54 @@ def run_worker(job: Path, options: tuple[str, ...]) -> Measured:
 
 def run_bare(job: Path) -> float:
     """CPU seconds of decoding and encoding every line of a job."""
-    return sum(float(run([sys.executable, "-c", BARE, str(path)])[1]) for path in sorted((job / "chunks").iterdir()))
+    return sum(
+        float(run([sys.executable, "-c", BARE, str(path)])[1])
+        for path in sorted((job / "chunks").iterdir())
+    )
 
 
-def make_ways(base: Path, scratch: Path, rows: int) -> Iterator[tuple[str, Path, Path, tuple[str, ...]]]:
+def make_ways(
+    base: Path, scratch: Path, rows: int
+) -> Iterator[tuple[str, Path, Path, tuple[str, ...]]]:
     """Each way: name, job, a job of one row, and the worker's options."""
     for name, convert, options in (
         ("rows", as_rows, CHAT),
         ("completions", as_completions, COMPLETIONS),
         ("openai-batch", as_batch, BATCH),
     ):
-        job = make_job(scratch / name, base, rows=rows, chunks=max(1, rows // 10_000), convert=convert)
+        job = make_job(
+            scratch / name, base, rows=rows, chunks=max(1, rows // 10_000), convert=convert
+        )
         one = make_job(scratch / f"{name}-one", base, rows=1, chunks=1, convert=convert)
         if name == "rows":
             yield "rows -> native", job, one, options
-            yield "rows -> native, prompt and columns kept", job, one, (*options, "--keep-prompt", "--keep", "model,turn")
+            yield (
+                "rows -> native, prompt and columns kept",
+                job,
+                one,
+                (*options, "--keep-prompt", "--keep", "model,turn"),
+            )
             yield "rows -> openai-batch", job, one, (*options, "--output-format", "openai-batch")
         elif name == "completions":
-            yield "completions -> completions", job, one, (*options, "--output-format", "completions")
+            yield (
+                "completions -> completions",
+                job,
+                one,
+                (*options, "--output-format", "completions"),
+            )
         else:
-            yield "openai-batch -> openai-batch", job, one, (*options, "--output-format", "openai-batch")
+            yield (
+                "openai-batch -> openai-batch",
+                job,
+                one,
+                (*options, "--output-format", "openai-batch"),
+            )
         shutil.rmtree(job)
 
 
-def measure_ways(base: Path, scratch: Path, *, rows: int, repeats: int) -> dict[str, dict[str, float]]:
+def measure_ways(
+    base: Path, scratch: Path, *, rows: int, repeats: int
+) -> dict[str, dict[str, float]]:
     """CPU per row of every format, and bare."""
     table = {}
     for name, job, one, options in make_ways(base, scratch, rows):
@@ -215,7 +271,9 @@ def measure_ways(base: Path, scratch: Path, *, rows: int, repeats: int) -> dict[
             start.append(run_worker(one, options))
         begun = statistics.median(each.cpu_seconds for each in start)
         cpu = statistics.median(each.cpu_seconds for each in full) - begun
-        wall = statistics.median(f.wall_seconds - s.wall_seconds for f, s in zip(full, start, strict=True))
+        wall = statistics.median(
+            f.wall_seconds - s.wall_seconds for f, s in zip(full, start, strict=True)
+        )
         bare_seconds = statistics.median(bare)
         size = sum(path.stat().st_size for path in (job / "chunks").iterdir())
         table[name] = {
@@ -246,11 +304,18 @@ def measure_memory(base: Path, scratch: Path, rows: int) -> dict[str, float]:
 
 
 def report(
-    ways: dict[str, dict[str, float]], memory: dict[str, float], *, rows: int, repeats: int, row_bytes: float
+    ways: dict[str, dict[str, float]],
+    memory: dict[str, float],
+    *,
+    rows: int,
+    repeats: int,
+    row_bytes: float,
 ) -> None:
     """Print the tables and the last JSON line."""
     print(f"{rows} rows of {row_bytes:.0f} bytes on average, medians of {repeats} runs")
-    print(f"{'way':42}{'bytes':>7}{'bare us':>9}{'CPU us':>8}{'x bare':>8}{'rows/s':>8}{'peak MB':>9}")
+    print(
+        f"{'way':42}{'bytes':>7}{'bare us':>9}{'CPU us':>8}{'x bare':>8}{'rows/s':>8}{'peak MB':>9}"
+    )
     for name, way in ways.items():
         print(
             f"{name:42}{way['row_bytes']:7}{way['bare_us']:9.1f}{way['cpu_us']:8.1f}{way['times_bare']:8.2f}"
@@ -263,7 +328,9 @@ def report(
         "benchmark": "pipeline",
         "rows": rows,
         "repeats": repeats,
-        "ways": {name: {key: round(value, 2) for key, value in way.items()} for name, way in ways.items()},
+        "ways": {
+            name: {key: round(value, 2) for key, value in way.items()} for name, way in ways.items()
+        },
         "peak_mb": {name: round(peak, 1) for name, peak in memory.items()},
         "reached": {
             "third_of_bare": ways["rows -> native"]["times_bare"] <= 3,

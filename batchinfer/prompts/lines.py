@@ -15,6 +15,7 @@ ROW_FIELD = "_row"
 ID_FIELD = "_id"
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.encode
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -28,28 +29,49 @@ def decode_object(data: bytes) -> dict[str, Any]:
         raise explain(data, error) from error
 
 
-def projection(columns: Collection[str]) -> Callable[[bytes], tuple[Any, ...]]:
+def projection(
+    columns: Collection[str], *, lazy: Collection[str] = ()
+) -> Callable[[bytes], tuple[Any, ...]]:
     """Return a decoder that reads only these columns: a tuple in their order, UNSET where absent.
 
-    Rows are often much larger than what a prompt needs of them; the rest is skipped, not built.
+    Rows are often much larger than what a prompt needs of them; the rest is skipped, not built. Of a list in a column
+    named in `lazy` the items come undecoded, as msgspec.Raw.
     """
-    names = [f"c{index}" for index in range(len(columns))]
-    struct = msgspec.defstruct(
-        "Row",
-        [(name, Any, msgspec.UNSET) for name in names],
-        rename=dict(zip(names, columns, strict=True)),
-        array_like=False,
-    )
-    decode = msgspec.json.Decoder(struct).decode
+    decode = _struct_decoder(columns, ())
+    decode_lazily = _struct_decoder(columns, lazy)
     astuple = msgspec.structs.astuple
 
     def read(data: bytes) -> tuple[Any, ...]:
+        try:
+            return astuple(decode_lazily(data))
+        except DECODE_ERRORS:
+            pass  # broken, or no list
         try:
             return astuple(decode(data))
         except DECODE_ERRORS as error:
             raise explain(data, error) from error
 
     return read
+
+
+def _struct_decoder(columns: Collection[str], lazy: Collection[str]) -> Callable[[bytes], Any]:
+    names = [f"c{index}" for index in range(len(columns))]
+    kinds = [list[msgspec.Raw] if column in lazy else Any for column in columns]
+    struct = msgspec.defstruct(
+        "Row",
+        [(name, kind, msgspec.UNSET) for name, kind in zip(names, kinds, strict=True)],
+        rename=dict(zip(names, columns, strict=True)),
+        gc=False,
+    )
+    return msgspec.json.Decoder(struct).decode
+
+
+def decode_items(items: list[msgspec.Raw], line: bytes) -> list[Any]:
+    """Decode what a lazy column left undecoded. Raises RowProblem as `decode_object` does."""
+    try:
+        return [_decode(item) for item in items]
+    except DECODE_ERRORS as error:
+        raise explain(line, error) from error
 
 
 def explain(data: bytes, error: Exception) -> RowProblem:

@@ -65,7 +65,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
 
 
 class RawRow(NamedTuple):
-    """One line of a chunk, without its newline; `line_index` counts from 0."""
+    """One line of a chunk; `line_index` counts from 0. Its newline may still be there: to JSON it is white space."""
 
     line_index: int
     data: bytes

@@ -68,7 +68,10 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             self._value_position = self._position(self._column)
             self._kept_positions = {name: self._position(name) for name in self._keep}
-            self._project = lines.projection(self._projected)
+            # A conversation may be long, and its first turn all that is sent.
+            is_wanted_whole = not self._is_first_only or self._messages_column in self._keep
+            lazy = [self._messages_column] if self._messages_column and not is_wanted_whole else []
+            self._project = lines.projection(self._projected, lazy=lazy)
 
     def _position(self, column: str) -> int:
         # One column may serve twice (as id and kept, say): a struct has a field only once.
@@ -91,6 +94,9 @@ class RowsReader:
                 }
             if row != draft.row:
                 lines.check_place(draft, row)
+            if type(value) is list and value and type(value[0]) is msgspec.Raw:
+                first = conversation.first_turn(lines.decode_items(value[:1], data))
+                value = lines.decode_items(value, data) if first is None else first
         else:
             columns = lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
