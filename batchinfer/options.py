@@ -200,10 +200,15 @@ sampling_options = _group(
     click.option("--presence-penalty", type=float),
     click.option("--frequency-penalty", type=float),
     click.option("--stop", multiple=True, help="Text that ends an answer; may be repeated."),
+    click.option("--stop-token-ids", metavar="A,B", help="Token ids that end an answer."),
     click.option(
         "--n", type=click.IntRange(1), default=1, show_default=True, help="Answers a row."
     ),
-    click.option("--logprobs", type=click.IntRange(0)),
+    click.option(
+        "--logprobs",
+        type=click.IntRange(0),
+        help="Log-probability of every token, and of so many alternatives.",
+    ),
     click.option(
         "--seed",
         default="0",
@@ -214,7 +219,8 @@ sampling_options = _group(
         "--sampling",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Any other sampling parameter of vLLM; may be repeated.",
+        help="Any other sampling parameter, by its name in vLLM or in transformers' GenerationConfig; "
+        "several with commas: top_k=20,num_return_sequences=3.",
     ),
 )
 

@@ -30,6 +30,7 @@ from batchinfer.options import (
 from batchinfer.progress import progress_for
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Sampling
+from batchinfer.sampling import make_sampling, read_pairs
 from batchinfer.session import WorkerConfig, real_world, run_worker
 from batchinfer.shelf import Limits
 from batchinfer.stopping import install_signal_handlers
@@ -189,7 +190,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
             **{name: value for name, value in options.items() if name in names},
             "replicas": replicas if replicas == "auto" else _integer("--replicas", replicas),
             "gpus": _comma_list(options["gpus"]) or None,
-            "engine_args": _key_values("--engine-arg", options["engine_args"]),
+            "engine_args": read_pairs("--engine-arg", options["engine_args"]),
             "echo_tokens": _pair("--echo-tokens", tokens) if tokens else None,
         }
     )
@@ -228,35 +229,12 @@ def _prompt_config(options: dict[str, Any]) -> PromptConfig:
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Sampling options, and ``--sampling`` pairs: to fields of that name where there is one, else to the engine."""
-    fields = {field.name for field in msgspec.structs.fields(Sampling)} - {"extra", "seed"}
-    values = {name: options[name] for name in fields if options.get(name) is not None}
-    values["stop"] = list(options["stop"]) or None
-    extra = _key_values("--sampling", options["sampling"])
-    values |= {name: extra.pop(name) for name in list(extra) if name in fields}
-    if "seed" in extra:
-        raise ConfigError("--sampling seed: is the run's", hint="use --seed")
-    try:
-        return msgspec.convert({**values, "extra": extra or None}, Sampling)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"sampling options: {error}", hint="check the values given to --sampling"
-        ) from error
-
-
-def _key_values(option: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Read KEY=VALUE pairs, several to an argument with commas; a value is JSON if it can be, else text."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{option} {pair!r}: expected KEY=VALUE")
-        try:
-            found[key.strip().replace("-", "_")] = json.loads(value)
-        except ValueError:
-            lowered = {"true": True, "false": False, "none": None}
-            found[key.strip().replace("-", "_")] = lowered.get(value.lower(), value)
-    return found
+    given = {name: value for name, value in options.items() if name != "sampling"}
+    given["stop"] = list(options["stop"]) or None
+    given["stop_token_ids"] = [
+        _integer("--stop-token-ids", part) for part in _comma_list(options["stop_token_ids"])
+    ] or None
+    return make_sampling(given, read_pairs("--sampling", options["sampling"]))
 
 
 def _comma_list(text: str | None) -> list[str]:
