@@ -38,7 +38,7 @@ _LISTED = 1000
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
     """Collect a run. The run is only read; DEST is create-only unless `overwrite`.
 
-    Every file at DEST is whole or absent. A crash leaves finished files and no `_collected.json` (on the Hub: nothing);
+    Every file at DEST is whole or absent. A crash leaves finished files and no `_COLLECTED` (on the Hub: nothing);
     the same command then does it again. The same run and options give the same bytes.
 
     Raises:

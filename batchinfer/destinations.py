@@ -17,8 +17,8 @@ from batchinfer.tables import FORMATS, TableFile
 
 logger = logging.getLogger(__name__)
 
-RECORD_KEY = "_collected.json"
-"""The last object written to a folder. Readers of data sets pass over names with an underscore in front."""
+RECORD_KEY = "_COLLECTED"
+"""The last object written to a folder. Readers of data sets pass over such names (underscore, no ending)."""
 _OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 _REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
 
@@ -33,7 +33,7 @@ class CollectedFile(Record, frozen=True, kw_only=True):
 
 
 class Collected(Record, frozen=True, kw_only=True):
-    """`_collected.json`: what was collected, from what, into which files. Holds no time."""
+    """`_COLLECTED`: what was collected, from what, into which files. Holds no time."""
 
     key: str
     """Hash of everything that decides the files' bytes."""
@@ -81,7 +81,7 @@ def suffix_of(dest: str) -> str:
 
 
 class FolderDestination:
-    """A folder in a store. Each file is whole or absent; `_collected.json`, last, vouches for them all."""
+    """A folder in a store. Each file is whole or absent; `_COLLECTED`, last, vouches for them all."""
 
     def __init__(self, store: Store, suffix: str, *, overwrite: bool) -> None:
         self._store = store
