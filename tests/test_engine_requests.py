@@ -9,11 +9,12 @@ import pytest
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import check_names, engine_arguments, refused_config
 from batchinfer.engines.vllm_requests import completion_of, sampling_kwargs
+from batchinfer.engines.vllm_steps import StepRecorder
 from batchinfer.errors import ConfigError, RowError
 from batchinfer.records import Request, Sampling
 
 
-def output(texts, *, finish_reason="stop", logprob=-1.0, metrics=None):
+def output(texts, *, finish_reason="stop", logprob=-1.0):
     """A finished RequestOutput with one answer per text, each of as many tokens as characters."""
     answers = [
         SimpleNamespace(
@@ -31,12 +32,13 @@ def output(texts, *, finish_reason="stop", logprob=-1.0, metrics=None):
         prompt_token_ids=[1, 2, 3],
         prompt_logprobs=None,
         num_cached_tokens=None,
-        metrics=metrics,
     )
 
 
 def completed(raw, **sampling):
-    return completion_of(Request(key=("c", 1), text="x", sampling=Sampling(**sampling)), raw)
+    return completion_of(
+        Request(key=("c", 1), text="x", sampling=Sampling(**sampling)), raw, (0.5, 2.0)
+    )
 
 
 def test_what_a_request_leaves_open_comes_from_the_model():
@@ -76,11 +78,34 @@ def test_an_answer_that_the_engine_broke_off_is_a_transient_failure():
     assert found.choices == []
 
 
-def test_times_are_taken_where_vllm_kept_them():
-    metrics = SimpleNamespace(queued_ts=10.0, scheduled_ts=11.5, last_token_ts=14.0)
-    found = completed(output(["a"], metrics=metrics))
-    assert (found.queue_seconds, found.generation_seconds) == (1.5, 2.5)
-    assert completed(output(["a"])).queue_seconds == 0.0
+def step_stats(waiting: int, preempted: int = 0):
+    """One step's counters as vLLM's scheduler gives them."""
+    cache = SimpleNamespace(preempted_requests=preempted)
+    return SimpleNamespace(num_waiting_reqs=waiting, prefix_cache_stats=cache)
+
+
+def test_times_follow_from_how_many_requests_wait(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    recorder = StepRecorder()
+    for request_id, num_sequences in (("a", 1), ("b", 2), ("c", 1)):
+        recorder.note_added(request_id, num_sequences)
+    clock.now = 1.0
+    recorder.record(step_stats(waiting=1))  # a and both of b run, c waits
+    recorder.note_step()
+    clock.now = 3.0
+    recorder.record(step_stats(waiting=0), None, mm_cache_stats=None)
+    recorder.note_step()
+    clock.now = 7.0
+    assert [recorder.seconds_of(name) for name in "abc"] == [(1.0, 6.0), (1.0, 6.0), (3.0, 4.0)]
+
+
+def test_preemptions_add_up_over_the_steps():
+    recorder = StepRecorder()
+    for preempted in (0, 2, 1):
+        recorder.record(step_stats(waiting=0, preempted=preempted))
+    recorder.record(None)
+    assert recorder.preemptions == 3
 
 
 def test_a_cpu_gets_its_defaults_and_the_users_arguments_win():

@@ -246,8 +246,9 @@ def test_tensor_parallel_gives_the_same_answers(vllm_engine, vllm_config):
     wait_until_gone(pids)
 
 
-def test_two_replicas_share_the_stream(vllm_config):
-    engine, info = opened(vllm_config, replicas=2, max_num_seqs=4)
+def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
+    small = {**vllm_config.engine_args, "kv_cache_memory_bytes": 9 << 18}
+    engine, info = opened(vllm_config, replicas=2, max_num_seqs=4, engine_args=small)
     try:
         assert (info.num_replicas, info.max_num_seqs, info.max_in_flight) == (2, 8, 12)
         both = [
@@ -255,7 +256,11 @@ def test_two_replicas_share_the_stream(vllm_config):
             for batch in engine.generate(ListSource(requests(60)), Flag())
         ]
         assert sum(both) > len(both) * 0.8
-        assert engine.stats().completion_tokens > 0
+        assert engine.stats().preemptions == 0
+        long = requests(16, max_tokens=400, ignore_eos=True)
+        found = drive(engine, ListSource(long))
+        assert {each.completion_tokens for each in found.values()} == {400}
+        assert engine.stats().preemptions > 0, "what does not fit is computed again, and counted"
     finally:
         engine.close()
 

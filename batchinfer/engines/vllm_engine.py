@@ -25,6 +25,7 @@ from batchinfer.engines.vllm_requests import (
     first_line,
     sampling_params,
 )
+from batchinfer.engines.vllm_steps import StepRecorder, install, unfinished_tokens
 from batchinfer.errors import EngineDied, RowError
 from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request
 
@@ -52,7 +53,8 @@ class VllmEngine:
         self._ids = itertools.count()
         self._adapters: dict[str, int] = {}
         self._closed = threading.Event()
-        self._steps = self._preemptions = 0
+        self._recorder = StepRecorder()
+        self._steps = 0
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def open(self, stop: Stop) -> EngineInfo:  # noqa: ARG002 - the pool ends this process when stopped
@@ -61,6 +63,7 @@ class VllmEngine:
         is_cpu = prepare_process()
         imported = time.monotonic()
         self._engine = load_engine(self.config, is_cpu=is_cpu)
+        self._recorder = install(self._engine)
         import vllm
         from vllm.platforms import current_platform
 
@@ -89,6 +92,7 @@ class VllmEngine:
             quantization=str(model.quantization or ""),
             device=device,
             load_seconds=ready - start,
+            max_logprobs=getattr(model, "max_logprobs", None),
         )
 
     def _watch_core(self) -> None:
@@ -120,7 +124,7 @@ class VllmEngine:
         """Counters since it was opened."""
         return EngineStats(
             steps=self._steps,
-            preemptions=self._preemptions,
+            preemptions=self._recorder.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
@@ -128,10 +132,7 @@ class VllmEngine:
 
     def generated_tokens(self) -> int:
         """Tokens made so far, those of unfinished requests included, for the watchdog."""
-        processor = getattr(self._engine, "output_processor", None)
-        states = getattr(processor, "request_states", {}).values()
-        unfinished = (getattr(state.stats, "num_generation_tokens", 0) for state in states)
-        return self._completion_tokens + sum(unfinished)
+        return self._completion_tokens + unfinished_tokens(self._engine)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
         """See Engine.generate. A step on a slow CPU may take longer than a second."""
@@ -166,6 +167,7 @@ class VllmEngine:
         except Exception as error:
             raise self._death(error) from error
         self._steps += 1
+        self._recorder.note_step()
         finished: list[Completion] = []
         for output in outputs:
             if not output.finished:
@@ -173,11 +175,11 @@ class VllmEngine:
             request = self._in_flight.pop(output.request_id, None)
             if request is None:
                 continue
-            completion = completion_of(request, output)
+            seconds = self._recorder.seconds_of(output.request_id)
+            completion = completion_of(request, output, seconds)
             self._prompt_tokens += completion.prompt_tokens
             self._cached_tokens += completion.cached_tokens
             self._completion_tokens += completion.completion_tokens
-            self._preemptions += getattr(output.metrics, "num_preemptions", 0) or 0
             finished.append(completion)
         return finished
 
@@ -194,6 +196,7 @@ class VllmEngine:
             return
         ids = list(self._in_flight)
         self._in_flight.clear()
+        self._recorder.forget_all()
         # A dead engine core cannot be told, and need not.
         with contextlib.suppress(Exception):
             self._engine.abort_request(ids)
@@ -217,6 +220,7 @@ class VllmEngine:
         except Exception as error:
             raise self._death(error) from error
         self._in_flight[request_id] = request
+        self._recorder.note_added(request_id, params.n)
         return None
 
     def _prompt(self, request: Request) -> Any:

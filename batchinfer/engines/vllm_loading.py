@@ -127,13 +127,9 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     except Exception as error:
         raise refused_config(config, error) from error
     try:
-        engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context)
+        return LLMEngine.from_vllm_config(vllm_config, usage_context=context)
     except Exception as error:
         raise failed_load(error) from error
-    # Requests keep their own times and preemptions, which is all that is read; the loggers behind
-    # this one would write a line every few seconds and feed a Prometheus registry at every step.
-    engine.logger_manager = None
-    return engine
 
 
 def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:

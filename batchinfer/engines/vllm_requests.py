@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
+
+import msgspec
 
 from batchinfer.errors import RowError
 from batchinfer.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
@@ -93,13 +96,8 @@ def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     kwargs = sampling_kwargs(sampling, defaults)
-    unknown = [
-        name for name in sampling.extra or {} if name not in SamplingParams.__struct_fields__
-    ]
-    if unknown:
-        raise RowError(
-            "invalid_parameter", f"{unknown[0]}: vLLM's SamplingParams has no such field"
-        )
+    for name, value in (sampling.extra or {}).items():
+        kwargs[name] = checked_extra(name, value)
     try:
         if sampling.structured:
             check_structured(sampling.structured)
@@ -107,6 +105,30 @@ def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
         return SamplingParams(**kwargs, output_kind=RequestOutputKind.FINAL_ONLY)
     except client_errors() as error:
         raise RowError("invalid_parameter", first_line(error)) from error
+
+
+def checked_extra(name: str, value: Any) -> Any:
+    """A value for a field of vLLM's SamplingParams, in that field's type: vLLM itself looks at few of them.
+
+    Raises:
+        RowError: `invalid_parameter`: no such field, or not its type.
+    """
+    types = _parameter_types()
+    if name not in types:
+        raise RowError("invalid_parameter", f"{name}: vLLM's SamplingParams has no such field")
+    try:
+        return msgspec.convert(value, types[name])
+    except msgspec.ValidationError as error:
+        raise RowError("invalid_parameter", f"{name}: {error}") from error
+    except TypeError as error:  # a type that has no form in JSON
+        raise RowError("invalid_parameter", f"{name}: cannot be given here") from error
+
+
+@cache
+def _parameter_types() -> dict[str, Any]:
+    from vllm.sampling_params import SamplingParams
+
+    return {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
 
 
 def check_structured(structured: Mapping[str, Any]) -> None:
@@ -140,8 +162,8 @@ def first_line(error: BaseException) -> str:
 # --------------------------------------------------------------------------- the way back
 
 
-def completion_of(request: Request, output: Any) -> Completion:
-    """A finished RequestOutput as a completion."""
+def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -> Completion:
+    """A finished RequestOutput as a completion; `seconds` are those of waiting and of running."""
     sampling = request.sampling
     outputs = list(output.outputs)
     bad = next((each for each in outputs if each.finish_reason in UNFINISHED_REASONS), None)
@@ -156,7 +178,6 @@ def completion_of(request: Request, output: Any) -> Completion:
         num_tokens *= sampling.n
     if keeps_best(sampling):
         outputs = sorted(outputs, key=mean_logprob, reverse=True)[: sampling.n]
-    queue_seconds, generation_seconds = seconds_of(output.metrics)
     return Completion(
         key=request.key,
         choices=[choice_of(index, each, sampling) for index, each in enumerate(outputs)],
@@ -164,8 +185,8 @@ def completion_of(request: Request, output: Any) -> Completion:
         cached_tokens=output.num_cached_tokens or 0,
         completion_tokens=num_tokens,
         prompt_logprobs=prompt_logprobs_of(output, sampling),
-        queue_seconds=queue_seconds,
-        generation_seconds=generation_seconds,
+        queue_seconds=seconds[0],
+        generation_seconds=seconds[1],
     )
 
 
@@ -216,13 +237,3 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
     return [
         position_of(token_id, each, most) if each is not None else None for token_id, each in pairs
     ]
-
-
-def seconds_of(metrics: Any) -> tuple[float, float]:
-    """Seconds from queued to scheduled, and from scheduled to the last token; 0 where vLLM kept none."""
-    queued = getattr(metrics, "queued_ts", 0.0) or 0.0
-    scheduled = getattr(metrics, "scheduled_ts", 0.0) or 0.0
-    last = getattr(metrics, "last_token_ts", 0.0) or 0.0
-    if not queued or scheduled < queued:
-        return 0.0, 0.0
-    return scheduled - queued, max(0.0, last - scheduled)
