@@ -186,6 +186,8 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
+    max_logprobs: int | None = None
+    """Most alternatives a token; negative: any number; None: the engine does not say."""
 
 
 class EngineStats(Record, frozen=True, kw_only=True):

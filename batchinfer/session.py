@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import (
     BatchinferError,
+    ConfigError,
     EngineError,
     ErrorRateExceeded,
     NoProgress,
@@ -38,9 +40,9 @@ from batchinfer.events import event
 from batchinfer.formats import encoder_for
 from batchinfer.manifests import Assignment, ChunkRef, job_chunks, read_assignment
 from batchinfer.plan import Plan, Scout, finished_chunks
-from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
+from batchinfer.prompts import Code, PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.publishing import Publisher
-from batchinfer.records import EngineInfo, Record, RowKey, Run, Sampling
+from batchinfer.records import Completion, EngineInfo, Record, RowKey, Run, Sampling
 from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
 from batchinfer.scratch import Scratch
 from batchinfer.shelf import Limits, Services, Shelf
@@ -53,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
+_ANY_NUMBER = 2**31
 
 
 class WorkerConfig(Record, frozen=True, kw_only=True):
@@ -262,12 +265,21 @@ class _Worker:
             "created": int(self.clock.now()),
         }
 
-    def _make_builder(
-        self, tokenizer: Tokenizer | None, max_model_len: int | None
-    ) -> PromptBuilder:
+    def _make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
         config = self.config
+        # Until the engine is there to say it, what it was asked for, or vLLM's default.
+        most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
+        prompt = config.prompt
+        if isinstance(most, int):
+            prompt = msgspec.structs.replace(
+                prompt, max_logprobs=most if most >= 0 else _ANY_NUMBER
+            )
         return PromptBuilder(
-            config.prompt, config.sampling, config.run_seed, tokenizer, max_model_len
+            prompt,
+            config.sampling,
+            config.run_seed,
+            tokenizer,
+            None if info is None else info.max_model_len,
         )
 
     def _take_lease(self, stack: contextlib.ExitStack) -> Lease:
@@ -368,7 +380,7 @@ class _Worker:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-        builder = self._make_builder(self._await(tokenizer, shelf), info.max_model_len)
+        builder = self._make_builder(self._await(tokenizer, shelf), info)
         encoder = encoder_for(
             config.prompt,
             model=config.engine.model or info.model,
@@ -494,6 +506,7 @@ class _Worker:
         batches = engine.generate(stream, stopper)
         try:
             for completions in batches:
+                self._check_parameters(completions)
                 stream.handle(completions)
                 stream.tick()
                 self._round(engine, stream, shelf)
@@ -530,6 +543,18 @@ class _Worker:
             self.telemetry.snapshot()
             self._check_error_rate()
         self.world.progress(self.telemetry, stream)
+
+    def _check_parameters(self, completions: list[Completion]) -> None:
+        """Plain rows all have the run's own parameters: what the engine says of one's is true of every one's."""
+        if self.config.prompt.request_format != "rows":
+            return
+        for completion in completions:
+            failure = completion.failure
+            if failure is not None and failure.code == Code.INVALID_PARAMETER:
+                raise ConfigError(
+                    f"sampling options: {self.config.engine.engine} refuses them: {failure.message}",
+                    hint="see the sampling options in docs/cli.md; no row was lost",
+                )
 
     def _check_error_rate(self) -> None:
         config, telemetry = self.config, self.telemetry
@@ -591,9 +616,11 @@ class _Worker:
         """The JSON object of the last line. Names follow older batch tools' statistics where they have one."""
         telemetry = self.telemetry
         seconds = max(telemetry.busy_seconds, 1e-9)
+        standing = self.standing
         result: dict[str, Any] = {
             "status": "SUCCESS" if error is None else "FAILED",
-            "run_id": self.standing.fingerprint if self.standing else "",
+            "run_id": _run_id(standing),
+            "fingerprint": standing.fingerprint if standing else "",
             "output": self.store.url,
             "worker": self.worker_id,
             "model": self.config.engine.model or self.config.engine.engine,
@@ -605,12 +632,14 @@ class _Worker:
             "rows_resumed": telemetry.rows_resumed,
             "chunks_total": telemetry.num_chunks,
             "chunks_done": telemetry.chunks_done,
+            "chunks_resumed": telemetry.chunks_resumed,
             "chunks_skipped": telemetry.chunks_skipped,
             "run_time_sec": round(telemetry.run_seconds, 3),
             "engine_load_sec": round(self.info.load_seconds, 3) if self.info else None,
             "generate_time_sec": round(telemetry.busy_seconds, 3),
             "engine_steps": telemetry.stats.steps,
             "total_prompt_tokens": telemetry.prompt_tokens,
+            "total_cached_tokens": telemetry.cached_tokens,
             "total_tokens_generated": telemetry.completion_tokens,
             "tokens_per_sec": {
                 "input": round(telemetry.prompt_tokens / seconds, 3),
@@ -621,6 +650,14 @@ class _Worker:
             result["exit_status"] = error.exit_status
             result["reason"] = error.message
         return result
+
+
+def _run_id(run: Run | None) -> str:
+    """When the run was created, as 20230801T130712Z: the same for each of its workers and starts."""
+    created = run.recorded.get("created") if run else None
+    if not isinstance(created, int | float):
+        return ""
+    return datetime.fromtimestamp(created, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:

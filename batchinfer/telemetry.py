@@ -184,6 +184,7 @@ class Telemetry:
         """See shelf.Observer."""
         self._open[chunk.name] = chunk
         self._counts["rows_resumed"] += chunk.counts.resumed
+        self._counts["chunks_resumed"] += chunk.counts.resumed > 0
         logger.info(
             "chunk %s: open, %d rows, %d resumed",
             chunk.name,
@@ -276,6 +277,16 @@ class Telemetry:
     def rows_resumed(self) -> int:
         """Rows that this epoch took up from checkpoints."""
         return self._counts["rows_resumed"]
+
+    @property
+    def chunks_resumed(self) -> int:
+        """Chunks of which this epoch took up rows from checkpoints."""
+        return self._counts["chunks_resumed"]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of `prompt_tokens`, those that the engine had in its prefix cache."""
+        return self._counts["cached_tokens"]
 
     @property
     def prompt_tokens(self) -> int:

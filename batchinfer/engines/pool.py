@@ -126,6 +126,7 @@ class ProcessPool:
             num_replicas=len(infos),
             device=first.device,
             load_seconds=seconds,
+            max_logprobs=first.max_logprobs,
         )
 
     @property

@@ -24,7 +24,7 @@ from batchinfer.prompts.model import (
     RowProblem,
     Tokenizer,
 )
-from batchinfer.prompts.parameters import check_sampling
+from batchinfer.prompts.parameters import Limits, check_run_sampling
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.sandbox import compile_template
@@ -59,7 +59,9 @@ class PromptBuilder:
     ) -> None:
         _check_values(config)
         try:
-            check_sampling(sampling, max_n=config.max_n, max_logprobs=config.max_logprobs)
+            check_run_sampling(
+                sampling, Limits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+            )
         except RowProblem as error:
             raise ConfigError(
                 f"sampling options: {error.message}", hint="see the sampling options in docs/cli.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,20 @@ def check_sampling(sampling: Sampling, *, max_n: int, max_logprobs: int) -> None
             "min_tokens",
             f"{sampling.min_tokens}, expected at most max_tokens {sampling.max_tokens}",
         )
+
+
+def check_run_sampling(sampling: Sampling, limits: Limits) -> None:
+    """Refuse parameters of a run that no engine takes, before anything is loaded. Raises RowProblem."""
+    for name in _NUMBERS:
+        value = getattr(sampling, name)
+        # The API's upper bound is no engine's.
+        if value is not None and not (name == "temperature" and 2 < value < math.inf):
+            _number(name, value)
+    for name in ("top_k", "min_tokens", "logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None:
+            _integer(name, value)
+    check_sampling(sampling, max_n=limits.max_n, max_logprobs=limits.max_logprobs)
 
 
 def _settle_lengths(
