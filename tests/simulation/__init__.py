@@ -1,0 +1,12 @@
+"""The real worker on simulated time, storage, engine and failures: everything that happens follows from one seed.
+
+    python -m simulation --seeds 1000            (with tests/ on the path; `make simulate SEEDS=1000` does it)
+    python -m simulation --seed 42 -v            replays one seed and prints all that happened
+
+* `scheduler`: virtual time, and processes whose greenlets stand in for threads; kill, freeze.
+* `storage`: an S3 server in memory under `batchinfer.storage.s3.S3Store`'s own verbs, with faults.
+* `machine`: what `session.run_worker` gets as its World: clock, background, engine, store.
+* `oracle`: what must hold after every write, and at the end.
+* `scenario`: what a seed stands for (job, workers, mishaps), run from its start to a finished run.
+* `defects`: deliberate mistakes in the worker, each of which the simulation must catch.
+"""

@@ -1,0 +1,116 @@
+"""Run many seeds, or one of them again with all that happened. Exit status 1 if a promise was broken."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from .scenario import Report, Scenario, simulate
+
+_HASH_SEED = "PYTHONHASHSEED"
+
+
+@contextmanager
+def logs_in_trace(scenario: Scenario) -> Iterator[None]:
+    """Let the worker's own log lines appear among the events."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            scheduler = scenario.scheduler
+            scheduler.log(scheduler.running, f"    {record.name.split('.')[-1]}: {record.getMessage()}")
+
+    handler = Handler()
+    logger = logging.getLogger("batchinfer")
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def replay(seed: int) -> Report:
+    """Run one seed and keep its trace, with the worker's log."""
+    scenario = Scenario(seed, keeps_trace=True)
+    with logs_in_trace(scenario):
+        return scenario.run()
+
+
+def reports(seeds: Iterable[int], jobs: int) -> Iterator[Report]:
+    """Run seeds in `jobs` processes; reports come in the order in which they are done."""
+    if jobs == 1:
+        _prepare()
+        for seed in seeds:
+            yield _one(seed)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=_prepare) as pool:
+        yield from pool.imap_unordered(_one, seeds, chunksize=20)
+
+
+def _prepare() -> None:
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def _one(seed: int) -> Report:
+    if seed % 50 == 0:
+        gc.collect()
+    return simulate(seed)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many")
+    parser.add_argument("--start", type=int, default=0, metavar="S", help="the first one")
+    parser.add_argument("--seed", type=int, metavar="X", help="only this one, with its trace")
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print traces of failing seeds")
+    options = parser.parse_args()
+    if options.seed is not None:
+        report = replay(options.seed)
+        print("\n".join(report.trace))
+        print(f"seed {report.seed}: {report.violation or 'sound'} (events {report.digest})")
+        return int(bool(report.violation))
+    began = time.monotonic()
+    failing: list[Report] = []
+    total: Counter[str] = Counter()
+    for report in reports(range(options.start, options.start + options.seeds), options.jobs):
+        total.update(
+            seeds=1, starts=report.starts, kills=report.kills, freezes=report.freezes,
+            virtual_hours=report.virtual_seconds / 3600,
+        )  # fmt: skip
+        if report.violation:
+            failing.append(report)
+            print(f"seed {report.seed}: {report.violation}", flush=True)
+            if options.verbose:
+                print("\n".join(replay(report.seed).trace))
+    seconds = time.monotonic() - began
+    print(
+        f"{total['seeds']} seeds in {seconds:.0f} s ({total['seeds'] / seconds:.1f} a second): "
+        f"{total['starts']} starts of workers, {total['kills']} kills, {total['freezes']} freezes, "
+        f"{total['virtual_hours']:.1f} virtual hours; {len(failing)} seeds broke a promise"
+    )
+    if failing:
+        print(f"replay with: python -m simulation --seed {failing[0].seed}")
+    return int(bool(failing))
+
+
+if __name__ == "__main__":
+    if os.environ.get(_HASH_SEED) != "0":
+        # The order of sets of texts must not differ between a run and its replay.
+        os.environ[_HASH_SEED] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]])
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""What one simulated worker process gets as its `session.World`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from batchinfer.background import Pending
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.errors import EngineDied, EngineLoadError, Interrupted
+from batchinfer.records import (
+    Choice,
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Request,
+    RowKey,
+    Sampling,
+)
+from batchinfer.session import World
+from batchinfer.stopping import Stopper
+from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.probing import probe
+
+from .scheduler import Process
+from .storage import Network, SimStore
+
+T = TypeVar("T")
+
+FLAKY = "flaky"
+"""A prompt that holds this is refused, until the engine was mended."""
+POISON = "poison"
+"""A prompt that holds this kills its engine."""
+
+
+class SimClock:
+    """A machine's clock. `skew_seconds`: how wrong its wall time is."""
+
+    def __init__(self, process: Process, skew_seconds: float) -> None:
+        self._process = process
+        self._skew_seconds = skew_seconds
+
+    def monotonic(self) -> float:
+        return self._process.scheduler.now - self._process.frozen_seconds
+
+    def now(self) -> float:
+        return 1_700_000_000.0 + self._skew_seconds + self.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        self._process.sleep(seconds)
+
+
+class _Job:
+    """One piece of submitted work and its outcome."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work: Callable[[], Any] | None = work
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        self._value, self._error, self._done, self.work = value, error, True, None
+
+    def is_done(self) -> bool:
+        return self._done
+
+    def result(self) -> Any:
+        assert self._done, "result() of work that has not finished"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Timer:
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class SimBackground:
+    """As background.ThreadBackground: some hands that take work in its order, and timers of their own."""
+
+    def __init__(self, process: Process, *, num_hands: int, latency_seconds: float) -> None:
+        self._process = process
+        self._random = process.scheduler.random
+        self._num_idle = num_hands
+        self._latency_seconds = latency_seconds
+        self._queue: deque[_Job] = deque()
+        self._has_finished = False
+        self._waiting: tuple[Any, int] | None = None
+
+    def submit(self, work: Callable[[], T]) -> Pending[T]:
+        job = _Job(work)
+        self._queue.append(job)
+        if self._num_idle:
+            self._num_idle -= 1
+            self._process.spawn(self._hand, delay=self._delay())
+        return job
+
+    def every(self, interval_seconds: float, work: Callable[[], None]) -> _Timer:
+        timer = _Timer()
+
+        def loop() -> None:
+            while True:
+                self._process.sleep(interval_seconds)
+                if timer.is_cancelled:
+                    return
+                work()
+
+        self._process.spawn(loop)
+        return timer
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._has_finished:
+            self._waiting = self._process.ticket()
+            self._process.wake(self._waiting, timeout_seconds)
+            self._process.block()
+            self._waiting = None
+        self._has_finished = False
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _hand(self) -> None:
+        while self._queue:
+            job = self._queue.popleft()
+            value, error = None, None
+            assert job.work is not None
+            try:
+                value = job.work()
+            except Exception as caught:  # noqa: BLE001 - handed to whoever asks for the result
+                error = caught
+            self._process.sleep(self._delay())
+            job.settle(value, error)
+            self._has_finished = True
+            if self._waiting is not None:
+                self._process.wake(self._waiting, self._delay())
+        self._num_idle += 1
+
+    def _delay(self) -> float:
+        return self._latency_seconds * self._random.random()
+
+
+def answer(prompt: str, temperature: float | None, seed: int | None) -> str:
+    """What the simulated model says: its whole input, so that a row of another configuration shows."""
+    return f"{prompt}|{temperature}|{seed}"
+
+
+class Ward(Protocol):
+    """Told of what engines do."""
+
+    def took(self, process: Process, request: Request) -> None: ...
+
+    def yielded(self, process: Process, completions: list[Completion]) -> None: ...
+
+    def died(self, in_flight: list[RowKey]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineTraits:
+    """How the engines of a seed behave."""
+
+    max_in_flight: int = 8
+    step_seconds: float = 0.1
+    row_seconds: float = 1.0
+    load_seconds: float = 1.0
+    dies: float = 0.0
+    """Probability of a step."""
+    fails_to_load: float = 0.0
+    refuses: float = 0.0
+    """Probability of a transient refusal of a row, at most twice in a row."""
+    is_mended: bool = False
+    has_timing: bool = False
+    """Reports seconds, so that equal answers are not equal bytes."""
+
+
+class SimEngine:
+    """Implements engines.Engine. Answers what `answer` says, in a random order."""
+
+    def __init__(self, process: Process, traits: EngineTraits, ward: Ward) -> None:
+        self._process = process
+        self._random = process.scheduler.random
+        self._traits = traits
+        self._ward = ward
+        self._refusals: dict[RowKey, int] = {}
+        self._steps = 0
+
+    def open(self, stop: Stop) -> EngineInfo:
+        started = self._process.scheduler.now
+        seconds = self._traits.load_seconds * 2 * self._random.random()
+        while self._process.scheduler.now - started < seconds:
+            if stop.is_set():
+                raise Interrupted("sim: stopped while it was loading")
+            self._process.sleep(min(0.5, seconds))
+        if self._random.random() < self._traits.fails_to_load:
+            raise EngineLoadError("sim: did not load")
+        return EngineInfo(
+            name="sim",
+            version="1",
+            model="sim",
+            max_model_len=4096,
+            max_num_seqs=self._traits.max_in_flight,
+            max_in_flight=self._traits.max_in_flight,
+            load_seconds=seconds,
+        )
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        traits, process = self._traits, self._process
+        running: dict[RowKey, tuple[float, Request]] = {}
+        is_exhausted = False
+        while not stop.is_set():
+            if not is_exhausted and len(running) < traits.max_in_flight:
+                requests = source.take(traits.max_in_flight - len(running))
+                is_exhausted = requests is None
+                for request in requests or ():
+                    assert request.key not in running, f"{request.key} is in the engine already"
+                    self._ward.took(process, request)
+                    due = process.scheduler.now + traits.row_seconds * 2 * self._random.random()
+                    running[request.key] = (due, request)
+            if not running:
+                if is_exhausted:
+                    return
+                yield []
+                source.wait(1.0)
+                continue
+            process.sleep(traits.step_seconds * (0.5 + self._random.random()))
+            self._steps += 1
+            due_now = [key for key, (due, _) in running.items() if due <= process.scheduler.now]
+            is_poisoned = any(POISON in (running[key][1].text or "") for key in due_now)
+            if is_poisoned or (traits.dies and self._random.random() < traits.dies):
+                self._ward.died(list(running))
+                process.scheduler.log(process.name, f"engine dies with {len(running)} rows")
+                raise EngineDied("sim: died", in_flight=list(running))
+            completions = [self._complete(running.pop(key)[1]) for key in due_now]
+            if completions:
+                self._ward.yielded(process, completions)
+            yield completions
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self._steps)
+
+    def close(self) -> None:
+        pass
+
+    def _complete(self, request: Request) -> Completion:
+        text = request.text or ""
+        refused = self._refusals.get(request.key, 0)
+        if FLAKY in text and not self._traits.is_mended:
+            return Completion(key=request.key, failure=Failure(code="engine_rejected", message="flaky"))
+        if refused < 2 and self._traits.refuses and self._random.random() < self._traits.refuses:
+            self._refusals[request.key] = refused + 1
+            failure = Failure(code="engine_busy", message="busy", transient=True)
+            return Completion(key=request.key, failure=failure)
+        said = answer(text, request.sampling.temperature, request.sampling.seed)
+        return Completion(
+            key=request.key,
+            choices=[Choice(index=0, text=said)],
+            prompt_tokens=len(text),
+            completion_tokens=len(said),
+            generation_seconds=self._random.random() if self._traits.has_timing else 0.0,
+        )
+
+
+def make_world(
+    process: Process,
+    network: Network,
+    *,
+    engine: Callable[[], SimEngine],
+    skew_seconds: float = 0.0,
+    grace_seconds: float = 3.0,
+    num_hands: int = 8,
+    preconditions: Preconditions | None = None,
+) -> World:
+    """Everything outside of one worker. Without `preconditions` the worker probes the store itself."""
+    clock = SimClock(process, skew_seconds)
+    chance = process.scheduler.random
+
+    def open_store(url: str) -> Store:
+        return SimStore(url, network, process)
+
+    def look(store: Store) -> Preconditions:
+        return probe(store) if preconditions is None else preconditions
+
+    def load_tokenizer(_config: EngineConfig) -> None:
+        process.sleep(0.1 * chance.random())
+
+    return World(
+        clock=clock,
+        background=SimBackground(process, num_hands=num_hands, latency_seconds=0.01),
+        open_store=open_store,
+        probe=look,
+        create_engine=lambda _config: engine(),
+        load_tokenizer=load_tokenizer,
+        identify_model=lambda _config: "sim",
+        stopper=Stopper(clock, grace_seconds=grace_seconds),
+        new_nonce=lambda: f"{chance.getrandbits(64):016x}",
+        progress=lambda _telemetry, _stream: None,
+    )
+
+
+def sampling(temperature: float) -> Sampling:
+    """The run's sampling parameters."""
+    return Sampling(temperature=temperature, max_tokens=64)

@@ -1,0 +1,602 @@
+"""What a seed stands for, and its run from the start to a finished run.
+
+    a job -> workers come and go, with every mishap there is -> calm -> one clean worker finishes the run
+          -> perhaps the same again with --retry-errors -> everything is checked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from batchinfer import codec, layout, plan, scratch, session
+from batchinfer.engines.config import EngineConfig
+from batchinfer.errors import (
+    BatchinferError,
+    EngineError,
+    Interrupted,
+    NoProgress,
+    RunMismatch,
+    StopRequested,
+    StorageError,
+    Superseded,
+)
+from batchinfer.prompts import PromptConfig
+from batchinfer.records import FORMAT_VERSION, Chunk, Job
+from batchinfer.session import WorkerConfig
+from batchinfer.shelf import Limits
+from batchinfer.storage import Preconditions
+
+from .machine import FLAKY, POISON, EngineTraits, SimEngine, make_world, sampling
+from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
+from .scheduler import Overrun, Process, Scheduler
+from .storage import Network, Server, Weather
+
+BUCKET = "s3://sim/"
+CALM_SECONDS = 400.0
+"""Virtual time that the workers have to come to an end, once nothing bad happens any more."""
+BASE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place for a worker: who it is, and what it is told. `skew_seconds` is the machine's."""
+
+    worker_id: str
+    manifest: str
+    chunks: list[str]
+    temperature: float
+    skew_seconds: float
+    starts: int = 0
+
+
+@dataclass(slots=True)
+class Start:
+    """One process of a slot."""
+
+    slot: Slot
+    process: Process
+    world: session.World
+    began: float
+    outcome: str = ""
+    stop_asked: float | None = None
+
+
+class Report(NamedTuple):
+    """How a seed went. `digest` is of every event, in order."""
+
+    seed: int
+    violation: str
+    digest: str
+    trace: list[str]
+    virtual_seconds: float
+    starts: int
+    kills: int
+    freezes: int
+
+
+@dataclass(slots=True)
+class Plot:
+    """Everything that is drawn from the seed before it begins."""
+
+    chance: random.Random
+    is_safe: bool = True
+    is_calm: bool = False
+    claims: bool = True
+    steal: bool = True
+    compression: str = "none"
+    limit: int | None = None
+    has_retry: bool = False
+    has_other_config: bool = False
+    has_stop: bool = False
+    run_seed: int | None = 0
+    lease_seconds: float = 6.0
+    checkpoint_seconds: float = 1.5
+    checkpoint_rows: int | None = None
+    grace_seconds: float = 2.0
+    storage_attempts: int = 4
+    mishaps_seconds: float = 30.0
+    mishap_gap: float = 4.0
+    weather: Weather = field(default_factory=Weather)
+    engine: EngineTraits = field(default_factory=EngineTraits)
+    limits: Limits = Limits()
+    few: int = 20
+
+
+def draw_plot(seed: int) -> Plot:
+    """Decide what kind of run a seed is."""
+    chance = random.Random(f"plot {seed}")
+    is_calm = chance.random() < 0.1
+
+    def maybe(share: float, value: float) -> float:
+        return value * chance.random() if not is_calm and chance.random() < share else 0.0
+
+    plot = Plot(chance, is_calm=is_calm)
+    plot.is_safe = chance.random() > 0.1
+    plot.claims = chance.random() > 0.1
+    plot.steal = chance.random() > 0.2
+    plot.compression = "zstd" if chance.random() < 0.15 else "none"
+    plot.has_retry = chance.random() < 0.2
+    plot.has_other_config = chance.random() < 0.12
+    plot.has_stop = not is_calm and chance.random() < 0.1
+    plot.run_seed = None if chance.random() < 0.2 else chance.randrange(3)
+    plot.lease_seconds = chance.choice([3.0, 6.0, 12.0])
+    plot.checkpoint_seconds = chance.choice([0.5, 1.5, 4.0, 1000.0])
+    plot.checkpoint_rows = chance.choice([None, None, 1, 3])
+    plot.grace_seconds = chance.choice([0.5, 2.0, 5.0])
+    plot.storage_attempts = chance.choice([1, 2, 4])
+    plot.mishaps_seconds = chance.choice([15.0, 30.0, 60.0])
+    plot.mishap_gap = chance.choice([1.0, 3.0, 8.0])
+    plot.few = chance.choice([20, 20, 1])
+    weather = plot.weather
+    weather.latency_seconds = chance.choice([0.005, 0.03, 0.2])
+    weather.refused = maybe(0.5, 0.2)
+    weather.lost = maybe(0.5, 0.2)
+    weather.late = maybe(0.4, 0.15)
+    weather.late_seconds = plot.lease_seconds * chance.choice([0.3, 2.0, 6.0])
+    weather.slow = maybe(0.4, 0.1)
+    weather.slow_seconds = plot.lease_seconds * 1.5
+    weather.partly = maybe(0.3, 0.5)
+    weather.dies_before = maybe(0.3, 0.05)
+    weather.dies_after = maybe(0.3, 0.05)
+    if not is_calm and chance.random() < 0.2:
+        start = chance.random() * plot.mishaps_seconds
+        weather.outages = ((start, start + chance.random() * 3 * plot.lease_seconds),)
+    engine = plot.engine
+    engine.max_in_flight = chance.choice([1, 2, 4, 8, 16])
+    engine.step_seconds = chance.choice([0.05, 0.2])
+    engine.row_seconds = chance.choice([0.1, 0.5, 2.0])
+    engine.load_seconds = chance.choice([0.2, 1.0, 4.0])
+    engine.dies = maybe(0.2, 0.05)
+    engine.fails_to_load = maybe(0.1, 0.3)
+    engine.refuses = maybe(0.2, 0.3)
+    engine.has_timing = chance.random() < 0.5
+    plot.limits = Limits(
+        max_open_chunks=chance.choice([1, 2, 64]),
+        max_openings=chance.choice([1, 4]),
+        max_build_rows=chance.choice([1, 5, 512]),
+        storage_attempts=plot.storage_attempts,
+        storage_retry_seconds=chance.choice([0.2, 1.0]),
+    )
+    return plot
+
+
+class Scenario:
+    """One seed, from beginning to end. `run` gives its report."""
+
+    def __init__(self, seed: int, *, keeps_trace: bool = False, slack_events: int = 400_000) -> None:
+        self.seed = seed
+        self.plot = draw_plot(seed)
+        self.scheduler = Scheduler(seed, max_events=slack_events)
+        if keeps_trace:
+            self.scheduler.trace = []
+        chance = self.plot.chance
+        self.server = Server(
+            is_safe=self.plot.is_safe,
+            page_keys=chance.choice([2, 1000, 1000]),
+            has_content_etags=chance.random() < 0.7,
+        )
+        self.network = Network(self.scheduler, self.server)
+        self.network.attempts = chance.choice([1, 3, 3])
+        truth = self._make_job(chance)
+        self.oracle = Oracle(
+            self.scheduler, self.server, truth, self.plot.engine, is_safe=self.plot.is_safe
+        )
+        self.oracle.lease_seconds = self.plot.lease_seconds
+        self.server.watcher = self.oracle
+        self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
+        self.live: list[Start] = []
+        self.is_retrying = False
+        self.are_mishaps_over = False
+        self.num_starts = self.num_kills = self.num_freezes = 0
+
+    def run(self) -> Report:
+        """Run the seed. What breaks a promise is in the report's `violation`; it never raises."""
+        violation = ""
+        try:
+            with (
+                mock.patch.object(plan, "_FEW", self.plot.few),
+                mock.patch.object(scratch, "Path", _TrackedPath),
+            ):
+                self._play()
+        except Violation as error:
+            violation = str(error)
+        except Overrun as error:
+            violation = f"ends: {error}"
+        finally:
+            for start in self.live:
+                start.process.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if violation:
+            self.scheduler.log("oracle", violation)
+        trace = self.scheduler.trace or []
+        digest = hashlib.sha256("\n".join(trace).encode()).hexdigest()[:16]
+        return Report(
+            self.seed,
+            violation,
+            digest,
+            trace,
+            self.scheduler.now,
+            self.num_starts,
+            self.num_kills,
+            self.num_freezes,
+        )
+
+    # -- the story
+
+    def _play(self) -> None:
+        self._phase()
+        if self.plot.has_retry:
+            self.scheduler.log("scenario", "== the engine is mended; error rows are done again ==")
+            self.plot.engine.is_mended = True
+            self.is_retrying = True
+            self.oracle.begin_retrying()
+            self._phase()
+        self.scheduler.run(float("inf"))
+        self.oracle.check_end()
+        self._raise()
+
+    def _phase(self) -> None:
+        """Workers and mishaps, then calm until all have ended, then one clean worker."""
+        plot, scheduler = self.plot, self.scheduler
+        self.are_mishaps_over = False
+        self.network.weather = plot.weather
+        for slot in self._slots():
+            scheduler.after(
+                plot.chance.random() * plot.mishaps_seconds * 0.5 * plot.chance.choice([0, 1]),
+                lambda slot=slot: self.start(slot),
+            )
+        end = scheduler.now + plot.mishaps_seconds
+        if not plot.is_calm:
+            self._next_mishap(end)
+        self._let_pass(end)
+        self.are_mishaps_over = True
+        scheduler.log("scenario", "== calm ==")
+        self._calm_down()
+        self._let_pass(scheduler.now + CALM_SECONDS, lambda: not self.live)
+        if self.live:
+            names = ", ".join(start.process.name for start in self.live)
+            self.oracle.fail(f"ends: {names} still run after {CALM_SECONDS:.0f} s of calm")
+        self._raise()
+        self._finish_cleanly()
+
+    def _calm_down(self) -> None:
+        self.network.weather = Weather(latency_seconds=self.plot.weather.latency_seconds)
+        self.server.delete(RUN + layout.STOP_KEY)
+        self.plot.engine.dies = self.plot.engine.fails_to_load = 0.0
+
+    def _finish_cleanly(self) -> None:
+        """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
+        run = self.server.objects.get(RUN + layout.RUN_KEY)
+        temperature = 0.5
+        if run is not None:
+            temperature = json.loads(run.data)["config"]["sampling"]["temperature"]
+        name = "cleaner-retry" if self.is_retrying else "cleaner"
+        slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), temperature, 0.0)
+        for _ in range(16):
+            start = self.start(slot)
+            self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
+            if self.live:
+                self.oracle.fail("ends: the clean worker does not come to an end")
+            self._raise()
+            if start.outcome != "EngineDied":
+                break
+        if start.outcome != "SUCCESS":
+            self.oracle.fail(f"P5: the clean worker cannot finish the run: {start.outcome}")
+        self.oracle.check_end()
+        self._raise()
+
+    def _let_pass(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        oracle = self.oracle
+        self.scheduler.run(until, lambda: oracle.violation is not None or is_over())
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.oracle.violation is not None:
+            raise self.oracle.violation
+
+    # -- mishaps
+
+    def _next_mishap(self, end: float) -> None:
+        scheduler, plot = self.scheduler, self.plot
+
+        def happen() -> None:
+            if scheduler.now < end:
+                self._mishap()
+                self._next_mishap(end)
+
+        scheduler.after(scheduler.random.expovariate(1 / plot.mishap_gap), happen)
+
+    def _mishap(self) -> None:
+        chance, lease = self.scheduler.random, self.plot.lease_seconds
+        if self.plot.has_stop and chance.random() < 0.2:
+            self.scheduler.log("scenario", "stop.json comes")
+            self.server.put(RUN + layout.STOP_KEY, b"{}")
+            self.scheduler.after(chance.random() * lease, self._resume)
+        if not self.live:
+            return
+        start = chance.choice(self.live)
+        what = chance.choice(["kill", "kill", "freeze", "freeze", "stop", "double"])
+        self.scheduler.log("scenario", f"{what} {start.process.name}")
+        if what == "kill":
+            start.process.kill()
+        elif what == "freeze":
+            self.num_freezes += 1
+            start.process.freeze(
+                chance.random() * chance.choice([0.3, 1.5, 4.0]) * lease,
+                stops_clock=chance.random() < 0.3,
+            )
+        elif what == "stop":
+            start.stop_asked = start.stop_asked or self.scheduler.now
+            start.world.stopper.request(Interrupted("stopped by the scenario"))
+        elif start.slot.starts < 6:
+            self.start(start.slot)
+
+    def _resume(self) -> None:
+        self.scheduler.log("scenario", "stop.json goes")
+        self.server.delete(RUN + layout.STOP_KEY)
+
+    # -- workers
+
+    def start(self, slot: Slot) -> Start:
+        """Start one worker process of a slot."""
+        slot.starts += 1
+        self.num_starts += 1
+        plot, chance = self.plot, self.scheduler.random
+        process = Process(self.scheduler, f"{slot.worker_id}#{slot.starts}")
+        world = make_world(
+            process,
+            self.network,
+            engine=lambda: SimEngine(process, plot.engine, self.oracle),
+            skew_seconds=slot.skew_seconds,
+            grace_seconds=plot.grace_seconds,
+            num_hands=chance.choice([2, 8]),
+            preconditions=None
+            if chance.random() < 0.1
+            else Preconditions(create=plot.is_safe, replace=plot.is_safe),
+        )
+        start = Start(slot, process, world, self.scheduler.now)
+        config = self._worker_config(slot)
+        self.live.append(start)
+        process.on_exit.append(lambda: self._ended(start))
+
+        def main() -> None:
+            start.outcome = self._run_worker(start, config)
+            self.scheduler.at(self.scheduler.now, process.kill)
+
+        self.scheduler.log("scenario", f"start {process.name}")
+        process.spawn(main)
+        return start
+
+    def _run_worker(self, start: Start, config: WorkerConfig) -> str:
+        process = start.process
+        try:
+            session.run_worker(config, start.world)
+        except BatchinferError as error:
+            self._check_error(start, error)
+            return type(error).__name__
+        except Exception as error:  # noqa: BLE001 - whatever else it is, it is a defect
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self.scheduler.log(process.name, traceback.format_exc())
+            self.oracle.fail(
+                f"crash: {process.name}: {type(error).__name__}: {error} "
+                f"({Path(last.filename).name}:{last.lineno})"
+            )
+            return "crash"
+        self.oracle.check_done(start.slot.chunks, process)
+        return "SUCCESS"
+
+    def _check_error(self, start: Start, error: BatchinferError) -> None:
+        """Every worker may end only for a reason that there is."""
+        process, plot = start.process, self.plot
+        self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
+        is_peaceful = not process.num_faults and not process.has_been_frozen
+        reasons = {
+            RunMismatch: plot.has_other_config,
+            StorageError: bool(process.num_faults),
+            EngineError: not plot.is_calm or self.oracle.deaths,
+            Interrupted: start.stop_asked is not None,
+            StopRequested: plot.has_stop,
+            Superseded: start.slot.starts > 1,
+            NoProgress: False,
+        }
+        for kind, is_right in reasons.items():
+            if isinstance(error, kind):
+                if not is_right:
+                    self.oracle.fail(f"ends: {process.name} without a reason: {error.message[:300]}")
+                if isinstance(error, Interrupted | EngineError) and is_peaceful:
+                    self.oracle.check_saved(process)
+                return
+        self.oracle.fail(f"ends: {process.name}: {type(error).__name__}: {error.message[:300]}")
+
+    def _ended(self, start: Start) -> None:
+        self.live.remove(start)
+        _close_files(start.process.name)
+        outcome = start.outcome or "killed"
+        self.num_kills += outcome == "killed"
+        self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")
+        comes_back = outcome not in ("SUCCESS", "RunMismatch", "Superseded", "StopRequested")
+        chance = self.scheduler.random
+        if comes_back and not self.are_mishaps_over and chance.random() < 0.8:
+            delay = chance.random() * self.plot.lease_seconds * chance.choice([0.1, 1, 3])
+            self.scheduler.after(delay, lambda: self._start_again(start.slot))
+
+    def _start_again(self, slot: Slot) -> None:
+        if not self.are_mishaps_over and slot.starts < 12:
+            self.start(slot)
+
+    def _worker_config(self, slot: Slot) -> WorkerConfig:
+        plot = self.plot
+        return WorkerConfig(
+            manifests=[f"{BUCKET}job/{slot.manifest}"],
+            output=f"{BUCKET}run",
+            engine=EngineConfig(engine="sim", model="sim"),
+            prompt=_prompt_config(),
+            sampling=sampling(slot.temperature),
+            run_seed=plot.run_seed,
+            worker_id=slot.worker_id,
+            limit=plot.limit,
+            retry_errors=self.is_retrying,
+            claims=plot.claims,
+            steal=plot.steal,
+            lease_seconds=plot.lease_seconds,
+            checkpoint_seconds=plot.checkpoint_seconds,
+            checkpoint_rows=plot.checkpoint_rows,
+            max_attempts=1000,
+            scratch_dir=str(self.folder / f"{slot.worker_id}#{slot.starts}"),
+            limits=plot.limits,
+        )
+
+    def _slots(self) -> list[Slot]:
+        chance = self.plot.chance
+        prefix = "r" if self.is_retrying else "w"
+        slots = []
+        for index in range(self.num_workers):
+            manifest = layout.worker_manifest(index, self.num_workers)
+            if chance.random() < 0.3:
+                manifest = layout.ALL_MANIFEST
+            lines = self.server.objects[JOB + manifest].data.decode().split()
+            chunks = [layout.stem(line) for line in lines]
+            is_other = self.plot.has_other_config and chance.random() < 0.4
+            slots.append(
+                Slot(
+                    f"{prefix}{index}",
+                    manifest,
+                    [chunk for chunk in chunks if chunk in self.oracle.chunks],
+                    0.7 if is_other else 0.5,
+                    chance.uniform(-3600, 3600),
+                )
+            )
+        return slots
+
+    # -- the job
+
+    def _make_job(self, chance: random.Random) -> Truth:
+        num_chunks = chance.randint(2, 8)
+        self.num_workers = min(chance.randint(2, 5), num_chunks)
+        per_chunk = chance.randint(1, 12)
+        num_poison = 1 if chance.random() < 0.1 else 0
+        rows: list[Row] = []
+        for index in range(num_chunks * per_chunk - chance.randrange(per_chunk)):
+            rows.append(_make_row(chance, index))
+        for _ in range(num_poison):
+            rows[chance.randrange(len(rows))] = _good_row(0, f"{POISON} row")
+        rows = [_numbered(row, index) for index, row in enumerate(rows)]
+        if chance.random() < 0.15:
+            self.plot.limit = chance.randint(1, len(rows))
+        truth = Truth({}, {}, {}, self.plot.run_seed)
+        chunks, keys = [], []
+        for index in range(num_chunks):
+            first = index * per_chunk
+            part = rows[first : first + per_chunk]
+            data = b"".join(row.line + b"\n" for row in part)
+            if self.plot.compression == "zstd":
+                data = _compress(data)
+            name = layout.chunk_name(index, num_chunks)
+            keys.append(layout.chunk_file(name, self.plot.compression))
+            self.server.put(JOB + keys[-1], data)
+            chunks.append(
+                Chunk(
+                    name=name,
+                    first_row=first,
+                    rows=len(part),
+                    bytes=len(data),
+                    sha256=codec.sha256(data),
+                )
+            )
+            wanted = part if self.plot.limit is None else part[: max(0, self.plot.limit - first)]
+            if wanted:
+                truth.chunks[name] = wanted
+                truth.first_rows[name] = first
+                truth.shas[name] = chunks[-1].sha256
+        self._put_manifests(keys)
+        job = Job(
+            format_version=FORMAT_VERSION,
+            sources=[],
+            columns=["prompt"],
+            rows=len(rows),
+            chunks=chunks,
+            num_workers=self.num_workers,
+            compression=self.plot.compression,
+        )
+        self.server.put(JOB + layout.JOB_KEY, codec.encode_pretty(job))
+        return truth
+
+    def _put_manifests(self, keys: list[str]) -> None:
+        def put(name: str, lines: list[str]) -> None:
+            self.server.put(JOB + name, "".join(f"{line}\n" for line in lines).encode())
+
+        put(layout.ALL_MANIFEST, keys)
+        for worker in range(self.num_workers):
+            start = worker * len(keys) // self.num_workers
+            end = (worker + 1) * len(keys) // self.num_workers
+            put(layout.worker_manifest(worker, self.num_workers), keys[start:end])
+
+
+def _make_row(chance: random.Random, index: int) -> Row:
+    draw = chance.random()
+    if draw < 0.03:
+        return Row(b'{"prompt": "broken', "", frozenset({"invalid_json"}))
+    if draw < 0.05:
+        return Row(b"", "", frozenset({"invalid_json"}))
+    if draw < 0.08:
+        return Row(b'{"other": 1}', "", frozenset({"missing_column"}))
+    if draw < 0.1:
+        return _good_row(index, "")._replace(codes=frozenset({"empty_prompt"}))
+    if draw < 0.15:
+        return _good_row(index, f"{FLAKY} {index}")
+    return _good_row(index, f"say {index}")
+
+
+def _good_row(index: int, prompt: str) -> Row:
+    return Row(json.dumps({"prompt": prompt, "_row": index, "_id": str(index)}).encode(), prompt)
+
+
+def _numbered(row: Row, index: int) -> Row:
+    """Give a row that was put elsewhere the number of its place."""
+    if POISON in row.prompt:
+        return _good_row(index, row.prompt)
+    return row
+
+
+def _compress(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(data)
+
+
+@cache
+def _prompt_config() -> PromptConfig:
+    return PromptConfig(prompt_column="prompt")
+
+
+_open_files: dict[str, list[Any]] = {}
+
+
+class _TrackedPath(type(Path())):  # type: ignore[misc]  # pathlib's own way before Python 3.12
+    """Paths of the scratch folders: a killed process's open files are closed, as the kernel would do."""
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        file = super().open(*args, **options)
+        _open_files.setdefault(self.parts[len(BASE.parts) + 1], []).append(file)
+        return file
+
+
+def _close_files(process_name: str) -> None:
+    for file in _open_files.pop(process_name, ()):
+        file.close()
+
+
+def simulate(seed: int, *, keeps_trace: bool = False) -> Report:
+    """Run one seed from its beginning to its end."""
+    return Scenario(seed, keeps_trace=keeps_trace).run()

@@ -1,0 +1,157 @@
+"""Virtual time and processes. One greenlet runs at a time; a seeded generator decides who is next."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+import greenlet
+
+
+class Killed(greenlet.GreenletExit):
+    """Thrown into what a killed process was doing, and out of whatever it still tries to do."""
+
+
+class Overrun(Exception):
+    """The simulation did not come to its end in the time or the steps that it has."""
+
+
+class Scheduler:
+    """Events in the order of their virtual time; those of one instant in a random order.
+
+    Args:
+        seed: Of everything that is left to chance.
+        max_events: After so many the simulation counts as a livelock.
+    """
+
+    def __init__(self, seed: int, *, max_events: int = 500_000) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.hub = greenlet.getcurrent()
+        self.trace: list[str] | None = None
+        self.running = ""
+        """Name of the process that ran last."""
+        self.num_events = 0
+        self._max_events = max_events
+        self._events: list[tuple[float, float, int, Callable[[], object]]] = []
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """Run `action` in the hub once time has come to `when`."""
+        self.num_events += 1
+        heapq.heappush(
+            self._events, (max(when, self.now), self.random.random(), self.num_events, action)
+        )
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Run `action` so many seconds from now."""
+        self.at(self.now + seconds, action)
+
+    def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass up to `until`, or until `is_over`, or until nothing is left to happen."""
+        events = self._events
+        while events and events[0][0] <= until and not is_over():
+            self.now, _, _, action = heapq.heappop(events)
+            if self.num_events > self._max_events:
+                raise Overrun(f"{self.num_events} events by {self.now:.3f} s: a livelock")
+            action()
+        if not is_over() and until != float("inf"):
+            self.now = max(self.now, until)
+
+    def log(self, who: str, text: str) -> None:
+        """Add a line to the trace, if one is kept."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.4f}  {who:<10} {text}")
+
+
+class Process:
+    """One worker process: its greenlets stand for its threads, and die and freeze together."""
+
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.is_dead = False
+        self.thawed_at = 0.0
+        self.frozen_seconds = 0.0
+        """Of the freezes in which this machine's monotonic clock stood still too."""
+        self.num_faults = 0
+        """Storage errors that it was given after all retries, and operations that took very long."""
+        self.has_been_frozen = False
+        self.on_exit: list[Callable[[], object]] = []
+        self._greenlets: dict[Any, int] = {}
+
+    def spawn(self, work: Callable[[], object], *, delay: float = 0.0) -> None:
+        """Start `work` beside the others."""
+
+        self.check()
+
+        def body() -> None:
+            with contextlib.suppress(Killed):
+                work()
+            self._greenlets.pop(thread, None)
+
+        thread = greenlet.greenlet(body, parent=self.scheduler.hub)
+        self._greenlets[thread] = 0
+        self._wake_later(thread, 0, delay)
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling greenlet wait."""
+        ticket = self.ticket()
+        self.wake(ticket, seconds)
+        self.block()
+
+    def ticket(self) -> tuple[Any, int]:
+        """Name this very wait of the calling greenlet, for `wake`."""
+        self.check()
+        thread = greenlet.getcurrent()
+        self._greenlets[thread] += 1
+        return thread, self._greenlets[thread]
+
+    def wake(self, ticket: tuple[Any, int], delay: float = 0.0) -> None:
+        """End the wait that `ticket` names, unless it has ended by then."""
+        self._wake_later(*ticket, delay)
+
+    def block(self) -> None:
+        """Wait until woken."""
+        self.scheduler.hub.switch()
+        self.check()
+
+    def check(self) -> None:
+        """Raise Killed in what is left of a dead process."""
+        if self.is_dead:
+            raise Killed
+
+    def kill(self) -> None:
+        """SIGKILL: no code of this process has any effect from now on. What it has sent is on its way."""
+        self.is_dead = True
+        me = greenlet.getcurrent()
+        for thread in list(self._greenlets):
+            if thread is not me and not thread.dead:
+                thread.throw(Killed)
+        self._greenlets.clear()
+        for action in self.on_exit:
+            action()
+        self.on_exit.clear()
+
+    def freeze(self, seconds: float, *, stops_clock: bool) -> None:
+        """SIGSTOP and SIGCONT, or a machine paused as a whole: its own clock then stands still as well."""
+        frozen_until = max(self.thawed_at, self.scheduler.now)
+        self.thawed_at = max(frozen_until, self.scheduler.now + seconds)
+        self.has_been_frozen = True
+        if stops_clock:
+            self.frozen_seconds += self.thawed_at - frozen_until
+
+    def _wake_later(self, thread: Any, ticket: int, delay: float) -> None:
+        self.scheduler.after(delay, lambda: self._resume(thread, ticket))
+
+    def _resume(self, thread: Any, ticket: int) -> None:
+        if self.is_dead or self._greenlets.get(thread) != ticket:
+            return
+        if self.scheduler.now < self.thawed_at:
+            late = self.scheduler.random.random() * 0.01
+            self.scheduler.at(self.thawed_at + late, lambda: self._resume(thread, ticket))
+            return
+        self.scheduler.running = self.name
+        thread.switch()

@@ -1,0 +1,362 @@
+"""An S3 server in memory, and the real S3 adapter talking to it over a bad line.
+
+`SimStore` is `batchinfer.storage.s3.S3Store` with its requests sent here: how a create, a replace or a delete is made
+of requests, and what a lost reply means, is the adapter's own code.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import greenlet
+
+from batchinfer import layout
+from batchinfer.errors import BatchinferError, ObjectNotFound, PreconditionFailed, StorageError
+from batchinfer.storage import Object
+from batchinfer.storage.retrying import TransientError
+from batchinfer.storage.s3 import S3Store
+
+from .scheduler import Process, Scheduler
+
+T = TypeVar("T")
+
+WRITES = ("put_object", "delete_objects")
+
+
+class Held(NamedTuple):
+    """One object."""
+
+    data: bytes
+    etag: str
+
+
+class Watcher(Protocol):
+    """Sees every change at the instant it takes effect."""
+
+    def stored(self, key: str, data: bytes, before: bytes | None, process: Process | None) -> None: ...
+
+    def creating(self, name: str, process: Process) -> None: ...
+
+    def deleted(self, key: str, data: bytes, process: Process | None) -> None: ...
+
+    def listed(self, prefix: str, process: Process) -> None: ...
+
+    def superseded(self, process: Process) -> None: ...
+
+
+class _Never:
+    """The time of an object that nobody asks for its time."""
+
+    @staticmethod
+    def timestamp() -> float:
+        return 0.0
+
+
+_NEVER = _Never()
+
+
+class Server:
+    """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
+
+    Args:
+        is_safe: Whether preconditions are honoured; some stores accept the header and overwrite all the same.
+        page_keys: Keys on a listing's page.
+        has_content_etags: Equal bytes have equal etags, as on S3; else every write gives a new one, as on GCS.
+    """
+
+    def __init__(self, *, is_safe: bool, page_keys: int, has_content_etags: bool) -> None:
+        self.objects: dict[str, Held] = {}
+        self.watcher: Watcher | None = None
+        self._is_safe = is_safe
+        self._page_keys = page_keys
+        self._has_content_etags = has_content_etags
+        self._version = 0
+
+    def put(self, key: str, data: bytes, process: Process | None = None) -> str:
+        """Store an object, whatever lies there."""
+        self._version += 1
+        etag = str(self._version)
+        if self._has_content_etags:
+            etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        before = self.objects.get(key)
+        self.objects[key] = Held(data, etag)
+        if self.watcher is not None:
+            self.watcher.stored(key, data, None if before is None else before.data, process)
+        return etag
+
+    def keys(self, prefix: str) -> list[str]:
+        """Keys below a prefix, in order."""
+        return sorted(key for key in self.objects if key.startswith(prefix))
+
+    def handle(self, method: str, arguments: dict[str, Any], process: Process) -> Any:
+        """Answer one request. Raises what the adapter makes of an error response."""
+        return getattr(self, f"_{method}")(process, **arguments)
+
+    def _put_object(
+        self,
+        process: Process,
+        Key: str,  # noqa: N803 - S3's names, as in the following
+        Body: bytes,  # noqa: N803
+        IfNoneMatch: str = "",  # noqa: N803
+        IfMatch: str = "",  # noqa: N803
+    ) -> dict[str, Any]:
+        held = self.objects.get(Key)
+        if self._is_safe:
+            if IfNoneMatch and held is not None:
+                raise PreconditionFailed(f"{Key}: exists")
+            if IfMatch and held is None:
+                raise ObjectNotFound(f"{Key}: no such object")
+            if IfMatch and held is not None and held.etag != IfMatch:
+                raise PreconditionFailed(f"{Key}: is another version")
+        return {"ETag": self.put(Key, bytes(Body), process)}
+
+    def _get_object(self, _process: Process, Key: str) -> Held:  # noqa: N803
+        return self._require(Key)
+
+    def _head_object(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
+        held = self._require(Key)
+        return {"ContentLength": len(held.data), "ETag": held.etag, "LastModified": _NEVER}
+
+    def _list_objects_v2(
+        self,
+        process: Process,
+        Prefix: str,  # noqa: N803
+        ContinuationToken: str = "",  # noqa: N803
+    ) -> dict[str, Any]:
+        if self.watcher is not None and not ContinuationToken:
+            self.watcher.listed(Prefix, process)
+        keys = self.keys(Prefix)
+        if ContinuationToken:
+            keys = keys[bisect.bisect_right(keys, ContinuationToken) :]
+        page = keys[: self._page_keys]
+        answer: dict[str, Any] = {
+            "Contents": [
+                {
+                    "Key": key,
+                    "Size": len(self.objects[key].data),
+                    "ETag": self.objects[key].etag,
+                    "LastModified": _NEVER,
+                }
+                for key in page
+            ]
+        }
+        if len(page) < len(keys):
+            answer |= {"IsTruncated": True, "NextContinuationToken": page[-1]}
+        return answer
+
+    def _delete_objects(self, process: Process, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
+        for item in Delete["Objects"]:
+            self.delete(item["Key"], process)
+        return {}
+
+    def delete(self, key: str, process: Process | None = None) -> None:
+        """Remove an object, if it is there."""
+        held = self.objects.pop(key, None)
+        if held is not None and self.watcher is not None:
+            self.watcher.deleted(key, held.data, process)
+
+    def _require(self, key: str) -> Held:
+        if key not in self.objects:
+            raise ObjectNotFound(f"{key}: no such object")
+        return self.objects[key]
+
+
+@dataclass(slots=True, kw_only=True)
+class Weather:
+    """What may happen to a request, as probabilities. All 0 is a calm day."""
+
+    refused: float = 0.0
+    """Fails and has no effect."""
+    lost: float = 0.0
+    """Takes effect, but its reply does not arrive."""
+    late: float = 0.0
+    """Times out, and takes effect some time later all the same."""
+    late_seconds: float = 30.0
+    slow: float = 0.0
+    """Takes up to `slow_seconds`."""
+    slow_seconds: float = 10.0
+    partly: float = 0.0
+    """A deletion of many stops half way, with an error."""
+    dies_before: float = 0.0
+    dies_after: float = 0.0
+    """The process that sent a write is killed right before, right after it takes effect."""
+    latency_seconds: float = 0.02
+    outages: tuple[tuple[float, float], ...] = ()
+    """From, to: nothing gets through."""
+
+
+Hook = Callable[[int, str, str, Process], "str | None"]
+
+
+class Network:
+    """The line between processes and the server. `weather` may be changed at any time.
+
+    `hook` decides the fate of a request instead of the weather: it gets the number of the request from 0, its method
+    and its key, and returns "refused", "lost", "dies_before", "dies_after", "broken" (refused again and again) or None.
+    """
+
+    def __init__(self, scheduler: Scheduler, server: Server) -> None:
+        self.scheduler = scheduler
+        self.server = server
+        self.weather = Weather()
+        self.hook: Hook | None = None
+        self.num_requests = 0
+        self.attempts = 3
+        self.pause_seconds = 0.3
+
+    def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
+        """Send one request and wait for its reply."""
+        process.check()
+        scheduler, weather, chance = self.scheduler, self.weather, self.scheduler.random
+        fate = self._fate(process, method, arguments)
+        outcome: list[tuple[Any, BatchinferError | None]] = []
+        ticket = process.ticket()
+        latency = weather.latency_seconds * (0.2 + 1.6 * chance.random())
+        if weather.slow and chance.random() < weather.slow:
+            latency += weather.slow_seconds * chance.random()
+            process.num_faults += 1
+
+        def land() -> None:
+            if fate == "dies_before":
+                scheduler.log(process.name, "-- killed before --")
+                process.kill()
+                return
+            if fate != "refused":
+                outcome.append(self._effect(process, method, arguments, fate))
+            if fate == "dies_after":
+                scheduler.log(process.name, "-- killed after --")
+                process.kill()
+                return
+            if fate != "late":
+                process.wake(ticket, latency * chance.random())
+
+        if fate == "late":
+            scheduler.after(latency + chance.random() * weather.late_seconds, land)
+            process.wake(ticket, latency)
+        else:
+            scheduler.after(latency, land)
+        process.block()
+        if fate in ("refused", "lost", "late", "partly"):
+            raise TransientError(f"{self._subject(arguments)}: no answer")
+        answer, error = outcome[0]
+        if error is not None:
+            raise error
+        return answer
+
+    def _effect(
+        self, process: Process, method: str, arguments: dict[str, Any], fate: str | None
+    ) -> tuple[Any, BatchinferError | None]:
+        if fate == "partly":
+            keys = arguments["Delete"]["Objects"]
+            some = keys[: self.scheduler.random.randrange(len(keys) + 1)]
+            arguments = {"Delete": {"Objects": some}}
+        self._log(process, method, arguments, fate)
+        try:
+            return self.server.handle(method, arguments, process), None
+        except BatchinferError as error:
+            self.scheduler.log(process.name, f"    {type(error).__name__}")
+            return None, error
+
+    def _fate(self, process: Process, method: str, arguments: dict[str, Any]) -> str | None:
+        weather, chance, now = self.weather, self.scheduler.random, self.scheduler.now
+        if self.hook is not None:
+            number, self.num_requests = self.num_requests, self.num_requests + 1
+            fate = self.hook(number, method, self._subject(arguments), process)
+            return "refused" if fate == "broken" else fate
+        if any(start <= now < end for start, end in weather.outages):
+            return "refused"
+        is_write = method in WRITES
+        for fate, share, counts in (
+            ("refused", weather.refused, True),
+            ("lost", weather.lost, True),
+            ("late", weather.late, is_write),
+            ("dies_before", weather.dies_before, is_write),
+            ("dies_after", weather.dies_after, is_write),
+            ("partly", weather.partly, method == "delete_objects"),
+        ):
+            if share and counts and chance.random() < share:
+                return fate
+        return None
+
+    def _log(self, process: Process, method: str, arguments: dict[str, Any], fate: str | None) -> None:
+        if self.scheduler.trace is None:
+            return
+        conditions = [name for name in ("IfNoneMatch", "IfMatch") if name in arguments]
+        body = arguments.get("Body", b"")
+        digest = hashlib.md5(body, usedforsecurity=False).hexdigest()[:6] if body else ""
+        words = [method, self._subject(arguments), *conditions, digest, fate or ""]
+        self.scheduler.log(process.name, "  " + " ".join(word for word in words if word))
+
+    @staticmethod
+    def _subject(arguments: dict[str, Any]) -> str:
+        if "Delete" in arguments:
+            return " ".join(item["Key"] for item in arguments["Delete"]["Objects"])
+        return str(arguments.get("Key") or arguments.get("Prefix") or "")
+
+
+class SimStore(S3Store):
+    """S3Store over a simulated line. Nothing but the sending of requests is replaced; some verbs tell the watcher."""
+
+    def __init__(self, url: str, network: Network, process: Process) -> None:
+        self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
+        self.url = f"s3://{self.bucket}/{root}"
+        self._root = f"{root}/"
+        self._multipart_bytes = 1 << 40
+        self._is_bucket_seen = True
+        self._network = network
+        self._process = process
+        self._refused: Any = None
+        """The greenlet whose renewal of the worker's own record was refused last."""
+
+    def get(self, key: str) -> Object:
+        found = super().get(key)
+        watcher = self._network.server.watcher
+        if watcher is not None and self._refused is greenlet.getcurrent():
+            if key == self._own_record and json.loads(found.data)["epoch"] > self._epoch:
+                watcher.superseded(self._process)
+        return found
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        if not key.startswith(layout.WORKERS):
+            return super().replace(key, data, etag)
+        self._own_record, self._epoch = key, json.loads(data)["epoch"]
+        try:
+            etag = super().replace(key, data, etag)
+        except PreconditionFailed:
+            self._refused = greenlet.getcurrent()
+            raise
+        self._refused = None
+        return etag
+
+    def create(self, key: str, data: bytes) -> str:
+        if self._network.server.watcher is not None:
+            self._network.server.watcher.creating(key, self._process)
+        return super().create(key, data)
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._network.request(self._process, method, arguments)
+
+    def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
+        held: Held = self._network.request(self._process, "get_object", {"Key": path})
+        write(held.data)
+        return held.etag
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        """As `retrying.retried`, in virtual time."""
+        network = self._network
+        for attempt in range(1, network.attempts + 1):
+            try:
+                return action()
+            except TransientError as error:
+                if attempt == network.attempts:
+                    self._process.num_faults += 1
+                    network.scheduler.log(self._process.name, f"    {error.message}: given up")
+                    raise StorageError(f"{error.message} (after {attempt} attempts)") from error
+                pause = network.pause_seconds * attempt * (0.5 + network.scheduler.random.random())
+                self._process.sleep(pause)
+        raise AssertionError("unreachable")
