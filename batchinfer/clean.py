@@ -29,6 +29,8 @@ from batchinfer.storage import ObjectInfo, Store
 logger = logging.getLogger(__name__)
 
 DEFAULT_AGE_SECONDS = 3600.0
+PROBE_SECONDS = 600.0
+"""A probe lives for half a dozen requests; one that is older was left."""
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
@@ -106,14 +108,17 @@ def run_clean(
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
     if plan.released:
         show(f"claims of workers that are gone, released: {len(plan.released)}")
-    num_temps = _count_temps(store, config.older_than_seconds, clock.now())
+    age_seconds = config.older_than_seconds
+    if inventory.living():  # one of them may be uploading right now, and that takes its time
+        age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
+    num_temps = _count_temps(store, age_seconds, clock.now())
     if num_temps:
         show(f"unfinished uploads: {num_temps}")
     if config.yes:
         store.delete(plan.keys())
         for key in plan.released:
             _release(store, key, inventory)
-        num_temps = _remove_temps(store, config.older_than_seconds)
+        num_temps = _remove_temps(store, age_seconds)
     return {
         "status": "SUCCESS",
         "run": store.url,
@@ -163,13 +168,26 @@ def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
             for info in infos:
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, plan)
+    _add_unreadable(inventory, plan)
+    _consider_probes(inventory, config.older_than_seconds, plan)
+    return plan
+
+
+def _add_unreadable(inventory: Inventory, plan: Plan) -> None:
+    """Records that nobody can read are of no use at any age: live workers write theirs whole."""
     for damaged in inventory.damaged_claims.values():
         plan.add("unreadable claims", damaged.info)
     for damaged in inventory.damaged_workers.values():
         plan.add("unreadable worker records", damaged.info)
+
+
+def _consider_probes(inventory: Inventory, older_than_seconds: float, plan: Plan) -> None:
     for info in inventory.probes:
-        consider("probes", info)
-    return plan
+        # A worker that probes the store has no record yet, so nobody can say that none lives.
+        if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
+            plan.add("probes", info)
+        else:
+            plan.num_kept_young += 1
 
 
 def _redo(inventory: Inventory, name: str, plan: Plan) -> None:

@@ -170,7 +170,7 @@ def read_marker(store: Store, name: str, generation: int = 0) -> Marker:
     return codec.decode(store.get(key).data, Marker, name=key)
 
 
-def change_marker(store: Store, name: str, generation: int = 0, **changes: Any) -> None:
+def change_marker(store: Store, name: str, generation: int = 0, /, **changes: Any) -> None:
     """Write other values into a chunk's marker."""
     marker = msgspec.structs.replace(read_marker(store, name, generation), **changes)
     overwrite(store, layout.marker_key(name, generation), codec.encode(marker))
