@@ -159,10 +159,13 @@ class Lease:
 def decode_claim(data: bytes, key: str) -> Claim:
     """Decode a claim. One that cannot be read counts as released, so that it keeps nobody from its chunk for ever."""
     try:
-        return codec.decode(data, Claim, name=key)
+        claim = codec.decode(data, Claim, name=key)
+        if claim.worker:
+            layout.worker_key(claim.worker)
     except InputError as error:
         logger.warning("%s; it counts as released", error)
         return Claim(worker="", epoch=0, nonce="")
+    return claim
 
 
 class Taken(NamedTuple):

@@ -22,7 +22,16 @@ MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
 _SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<worker>.+)-(?P<seq>[0-9]{6})\.jsonl$")
-_WORKER_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+
+
+def is_chunk_name(name: str) -> bool:
+    """Whether a name from a job.json can be part of keys.
+
+    >>> is_chunk_name("part-00007"), is_chunk_name("../evil"), is_chunk_name("")
+    (True, False, False)
+    """
+    return _NAME.match(name) is not None
 
 
 def chunk_name(index: int, num_chunks: int) -> str:
@@ -146,7 +155,7 @@ def claim_key(name: str) -> str:
 
 def worker_key(worker_id: str) -> str:
     """Key of a worker's record. Raises InputError for an id that could leave the folder."""
-    if not _WORKER_ID.match(worker_id):
+    if not _NAME.match(worker_id):
         raise InputError(
             f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
             hint="pass another --worker-id",

@@ -61,6 +61,12 @@ def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
             f"{url}/{layout.JOB_KEY}: format version {job.format_version}, expected at most {FORMAT_VERSION}",
             hint="upgrade batchinfer",
         )
+    for chunk in job.chunks:
+        if not layout.is_chunk_name(chunk.name):
+            raise InputError(
+                f"{url}/{layout.JOB_KEY}: {chunk.name!r} is no name of a chunk",
+                hint="somebody changed job.json; split again with --overwrite",
+            )
     return job, codec.sha256(data)
 
 
