@@ -21,7 +21,7 @@ _STEPS_SECONDS = (
 )
 _TOP, _BOTTOM = 16, 20
 _AREA_PIXELS = 220
-_TRACK_PIXELS = 18
+_LANE_PIXELS, _TRACK_PIXELS = 18, 5
 _FEW_BINS = 30
 
 _Points = list[tuple[float, float]]
@@ -286,7 +286,8 @@ def _level(share: float) -> int:
 
 def lane(line: Lane, extent: Extent) -> str:
     """One worker's time line: when it was up, which chunks it had, where it was killed and came back."""
-    height = _TRACK_PIXELS + 6
+    inner = max(_LANE_PIXELS, _TRACK_PIXELS * line.num_tracks)
+    height = inner + 6
 
     def place(begin: float, end: float) -> tuple[str, str]:
         left = 100 * extent.share(begin)
@@ -296,7 +297,7 @@ def lane(line: Lane, extent: Extent) -> str:
     for begin, end in line.up:
         x, width = place(begin, end)
         parts.append(f'<rect class="up" x="{x}" y="1" width="{width}" height="{height - 2}"/>')
-    tall = _TRACK_PIXELS / line.num_tracks
+    tall = inner / line.num_tracks
     for bar in line.bars:
         x, width = place(bar.begin, bar.end)
         what = bar.name if bar.chunks == 1 else f"{bar.name} and {bar.chunks - 1} more"

@@ -318,7 +318,7 @@ def _heat(bins: Sequence[Bins], extent: Extent, life: Extent) -> list[tuple[str,
 
 def _timeline(workers: Sequence[SeenWorker]) -> dict[str, Any]:
     extent = life_of(workers)
-    lanes = lanes_of(workers[:MAX_LANES], extent)
+    lanes = lanes_of(workers[:MAX_LANES], extent, max_tracks=12 if len(workers) <= 10 else 6)
     return {
         "time_axis": _markup(charts.time_axis(extent)) if lanes else "",
         "lanes": [(line.worker, _markup(charts.lane(line, extent))) for line in lanes],

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.resources
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import click
 
 from batchinfer.errors import ConfigError
 
@@ -181,3 +184,28 @@ def price_source(
     if table is not None:
         return PriceTable.load(table)
     return FirstKnown(SkyPilotCatalog(catalogs), PriceTable.load())
+
+
+def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say what machines cost."""
+    for option in (
+        click.option(
+            "--spot/--on-demand",
+            "is_spot",
+            default=None,
+            help="What machines are, where workers do not say. Default: on-demand.",
+        ),
+        click.option(
+            "--prices",
+            type=click.Path(path_type=Path),
+            help="Price table of your own, in the form of batchinfer/prices.yaml.",
+        ),
+        click.option(
+            "--price-per-hour",
+            type=click.FloatRange(0),
+            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if it lies here, "
+            "else list prices by GPU.",
+        ),
+    ):
+        function = option(function)
+    return function

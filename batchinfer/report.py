@@ -17,11 +17,10 @@ from batchinfer.errors import AlreadyExists, ConfigError
 from batchinfer.manifests import split_name
 from batchinfer.overview import overview
 from batchinfer.pages import render_page
-from batchinfer.prices import price_source
+from batchinfer.prices import price_options, price_source
 from batchinfer.records import Record
 from batchinfer.samples import read_samples
 from batchinfer.snapshot import RunReader
-from batchinfer.status import price_options
 from batchinfer.storage import Store
 
 

@@ -14,7 +14,7 @@ from batchinfer import figures
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
 from batchinfer.overview import Overview, WorkerView, overview
-from batchinfer.prices import PriceSource, price_source
+from batchinfer.prices import PriceSource, price_options, price_source
 from batchinfer.records import Record
 from batchinfer.snapshot import RunReader
 from batchinfer.storage import Store
@@ -295,31 +295,6 @@ def _note(note: str) -> Any:
 
 
 # --------------------------------------------------------------------------- the command
-
-
-def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say what machines cost."""
-    for option in (
-        click.option(
-            "--spot/--on-demand",
-            "is_spot",
-            default=None,
-            help="What machines are, where workers do not say. Default: on-demand.",
-        ),
-        click.option(
-            "--prices",
-            type=click.Path(path_type=Path),
-            help="Price table of your own, in the form of batchinfer/prices.yaml.",
-        ),
-        click.option(
-            "--price-per-hour",
-            type=click.FloatRange(0),
-            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if it lies here, "
-            "else list prices by GPU.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 @click.command("status")

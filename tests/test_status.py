@@ -356,3 +356,45 @@ def test_no_run_is_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_run_record_survives_a_round_trip() -> None:
     run = make_run(b"x")
     assert codec.decode(codec.encode(run), Run, name="run") == run
+
+
+# --------------------------------------------------------------------------- a real bucket
+
+
+@pytest.mark.s3
+def test_on_s3_a_record_that_stands_still_ages_by_storages_clock(
+    s3_url: Callable[..., str],
+) -> None:
+    """The etag of a listing and that of a read must be the same text, or every worker would look alive."""
+    from batchinfer.storage.opening import open_store
+
+    job = s3_url("job")
+    run = f"{job}/runs/a"
+    write_big_run(open_store(job), open_store(run), SMALL._replace(num_chunks=4))
+    clock = FakeClock(NOW)
+    reader = RunReader(open_store(run), open_store, clock)
+    seen = reader.read()
+    assert len(seen.workers) == 3
+    assert len(seen.markers) == 2
+    for worker in seen.workers:
+        assert worker.age_seconds is None
+        assert worker.modified > NOW, "storage's own time"
+    counting = CountingStore(open_store(run))
+    reader._store = counting
+    reader.read()
+    assert counting.requests["get"] == 0, "nothing moved, nothing is read again"
+
+
+@pytest.mark.s3
+def test_a_report_can_be_written_to_the_bucket(s3_url: Callable[..., str]) -> None:
+    from batchinfer.report import ReportConfig, run_report
+    from batchinfer.storage.opening import open_store
+
+    job = s3_url("job")
+    run = f"{job}/runs/a"
+    write_big_run(open_store(job), open_store(run), SMALL._replace(num_chunks=4))
+    config = ReportConfig(run=run, output=f"{run}/report.html", price_per_hour=1.0)
+    for _ in range(2):  # the second one replaces the first
+        result = run_report(config, open_store=open_store, clock=FakeClock(NOW))
+    page = open_store(run).get("report.html").data
+    assert len(page) == result["bytes"]
