@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -53,12 +54,11 @@ class Scratch:
             self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
             self._lock = (self.folder / _LOCK).open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._count = 0
+        self._numbers = itertools.count(1)  # next() is atomic; threads share this
 
     def new_path(self, name: str) -> Path:
         """A path in the folder that nobody else gets."""
-        self._count += 1
-        return self.folder / f"{self._count}-{name}"
+        return self.folder / f"{next(self._numbers)}-{name}"
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
