@@ -412,7 +412,10 @@ class _Worker:
         publisher = Publisher(
             self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
         )
+        # The job's own place too: a worker without chunks of its own still helps with others.
         roots = {ref.root for ref in assignment.chunks}
+        if assignment.job is not None:
+            roots.add(assignment.job_url)
         opener = Opener(
             run=self.store,
             sources={root: world.open_store(root) for root in roots},
@@ -597,6 +600,8 @@ class _Worker:
             while shelf.is_writing and self.clock.monotonic() < deadline:
                 self.world.background.wait(_POLL_SECONDS)
                 shelf.tick(rows_ahead=0, rows_wanted=0, rows_per_second=0.0, is_building=True)
+                # Again: a chunk whose segment was on its way has rows that came after it.
+                shelf.checkpoint()
             shelf.release_all()
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)

@@ -176,8 +176,10 @@ class Shelf:
         self._collect_publishing()
         self._collect_openings()
         lost = [] if self.is_closing else self._plan.tick(list(self.open), rows_per_second)
+        publishing = {entry.chunk.name for entry in self._publishing}
         for name in lost:
-            if name in self.open:
+            # What is being published finds the other's marker by itself, and needs its files until then.
+            if name in self.open and name not in publishing:
                 self._close(self.open[name], "lost")
         self._retry_waiting()
         # While a chunk opens, the engine eats this many rows; twice that, so that no bucket's mood starves it.
@@ -201,10 +203,12 @@ class Shelf:
     def checkpoint(self) -> None:
         """Start writing a segment for every open chunk that has rows no segment holds yet."""
         busy = {id(entry.chunk) for entry in self._checkpointing}
+        busy |= {id(entry.chunk) for entry in self._publishing}
         for chunk in self.open.values():
+            # A complete chunk is about to be published, unless the worker ends before it can be.
             if (
                 id(chunk) not in busy
-                and chunk.num_left
+                and (chunk.num_left or self.is_closing)
                 and chunk.spool.size_bytes > chunk.checkpointed_bytes
             ):
                 start, end = chunk.checkpointed_bytes, chunk.spool.size_bytes

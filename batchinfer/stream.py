@@ -9,7 +9,7 @@ thread. Nothing here blocks but `wait`, which the engine calls only when it has 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -85,6 +85,8 @@ class RowStream:
             if alone is not None:
                 return [alone]
             if not self._shelf.may_grow:
+                # "Never" is for good: a chunk opened after this would be held, and no engine would do it.
+                self._shelf.is_closing = True
                 return None
         return []
 
@@ -97,12 +99,13 @@ class RowStream:
 
     def handle(self, completions: Iterable[Completion]) -> None:
         """Take back what the engine finished."""
-        finished: dict[str, list[FinishedRow]] = {}
+        finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         for completion in completions:
-            flight = self._in_flight.pop(completion.key, None)
+            key = completion.key
+            flight = self._in_flight.pop(key, None)
             if flight is None:
                 continue  # its chunk was published by somebody else meanwhile
-            if completion.key == self._alone:
+            if key == self._alone:
                 self._alone = None
             failure = completion.failure
             if (
@@ -110,12 +113,10 @@ class RowStream:
                 and failure.transient
                 and flight.attempts + 1 < self._limits.row_attempts
             ):
-                logger.info("%s line %d: %s; trying again", *completion.key, failure.message)
+                logger.info("%s line %d: %s; trying again", *key, failure.message)
                 self._ready.appendleft(flight._replace(attempts=flight.attempts + 1))
                 continue
-            finished.setdefault(completion.key[0], []).append(
-                self._encode(flight.prepared, completion)
-            )
+            finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
             self._finish(name, rows)
 
