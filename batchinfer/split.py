@@ -11,9 +11,7 @@ import importlib
 import logging
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +20,20 @@ import msgspec
 
 from batchinfer import codec, layout
 from batchinfer.console import common_options
-from batchinfer.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
+from batchinfer.errors import ConfigError, InputError
 from batchinfer.records import FORMAT_VERSION, Chunk, Job, Record
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:
     from batchinfer.sources import Plan
-    from batchinfer.sources.building import Built, Span
+    from batchinfer.sources.building import Span
 
 logger = logging.getLogger(__name__)
 
-_PUBLISH_THREADS = 4
-_PUBLISH_BYTES = 64 << 20
-"""Chunks are published beside each other up to this size together, so that memory stays bounded."""
 _LOG_SECONDS = 10.0
 
 
-class SplitConfig(Record):
+class SplitConfig(Record, frozen=True, kw_only=True):
     """What `split` was asked for. Exactly one of `num_chunks` and `chunk_rows` is set.
 
     `columns` None keeps all; `limit` counts rows over all sources; `scratch_dir` None is the system's.
@@ -78,6 +73,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         InputError: A source cannot be used, or the output holds another job.
     """
     from batchinfer.sources import View, resolve
+    from batchinfer.sources.filing import read_job, remove_job
 
     started = time.monotonic()
     _check_options(config)
@@ -86,7 +82,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     plan.check_apart(config.output)
     borders = _borders(config, plan.rows)
     draft = _draft_job(config, plan)
-    if not config.overwrite and (existing := _read_job(store)) is not None:
+    if not config.overwrite and (existing := read_job(store)) is not None:
         _check_same(existing, draft, config)
         return _result("unchanged", config, existing, {}, time.monotonic() - started)
     _check_no_runs(store, config)
@@ -94,7 +90,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         borders = _group_borders(plan, config.group_by, borders)
     _check_workers(config, len(borders) - 1)
     if config.overwrite:
-        _remove_job(store)
+        remove_job(store)
     job, nulls = _write(config, store, plan, draft, _spans(borders))
     for column, count in sorted(nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
@@ -217,14 +213,6 @@ def _draft_job(config: SplitConfig, plan: Plan) -> Job:
 # --------------------------------------------------------------------------- what is there
 
 
-def _read_job(store: Store) -> Job | None:
-    try:
-        data = store.get(layout.JOB_KEY).data
-    except ObjectNotFound:
-        return None
-    return codec.decode(data, Job, name=f"{store.url}/{layout.JOB_KEY}")
-
-
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
     """Raise InputError unless the finished job is what this run would make. Files are told by content, not by path."""
     differences = []
@@ -260,13 +248,6 @@ def _check_no_runs(store: Store, config: SplitConfig) -> None:
         )
 
 
-def _remove_job(store: Store) -> None:
-    """Remove a job: job.json first, so that what is left of a crash in between is no job."""
-    store.delete([layout.JOB_KEY])
-    for prefix in (layout.CHUNKS, layout.MANIFESTS):
-        store.delete([item.key for item in store.list(prefix)])
-
-
 # --------------------------------------------------------------------------- making it
 
 
@@ -276,66 +257,36 @@ def _write(
     """Build and publish chunks, then manifests, then job.json."""
     from batchinfer.scratch import Scratch
     from batchinfer.sources import building
+    from batchinfer.sources.filing import Filing
 
     nulls: dict[str, int] = {}
     id_paths: list[Path] = []
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
-    try:
+    chunks: list[Chunk] = []
+    with (
+        contextlib.closing(
+            Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+        ) as scratch,
+        _progress(plan.rows) as advance,
+    ):
         workshop = building.Workshop(plan, scratch.folder, config.compression)
         if config.processes > 1 and len(spans) > 1 and plan.is_shared:
             built = building.build_in_processes(workshop, spans, config.processes)
         else:
             built = building.build(workshop, spans)
-        chunks = []
-        for item in _publish(built, store, config, plan.rows):
+        filing = Filing(store, config.compression, advance)
+        for item in filing.publish(built):
             chunks.append(item.chunk)
             for column, count in item.nulls.items():
                 nulls[column] = nulls.get(column, 0) + count
             if item.id_path is not None:
                 id_paths.append(item.id_path)
         duplicates = building.count_duplicates(id_paths)
-    finally:
-        scratch.close()
-    _write_manifests(store, chunks, config)
-    _check_chunks(store, chunks, config)
-    job = msgspec.structs.replace(
-        draft, chunks=chunks, null_floats=sum(nulls.values()), duplicate_ids=duplicates
-    )
-    try:
-        store.create(layout.JOB_KEY, codec.encode_pretty(job))
-    except AlreadyExists as error:
-        raise _other_split(config) from error
+        filing.write_manifests(chunks, config.num_workers)
+        job = msgspec.structs.replace(
+            draft, chunks=chunks, null_floats=sum(nulls.values()), duplicate_ids=duplicates
+        )
+        filing.finish(job)
     return job, nulls
-
-
-def _publish(
-    built: Iterable[Built], store: Store, config: SplitConfig, rows: int
-) -> Iterator[Built]:
-    """Publish chunk files beside the building of the next, and yield them in order once they are durable."""
-    waiting: deque[tuple[Built, Future[None]]] = deque()
-    num_bytes = 0
-    with (
-        ThreadPoolExecutor(_PUBLISH_THREADS, thread_name_prefix="publish") as pool,
-        _progress(rows) as advance,
-    ):
-
-        def finish() -> Built:
-            nonlocal num_bytes
-            item, future = waiting.popleft()
-            future.result()
-            num_bytes -= item.chunk.bytes
-            advance(item.chunk.rows)
-            return item
-
-        for item in built:
-            while waiting and (
-                len(waiting) >= _PUBLISH_THREADS or num_bytes + item.chunk.bytes > _PUBLISH_BYTES
-            ):
-                yield finish()
-            num_bytes += item.chunk.bytes
-            waiting.append((item, pool.submit(_publish_chunk, item, store, config)))
-        while waiting:
-            yield finish()
 
 
 @contextlib.contextmanager
@@ -357,58 +308,6 @@ def _progress(rows: int) -> Iterator[Callable[[int], object]]:
             logger.info("%d of %d rows split", done, rows)
 
     yield advance
-
-
-def _publish_chunk(item: Built, store: Store, config: SplitConfig) -> None:
-    key = layout.chunk_file(item.chunk.name, config.compression)
-    try:
-        store.create_file(key, item.path)
-    except AlreadyExists:
-        _remove_leftover(store, key, config)
-        store.create_file(key, item.path)
-    item.path.unlink()
-
-
-def _create(store: Store, key: str, data: bytes, config: SplitConfig) -> None:
-    try:
-        store.create(key, data)
-    except AlreadyExists:
-        _remove_leftover(store, key, config)
-        store.create(key, data)
-
-
-def _remove_leftover(store: Store, key: str, config: SplitConfig) -> None:
-    """Remove other bytes under one of our keys, which only a split that never finished may have left."""
-    if _read_job(store) is not None:
-        raise _other_split(config)
-    store.delete([key])
-
-
-def _write_manifests(store: Store, chunks: Sequence[Chunk], config: SplitConfig) -> None:
-    lines = [f"{layout.chunk_file(chunk.name, config.compression)}\n" for chunk in chunks]
-    texts = {layout.ALL_MANIFEST: "".join(lines)}
-    for index in range(config.num_workers):
-        start, stop = (len(lines) * place // config.num_workers for place in (index, index + 1))
-        texts[layout.worker_manifest(index, config.num_workers)] = "".join(lines[start:stop])
-    for key, text in texts.items():
-        _create(store, key, text.encode(), config)
-    store.delete([item.key for item in store.list(layout.MANIFESTS) if item.key not in texts])
-
-
-def _check_chunks(store: Store, chunks: Sequence[Chunk], config: SplitConfig) -> None:
-    """Look once more at what job.json is about to vouch for, and remove what another, unfinished split left."""
-    there = {item.key: item.bytes for item in store.list(layout.CHUNKS)}
-    expected = {layout.chunk_file(chunk.name, config.compression): chunk.bytes for chunk in chunks}
-    store.delete([key for key in there if key not in expected])
-    if any(there.get(key) != size for key, size in expected.items()):
-        raise _other_split(config)
-
-
-def _other_split(config: SplitConfig) -> InputError:
-    return InputError(
-        f"{config.output}: another split wrote here at the same time, expected to be alone",
-        hint="run the same command again: it tells whether the job there is the one you want",
-    )
 
 
 def _result(

@@ -61,7 +61,10 @@ def make_ways() -> list[Way]:
     split += ["--num-chunks", str(NUM_CHUNKS)]
     four = [*split, "--columns", COLUMNS]
     return [
-        Way("datasets to_json", [sys.executable, "-c", DATASETS, "{source}", "{output}", str(NUM_CHUNKS)]),
+        Way(
+            "datasets to_json",
+            [sys.executable, "-c", DATASETS, "{source}", "{output}", str(NUM_CHUNKS)],
+        ),
         Way("split, all columns", split),
         Way("split, 4 columns", four),
         Way("split, 4 columns, zstd", [*four, "--compression", "zstd"]),
@@ -88,7 +91,9 @@ def measure(way: Way, source: Path, scratch: Path) -> Measured:
         process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.monotonic() - start
         if process.returncode:
-            sys.exit(f"{way.name}: exit {process.returncode}\n{(output / 'log').read_text()[-3000:]}")
+            sys.exit(
+                f"{way.name}: exit {process.returncode}\n{(output / 'log').read_text()[-3000:]}"
+            )
         size = sum(path.stat().st_size for path in output.rglob("*.jsonl*"))
         return Measured(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024, size)
 
@@ -132,7 +137,9 @@ def report(
     """Print the table and the last JSON line; figures are medians over the repeats."""
     repeats = len(next(iter(runs.values())))
     print(f"{rows} rows, {parquet_bytes / 1e6:.0f} MB of parquet, medians of {repeats} runs")
-    print(f"{'way':34}{'CPU s':>8}{'x less':>8}{'wall s':>8}{'rows/s':>9}{'peak MB':>9}{'out MB':>8}")
+    print(
+        f"{'way':34}{'CPU s':>8}{'x less':>8}{'wall s':>8}{'rows/s':>9}{'peak MB':>9}{'out MB':>8}"
+    )
     base = 0.0
     table = {}
     for name, measured in runs.items():
@@ -161,7 +168,10 @@ def report(
         "reached": {
             "all_columns_2x": all_columns["times_less_cpu"] >= 2,
             "four_columns_5x": four["times_less_cpu"] >= 5,
-            "peak_below_400_mb": max(way["peak_mb"] for name, way in table.items() if name != "datasets to_json") < 400,
+            "peak_below_400_mb": max(
+                way["peak_mb"] for name, way in table.items() if name != "datasets to_json"
+            )
+            < 400,
             "peak_flat": all_columns["peak_mb"] < 1.25 * quarter.peak_bytes / 1e6,
         },
     }

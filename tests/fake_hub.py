@@ -77,7 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         self.state.requests.append((path, has_token))
-        match = re.match(r"^/(?:api/)?datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info|resolve)/(.*))?$", path)
+        match = re.match(
+            r"^/(?:api/)?datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info|resolve)/(.*))?$", path
+        )
         if match is None:
             return self.fail(404, "EntryNotFound")
         repo, verb, rest = match.groups()
@@ -116,11 +118,17 @@ class _Handler(BaseHTTPRequestHandler):
         if item.is_dir():
             return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
         data = item.read_bytes()
-        return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+        return {
+            "type": "file",
+            "oid": hashlib.sha1(data).hexdigest(),
+            "size": len(data),
+            "path": name,
+        }
 
     def send_file(self, path: Path, commit: str) -> None:
         if not path.is_file():
-            return self.fail(404, "EntryNotFound")
+            self.fail(404, "EntryNotFound")
+            return
         data = path.read_bytes()
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
         status, part = 200, data
@@ -134,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send(self, value: Any, commit: str) -> None:
         self.reply(
-            200, json.dumps(value).encode(), {"Content-Type": "application/json", "X-Repo-Commit": commit}
+            200,
+            json.dumps(value).encode(),
+            {"Content-Type": "application/json", "X-Repo-Commit": commit},
         )
 
     def fail(self, status: int, code: str) -> None:

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from fake_hub import TOKEN, FakeHub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import AccessDenied, InputError
 from batchinfer.sources import NullCounts, Plan, View, is_inside, resolve
+from fake_hub import TOKEN, FakeHub
 
 
 def read_lines(plan: Plan, rows: range | None = None) -> list[bytes]:
@@ -66,12 +66,17 @@ def column_json(tmp_path: Path, array: pa.Array) -> list:
         (pa.array([65535], pa.uint16()), [65535]),
         (pa.array([True, None, False]), [True, None, False]),
         (pa.array([None, None], pa.null()), [None, None]),
-        (pa.array(["a\u2028b\u0085c\x00", "😀", "", None]), ["a\u2028b\u0085c\x00", "😀", "", None]),
+        (
+            pa.array(["a\u2028b\u0085c\x00", "😀", "", None]),
+            ["a\u2028b\u0085c\x00", "😀", "", None],
+        ),
         (pa.array(["x", None], pa.large_string()), ["x", None]),
         (pa.array(["x", None], pa.string_view()), ["x", None]),
         (pa.array(["b", "a", None, "b"]).dictionary_encode(), ["b", "a", None, "b"]),
         (
-            pa.array([decimal.Decimal("12345678901234567890.123456789"), decimal.Decimal("0E-9"), None]),
+            pa.array(
+                [decimal.Decimal("12345678901234567890.123456789"), decimal.Decimal("0E-9"), None]
+            ),
             ["12345678901234567890.123456789", "0.000000000", None],
         ),
         (pa.array([decimal.Decimal("-1.50")], pa.decimal256(60, 2)), ["-1.50"]),
@@ -80,7 +85,10 @@ def column_json(tmp_path: Path, array: pa.Array) -> list:
             [base64.b64encode(b"\x00\xff").decode(), "", None],
         ),
         (pa.array([b"ab"], pa.binary(2)), ["YWI="]),
-        (pa.array([dt.date(2024, 2, 29), dt.date(1, 1, 1), None]), ["2024-02-29", "0001-01-01", None]),
+        (
+            pa.array([dt.date(2024, 2, 29), dt.date(1, 1, 1), None]),
+            ["2024-02-29", "0001-01-01", None],
+        ),
         (pa.array([1], pa.time64("ns")), ["00:00:00.000000001"]),
         (pa.array([dt.time(23, 59, 59, 999000)], pa.time32("ms")), ["23:59:59.999"]),
         (
@@ -96,7 +104,10 @@ def column_json(tmp_path: Path, array: pa.Array) -> list:
             ["2023-11-14T23:13:20.123+01:00", "2023-07-22T06:26:40.000+02:00"],
         ),
         (pa.array([0], pa.timestamp("us", "+05:30")), ["1970-01-01T05:30:00.000000+05:30"]),
-        (pa.array([1_500_000_001, -1, 0], pa.duration("ns")), ["PT1.500000001S", "PT-0.000000001S", "PT0S"]),
+        (
+            pa.array([1_500_000_001, -1, 0], pa.duration("ns")),
+            ["PT1.500000001S", "PT-0.000000001S", "PT0S"],
+        ),
         (pa.array([[1, None], [], None, [2]]), [[1, None], [], None, [2]]),
         (pa.array([[1], None, [2, 3]], pa.large_list(pa.int8())), [[1], None, [2, 3]]),
         (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int8(), 2)), [[1, 2], None, [3, 4]]),
@@ -126,7 +137,10 @@ def test_types_that_only_memory_holds_are_converted_too():
     def convert(array):
         return make_converter(array.type, NullFloats())(array)
 
-    assert convert(pa.array([[1], None, [2, 3]], pa.list_view(pa.int8())).slice(1)) == [None, [2, 3]]
+    assert convert(pa.array([[1], None, [2, 3]], pa.list_view(pa.int8())).slice(1)) == [
+        None,
+        [2, 3],
+    ]
     assert convert(pa.array([b"a", None], pa.binary_view())) == [b"a", None]
     assert convert(pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"])) == ["a", "a", "b"]
     assert convert(pa.array([[1, 2], [3]]).slice(1)) == [[3]]
@@ -174,9 +188,10 @@ def test_every_row_equals_what_pyarrow_reads(tmp_path):
     rng = np.random.default_rng(0)
     table = pa.table(
         {
-            "text": [f"row {i} \u2028 \"quoted\"\n" * int(rng.integers(0, 4)) for i in range(2500)],
+            "text": [f'row {i} \u2028 "quoted"\n' * int(rng.integers(0, 4)) for i in range(2500)],
             "chat": [
-                [{"role": "user", "content": "é" * int(rng.integers(0, 9))}] * int(rng.integers(0, 4))
+                [{"role": "user", "content": "é" * int(rng.integers(0, 9))}]
+                * int(rng.integers(0, 4))
                 for _ in range(2500)
             ],
             "score": rng.random(2500),
@@ -213,7 +228,9 @@ def test_a_type_without_exact_form_is_refused_with_its_column():
 
 
 def test_text_that_is_not_utf8_is_refused_with_its_column(tmp_path):
-    array = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
+    array = pa.StringArray.from_buffers(
+        1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    )
     path = tmp_path / "latin.parquet"
     pq.write_table(pa.table({"text": array}), path)
     with pytest.raises(InputError, match="column 'text': text that is not UTF-8"):
@@ -234,7 +251,9 @@ def test_a_ten_megabyte_string_survives(tmp_path):
 
 def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"n": 1.10, "big":123456789012345678901234567890}\r\n{ }\n{"t":"\xe2\x80\xa8\\ud83d\\ude00"}')
+    path.write_bytes(
+        b'{"n": 1.10, "big":123456789012345678901234567890}\r\n{ }\n{"t":"\xe2\x80\xa8\\ud83d\\ude00"}'
+    )
     assert read_lines(resolve([str(path)], view=View())) == [
         b'{"n": 1.10, "big":123456789012345678901234567890,"_row":0,"_id":"0"}',
         b'{"_row":1,"_id":"1"}',
@@ -244,7 +263,17 @@ def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
 
 @pytest.mark.parametrize(
     "broken",
-    [b'{"a": 1', b"", b"null", b"[1]", b'{"a": "\xff"}', b'{"a": NaN}', b'{"a": "\x00"}', b"[" * 5000, b"\r"],
+    [
+        b'{"a": 1',
+        b"",
+        b"null",
+        b"[1]",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b'{"a": "\x00"}',
+        b"[" * 5000,
+        b"\r",
+    ],
 )
 def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
     path = tmp_path / "a.jsonl"
@@ -257,11 +286,15 @@ def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
 def test_a_lone_surrogate_stays_an_escape(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"t":"\\ud800","k":1}\n')
-    assert read_lines(resolve([str(path)], view=View())) == [b'{"t":"\\ud800","k":1,"_row":0,"_id":"0"}']
+    assert read_lines(resolve([str(path)], view=View())) == [
+        b'{"t":"\\ud800","k":1,"_row":0,"_id":"0"}'
+    ]
     assert read_lines(resolve([str(path)], view=View(id_column="t"))) == [
         b'{"t":"\\ud800","k":1,"_row":0,"_id":"\\ud800"}'
     ]
-    assert json.loads(read_lines(resolve([str(path)], view=View(columns=["t"])))[0])["t"] == "\ud800"
+    assert (
+        json.loads(read_lines(resolve([str(path)], view=View(columns=["t"])))[0])["t"] == "\ud800"
+    )
 
 
 def test_own_row_and_id_of_a_source_are_replaced_and_the_id_can_be_kept(tmp_path):
@@ -289,7 +322,9 @@ def test_a_batch_request_is_named_by_its_custom_id(tmp_path):
     request = {"custom_id": "r-1", "method": "POST", "url": "/v1/completions", "body": {}}
     path.write_text(json.dumps(request) + '\n{"custom_id": "alone"}\n')
     assert [row["_id"] for row in split_file(path)] == ["r-1", "1"]
-    table = write_parquet(tmp_path / "a.parquet", **{name: [str(value)] for name, value in request.items()})
+    table = write_parquet(
+        tmp_path / "a.parquet", **{name: [str(value)] for name, value in request.items()}
+    )
     assert split_file(table)[0]["_id"] == "r-1"
 
 
@@ -316,7 +351,11 @@ def test_compressed_lines_are_read(tmp_path, ending):
     path.write_bytes(pack(data[:30000]) + pack(data[30000:]))
     plan = resolve([str(path)], view=View())
     assert plan.rows == 5000
-    assert [row["a"] for row in map(json.loads, read_lines(plan, range(4000, 4003)))] == [4000, 4001, 4002]
+    assert [row["a"] for row in map(json.loads, read_lines(plan, range(4000, 4003)))] == [
+        4000,
+        4001,
+        4002,
+    ]
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=rf"a\.jsonl\.{ending}: corrupt or truncated"):
         split_file(path)
@@ -331,8 +370,10 @@ def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
     path.write_text("".join(f'{{"a":{number}}}\n' for number in range(300)))
     plan = resolve([str(path), str(path)], view=View())
     assert len(plan.inputs[0].marks) > 10
-    for rows in (range(0, 1), range(57, 99), range(299, 301), range(590, 600)):
-        assert [json.loads(line)["a"] for line in read_lines(plan, rows)] == [row % 300 for row in rows]
+    for rows in (range(1), range(57, 99), range(299, 301), range(590, 600)):
+        assert [json.loads(line)["a"] for line in read_lines(plan, rows)] == [
+            row % 300 for row in rows
+        ]
 
 
 def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path):
@@ -397,7 +438,10 @@ def test_relative_paths_and_globs_stay_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for argument in ("data/x-*.parquet", "d*/x-?.parquet", "**/x-*.parquet"):
         plan = resolve([argument], view=View())
-        assert [file.url for file in plan.sources[0].files] == ["data/x-1.parquet", "data/x-2.parquet"]
+        assert [file.url for file in plan.sources[0].files] == [
+            "data/x-1.parquet",
+            "data/x-2.parquet",
+        ]
     assert resolve(["data"], view=View()).sources[0].files[0].url == "data/x-1.parquet"
     with pytest.raises(InputError, match=r"z-\*: matches no file"):
         resolve(["data/z-*"], view=View())
@@ -429,7 +473,9 @@ def test_rows_are_numbered_over_several_sources_of_several_formats(tmp_path):
     write_parquet(tmp_path / "a.parquet", n=[0, 1])
     (tmp_path / "b.jsonl").write_text('{"n":2}\n{"m":3}')
     (tmp_path / "c.csv").write_text("n\n4\n")
-    plan = resolve([str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")], view=View())
+    plan = resolve(
+        [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")], view=View()
+    )
     assert [row["_row"] for row in read_rows(plan)] == [0, 1, 2, 3, 4]
     assert plan.columns == ["n", "m"]
     assert [source.format for source in plan.sources] == ["parquet", "jsonl", "csv"]
@@ -446,7 +492,9 @@ def test_a_limit_leaves_later_files_uncounted(tmp_path):
 def test_only_the_asked_columns_of_dotted_names_are_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", **{"a": [1], "a.b": [2], "c": [{"b": 3}]})
     assert split_file(path, columns=["a"]) == [{"a": 1, "_row": 0, "_id": "0"}]
-    assert split_file(path, columns=["c", "a.b"]) == [{"c": {"b": 3}, "a.b": 2, "_row": 0, "_id": "0"}]
+    assert split_file(path, columns=["c", "a.b"]) == [
+        {"c": {"b": 3}, "a.b": 2, "_row": 0, "_id": "0"}
+    ]
 
 
 def test_memory_urls_are_read():
@@ -511,11 +559,13 @@ def test_a_missing_column_is_named_with_near_matches(tmp_path, kind):
     if kind == "parquet":
         write_parquet(path, conversation=["x"], model=["m"])
     else:
-        path.write_text('{"conversation":"x","model":"m"}\n' if kind == "jsonl" else "conversation,model\nx,m\n")
-    with pytest.raises(InputError, match="no column 'conversations'.*--columns") as caught:
+        path.write_text(
+            '{"conversation":"x","model":"m"}\n' if kind == "jsonl" else "conversation,model\nx,m\n"
+        )
+    with pytest.raises(InputError, match=r"no column 'conversations'.*--columns") as caught:
         resolve([str(path)], view=View(columns=["model", "conversations"]))
     assert "did you mean conversation?" in caught.value.hint
-    with pytest.raises(InputError, match="no column 'key'.*--id-column"):
+    with pytest.raises(InputError, match=r"no column 'key'.*--id-column"):
         resolve([str(path)], view=View(id_column="key"))
 
 
@@ -548,7 +598,9 @@ def test_a_file_that_changes_after_its_count_is_noticed(tmp_path, kind):
         if kind == "parquet":
             write_parquet(path, n=list(range(count)))
         else:
-            path.write_text("".join('{"n":1}\n' if kind == "jsonl" else "n\n" for _ in range(count + 1)))
+            path.write_text(
+                "".join('{"n":1}\n' if kind == "jsonl" else "n\n" for _ in range(count + 1))
+            )
 
     write(50)
     plan = resolve([str(path)], view=View())
@@ -715,3 +767,26 @@ def test_hub_refusals_say_what_to_do(hub):
     assert refused["error"] == "AccessDenied"
     assert "HF_TOKEN" in refused["hint"]
     assert numbers(hub.read("hf://datasets/org/gated", token=TOKEN)) == [1, 2, 3]
+
+
+@given(st.lists(st.none() | st.text(max_size=30), min_size=1))
+@settings(max_examples=200, deadline=None)
+def test_text_is_written_as_msgspec_writes_it_whatever_stands_beside_it(values):
+    """The bytes of a row must not depend on how rows fall into batches."""
+    import msgspec
+
+    from batchinfer.sources.values import NullFloats, make_converter
+
+    for kind in (pa.string(), pa.large_string()):
+        convert = make_converter(kind, NullFloats())
+        array = pa.array([*values, "é", '"\\\n\t\r\u2028\x7f'], kind)
+        for part in (array, array.slice(1), array.slice(0, 1)):
+            assert msgspec.json.encode(convert(part)) == msgspec.json.encode(part.to_pylist())
+
+
+def test_ids_that_are_not_ascii_stay_text(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", key=["é\n", "b"], map=[[("ü", "ä")], []])
+    assert [row["_id"] for row in split_file(path, columns=["key"], id_column="key")] == [
+        "é\n",
+        "b",
+    ]

@@ -77,7 +77,9 @@ def test_a_job_holds_every_row_once_in_order(source, tmp_path):
     assert {len(lines) for lines in chunks} == {142, 143}
     assert result["status"] == "done"
     assert (result["rows"], result["chunks"], result["workers"]) == (1000, 7, 3)
-    assert result["bytes"] == sum(path.stat().st_size for path in (tmp_path / "job/chunks").iterdir())
+    assert result["bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "job/chunks").iterdir()
+    )
 
 
 def test_job_json_describes_every_chunk_truly(source, tmp_path):
@@ -114,7 +116,8 @@ def test_manifests_are_even_and_make_up_all(source, tmp_path, num_workers):
     run(source, tmp_path / "job", num_chunks=16, num_workers=num_workers)
     folder = tmp_path / "job/manifests"
     parts = [
-        (folder / f"worker-{index:05d}.txt").read_text().splitlines() for index in range(num_workers)
+        (folder / f"worker-{index:05d}.txt").read_text().splitlines()
+        for index in range(num_workers)
     ]
     assert list(itertools.chain(*parts)) == (folder / "all.txt").read_text().splitlines()
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -188,7 +191,9 @@ def test_groups_of_neighbouring_rows_stay_in_one_chunk(tmp_path):
     documents = ["a"] * 5 + ["b"] + ["c"] * 10 + [None, None] + ["a"] * 2
     pq.write_table(pa.table({"doc": documents}), tmp_path / "a.parquet", row_group_size=3)
     run(tmp_path / "a.parquet", tmp_path / "job", chunk_rows=4, group_by="doc")
-    chunks = [[json.loads(line)["doc"] for line in lines] for lines in chunk_lines(tmp_path / "job")]
+    chunks = [
+        [json.loads(line)["doc"] for line in lines] for lines in chunk_lines(tmp_path / "job")
+    ]
     assert chunks == [["a"] * 5, ["b"] + ["c"] * 10, [None, None, "a", "a"]]
     assert read_job(tmp_path / "job").group_by == "doc"
     with pytest.raises(InputError, match="no column 'dox'"):
@@ -306,8 +311,8 @@ class Dying(LocalStore):
 @pytest.mark.parametrize("creates", range(0, 11, 2))
 def test_wherever_it_dies_the_next_run_ends_identical(source, tmp_path, creates):
     run(source, tmp_path / "fresh", num_workers=2)
+    store = Dying(tmp_path / "job", creates)
     with pytest.raises(StorageError):
-        store = Dying(tmp_path / "job", creates)
         run_split(config_for(source, tmp_path / "job", num_workers=2), store=store)
     assert not (tmp_path / "job/job.json").exists()
     assert run(source, tmp_path / "job", num_workers=2)["status"] == "done"
@@ -346,7 +351,14 @@ def verify(folder: Path) -> None:
 
 
 def test_killed_half_way_it_can_be_run_again(source, tmp_path):
-    command = [sys.executable, "-m", "batchinfer.split", str(source), "--output", str(tmp_path / "job")]
+    command = [
+        sys.executable,
+        "-m",
+        "batchinfer.split",
+        str(source),
+        "--output",
+        str(tmp_path / "job"),
+    ]
     command += ["--chunk-rows", "2", "--processes", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -360,9 +372,9 @@ def test_killed_half_way_it_can_be_run_again(source, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
     run(source, tmp_path / "fresh", chunk_rows=2)
-    assert {key: data for key, data in contents(tmp_path / "job").items() if "/." not in key} == contents(
-        tmp_path / "fresh"
-    )
+    assert {
+        key: data for key, data in contents(tmp_path / "job").items() if "/." not in key
+    } == contents(tmp_path / "fresh")
 
 
 def test_a_failing_source_leaves_no_job(source, tmp_path):
@@ -404,7 +416,9 @@ def test_from_s3_to_s3(source, s3_url):
     for path in source.iterdir():
         client.upload_file(str(path), bucket.removeprefix("s3://"), f"in/{path.name}")
     client.close()
-    config = config_for(f"{bucket}/in", f"{bucket}/job", num_workers=2, compression="zstd", processes=2)
+    config = config_for(
+        f"{bucket}/in", f"{bucket}/job", num_workers=2, compression="zstd", processes=2
+    )
     store = open_store(config.output)
     assert run_split(config, store=store)["status"] == "done"
     assert run_split(config, store=store)["status"] == "unchanged"
@@ -412,7 +426,9 @@ def test_from_s3_to_s3(source, s3_url):
     for chunk in job.chunks:
         assert codec.sha256(store.get(layout.chunk_file(chunk.name, "zstd")).data) == chunk.sha256
     with pytest.raises(InputError, match="lies inside the source"):
-        run_split(config_for(f"{bucket}/in", f"{bucket}/in/job"), store=open_store(f"{bucket}/in/job"))
+        run_split(
+            config_for(f"{bucket}/in", f"{bucket}/in/job"), store=open_store(f"{bucket}/in/job")
+        )
 
 
 # --------------------------------------------------------------------------- refusals
@@ -428,7 +444,9 @@ def test_from_s3_to_s3(source, s3_url):
         ({"columns": []}, "names no column"),
     ],
 )
-def test_options_that_cannot_work_are_refused_before_anything_is_written(source, tmp_path, options, what):
+def test_options_that_cannot_work_are_refused_before_anything_is_written(
+    source, tmp_path, options, what
+):
     with pytest.raises(ConfigError, match=what) as caught:
         run(source, tmp_path / "job", **options)
     assert caught.value.exit_status == 2
@@ -475,7 +493,9 @@ def test_the_command_passes_its_options_on(source, tmp_path):
     assert (job.limit, job.compression, job.shape) == (999, "zstd", {"chunk_rows": 400})
 
 
-@pytest.mark.parametrize("option", ["--num-chunks", "--chunk-rows", "--num-workers", "--limit", "--processes"])
+@pytest.mark.parametrize(
+    "option", ["--num-chunks", "--chunk-rows", "--num-workers", "--limit", "--processes"]
+)
 @pytest.mark.parametrize("value", ["0", "-3", "x"])
 def test_counts_below_one_are_refused(source, tmp_path, option, value):
     result = CliRunner().invoke(
@@ -497,7 +517,14 @@ def test_as_a_module_it_prints_one_json_line_and_exits_with_the_status(source, t
     )
     assert json.loads(done.stdout)["chunks"] == 3
     failed = subprocess.run(
-        [*command, str(tmp_path / "nothing"), "--output", str(tmp_path / "job2"), "--num-chunks", "3"],
+        [
+            *command,
+            str(tmp_path / "nothing"),
+            "--output",
+            str(tmp_path / "job2"),
+            "--num-chunks",
+            "3",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -531,10 +558,14 @@ def test_memory_is_that_of_a_row_group_not_of_the_file(tmp_path):
     peaks = []
     for groups in (2, 16):
         path = tmp_path / f"{groups}.parquet"
-        with pq.ParquetWriter(path, pa.schema([("key", pa.int64()), ("text", pa.string())])) as writer:
+        with pq.ParquetWriter(
+            path, pa.schema([("key", pa.int64()), ("text", pa.string())])
+        ) as writer:
             for group in range(groups):
                 keys = list(range(group * 1000, group * 1000 + 1000))
-                writer.write_table(pa.table({"key": keys, "text": [f"{key} " * 1000 for key in keys]}))
+                writer.write_table(
+                    pa.table({"key": keys, "text": [f"{key} " * 1000 for key in keys]})
+                )
         done = subprocess.run(
             [sys.executable, "-c", probe, str(path), str(tmp_path / f"job-{groups}")],
             capture_output=True,

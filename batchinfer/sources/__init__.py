@@ -24,7 +24,7 @@ __all__ = ["Block", "Input", "NullCounts", "Plan", "View", "is_inside", "resolve
 logger = logging.getLogger(__name__)
 
 
-class Plan(Record):
+class Plan(Record, frozen=True, kw_only=True):
     """Counted sources: where every row of a job comes from. Rows are numbered from 0 over all files in order.
 
     `rows` is after the limit; `inputs` holds only files that some row comes from, or that are empty among them.
@@ -110,7 +110,9 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
         inputs += counted
         bases += [located.base] if located.base else []
         files = [
-            SourceFile(url=item.found.url, bytes=item.found.bytes, rows=item.rows, digest=item.digest)
+            SourceFile(
+                url=item.found.url, bytes=item.found.bytes, rows=item.rows, digest=item.digest
+            )
             for item in counted
         ]
         sources.append(

@@ -21,7 +21,7 @@ _BATCH_REQUEST = frozenset({"custom_id", "method", "url", "body"})
 _encoder = msgspec.json.Encoder()
 
 
-class Input(Record):
+class Input(Record, frozen=True, kw_only=True):
     """One counted file of a source, with what a reader needs to start anywhere in it.
 
     `marks` holds (row, byte offset) of some rows in JSON Lines, and (row, 0) of every row group in parquet.
@@ -36,7 +36,7 @@ class Input(Record):
     digest: str
 
 
-class View(Record):
+class View(Record, frozen=True, kw_only=True):
     """What to keep of each row: the named columns (None: all), and the column that names rows ("": none)."""
 
     columns: list[str] | None = None
@@ -111,5 +111,7 @@ def no_such_column(name: str, columns: Sequence[str], *, where: str, option: str
     known = ", ".join(columns[:30]) + (", …" if len(columns) > 30 else "")
     return InputError(
         f"{where}: has no column {name!r} (from {option}), expected one of: {known or '(none)'}",
-        hint=f"did you mean {', '.join(near)}?" if near else f"name a column of the source with {option}",
+        hint=f"did you mean {', '.join(near)}?"
+        if near
+        else f"name a column of the source with {option}",
     )

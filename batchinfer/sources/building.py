@@ -6,12 +6,14 @@ Bytes depend on the rows alone: neither on the number of processes nor on how th
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from batchinfer import layout
 from batchinfer.errors import StorageError
@@ -67,6 +69,23 @@ def build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
     """
     if not spans:
         return
+    with _no_collector():
+        yield from _build(workshop, spans)
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keep Python from looking for reference cycles: rows are many objects that form none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
     nulls = NullCounts()
     rows = range(spans[0].first_row, spans[-1].first_row + spans[-1].rows)
     blocks = workshop.plan.read(rows, nulls)
@@ -187,7 +206,7 @@ class _ChunkWriter:
 
             self._compress = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress
 
-    def __enter__(self) -> _ChunkWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,6 +268,8 @@ def count_duplicates(id_paths: Sequence[Path]) -> int:
 
     Two different ids among a billion rows meet in one hash with a chance of a few per cent.
     """
+    if not id_paths:
+        return 0
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -261,16 +282,18 @@ def count_duplicates(id_paths: Sequence[Path]) -> int:
         parts = []
         for path in id_paths:
             values = pa.Array.from_buffers(
-                pa.uint64(), path.stat().st_size // _HASH_BYTES, [None, pa.py_buffer(path.read_bytes())]
+                pa.uint64(),
+                path.stat().st_size // _HASH_BYTES,
+                [None, pa.py_buffer(path.read_bytes())],
             )
             if passes > 1:
                 mine = pc.equal(pc.bit_wise_and(values, pa.scalar(passes - 1, pa.uint64())), number)
                 values = values.filter(mine)
             parts.append(values)
-        if not parts:
-            break
         values = pa.concat_arrays(parts)
         values = values.take(pc.sort_indices(values))
         if len(values) > 1:
-            duplicates += pc.sum(pc.equal(values.slice(1), values.slice(0, len(values) - 1))).as_py()
+            duplicates += pc.sum(
+                pc.equal(values.slice(1), values.slice(0, len(values) - 1))
+            ).as_py()
     return duplicates

@@ -91,7 +91,7 @@ def count(found: Found) -> Input:
                 f"{found.url}: column {twice!r} is there twice in the header, expected unique names",
                 hint="rename one of them",
             )
-        for rows, record in enumerate(records, 1):  # noqa: B007 - the last number is the count
+        for rows, record in enumerate(records, 1):
             if len(record) != len(header):
                 raise InputError(
                     f"{found.url}: record {rows} has {len(record)} fields, expected the header's {len(header)}",
@@ -107,7 +107,9 @@ def count(found: Found) -> Input:
     )
 
 
-def read(item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts) -> Iterator[Block]:
+def read(
+    item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts
+) -> Iterator[Block]:
     """Yield records `rows` of one file in order; see `parquet.read` for the arguments.
 
     Records cannot be found without reading those before them, so a late start reads the file from its beginning.
@@ -132,7 +134,10 @@ def read(item: Input, rows: range, first_row: int, view: View, _nulls: NullCount
             numbers = range(row, row + len(part))
             ids = list(map(str, numbers))
             if id_column:
-                ids = [id_text(record[id_place], number) for record, number in zip(part, numbers, strict=True)]
+                ids = [
+                    id_text(record[id_place], number)
+                    for record, number in zip(part, numbers, strict=True)
+                ]
             made = [
                 make_row(*(record[place] for place in places), number, name)
                 for record, number, name in zip(part, numbers, ids, strict=True)

@@ -47,7 +47,11 @@ def locate(argument: str) -> Located:
     """
     if argument.startswith("hf://"):
         return _locate_on_hub(argument)
-    url = argument if argument.startswith("s3://") or "://" in argument else str(outside.local_path(argument))
+    url = (
+        argument
+        if argument.startswith("s3://") or "://" in argument
+        else str(outside.local_path(argument))
+    )
     with outside.reading(argument):
         kind, files, base = _list(url)
     return Located(argument, "", kind, files, base)
@@ -62,8 +66,10 @@ def _locate_on_hub(argument: str) -> Located:
             kind, files, base = _list(url)
             return Located(argument, commit, kind, files, base)
         found = _find(url)
-        if not _of_formats(found, 0) and not dataset.is_converted and (
-            converted := hub.converted_commit(dataset)
+        if (
+            not _of_formats(found, 0)
+            and not dataset.is_converted
+            and (converted := hub.converted_commit(dataset))
         ):
             logger.info("%s: holds no parquet, taking the Hub's own conversion", argument)
             commit, url = converted, dataset.at(converted)
@@ -83,7 +89,10 @@ def _list(url: str) -> tuple[str, list[Found], str]:
         matches: dict[str, dict[str, Any]] = filesystem.glob(path, detail=True)
         files = _founds(url, matches, path)
         if not files:
-            raise InputError(f"{url}: matches no file", hint="quote the pattern, so that the shell leaves it alone")
+            raise InputError(
+                f"{url}: matches no file",
+                hint="quote the pattern, so that the shell leaves it alone",
+            )
         base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if "**" in path else ""
         kind, chosen = _choose(url, files, is_whole=True)
         return kind, chosen, outside.address(url, base) if base else ""
@@ -114,7 +123,9 @@ def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[Fou
         outside.make_found(_url_of(url, name), info)
         for name, info in matches.items()
         if info["type"] == "file"
-        and not any(part.startswith((".", "_")) for part in name.removeprefix(base).strip("/").split("/"))
+        and not any(
+            part.startswith((".", "_")) for part in name.removeprefix(base).strip("/").split("/")
+        )
     )
 
 
@@ -124,7 +135,9 @@ def _url_of(url: str, name: str) -> str:
         root = outside.open_filesystem(url)[1]
         plain = str(outside.local_path(url))
         if _GLOB.search(plain):
-            root, plain = (_GLOB.split(text, maxsplit=1)[0].rpartition("/")[0] for text in (root, plain))
+            root, plain = (
+                _GLOB.split(text, maxsplit=1)[0].rpartition("/")[0] for text in (root, plain)
+            )
         rest = name.removeprefix(root).lstrip("/")
         return posixpath.join(plain, rest) if plain else rest
     return outside.address(url, name)
@@ -156,7 +169,9 @@ def _choose(url: str, files: list[Found], *, is_whole: bool = False) -> tuple[st
             )
         if chosen:
             if len(chosen) < len(files):
-                logger.info("%s: taking %d %s files of %d files", url, len(chosen), kind, len(files))
+                logger.info(
+                    "%s: taking %d %s files of %d files", url, len(chosen), kind, len(files)
+                )
             return kind, chosen
     raise InputError(
         f"{url}: holds no parquet, JSON Lines or CSV file" if files else f"{url}: holds no file",

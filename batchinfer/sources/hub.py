@@ -46,14 +46,16 @@ def parse(url: str) -> Dataset:
             f"{url}: not an address of a data set, expected hf://datasets/org/name[@revision][/path]",
             hint="models and spaces hold no data sets; download other files and pass their paths",
         )
-    return Dataset(match["repo"], unquote(match["revision"] or ""), (match["path"] or "").strip("/"))
+    return Dataset(
+        match["repo"], unquote(match["revision"] or ""), (match["path"] or "").strip("/")
+    )
 
 
 def resolve_commit(dataset: Dataset) -> str:
     """Ask the Hub which commit the revision is now. One request."""
     from huggingface_hub import HfApi
 
-    commit = HfApi().dataset_info(dataset.repo, revision=dataset.revision or None).sha
+    commit: str | None = HfApi().dataset_info(dataset.repo, revision=dataset.revision or None).sha
     if not commit:
         raise InputError(f"{dataset.repo}: the Hub names no commit", hint="name one after @")
     return commit
@@ -76,7 +78,9 @@ def check_one_config(argument: str, paths: list[str]) -> None:
         argument: For the message.
         paths: Files relative to the data set's root.
     """
-    converted = [path.split("/") for path in paths if re.search(r"/[^/]*/\d{4,}\.parquet$", f"/{path}")]
+    converted = [
+        path.split("/") for path in paths if re.search(r"/[^/]*/\d{4,}\.parquet$", f"/{path}")
+    ]
     configs = sorted({parts[0] for parts in converted if len(parts) == 3})
     if len(configs) > 1:
         raise InputError(

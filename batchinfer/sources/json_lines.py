@@ -103,7 +103,9 @@ def find_keys(item: Input, wanted: set[str]) -> set[str]:
     return wanted - missing
 
 
-def read(item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts) -> Iterator[Block]:
+def read(
+    item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts
+) -> Iterator[Block]:
     """Yield lines `rows` of one file in order; see `parquet.read` for the arguments.
 
     Raises:

@@ -60,9 +60,14 @@ class LocalFiles:
 
     def info(self, path: str) -> dict[str, Any]:
         """See fsspec. Raises FileNotFoundError."""
-        found = os.stat(path)
+        found = Path(path).stat()
         kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
-        return {"type": kind, "size": found.st_size, "mtime": found.st_mtime_ns, "ino": found.st_ino}
+        return {
+            "type": kind,
+            "size": found.st_size,
+            "mtime": found.st_mtime_ns,
+            "ino": found.st_ino,
+        }
 
     def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
         """See fsspec. Follows links to files, not to folders."""
@@ -70,14 +75,17 @@ class LocalFiles:
         return {
             name: self.info(name)
             for folder, _, names in os.walk(path, onerror=_raise)
-            for name in (os.path.join(folder, name) for name in names)
-            if os.path.exists(name)
+            for name in (f"{folder.rstrip('/')}/{name}" for name in names)
+            if Path(name).exists()
         }
 
     def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
         """See fsspec."""
         assert detail
-        return {name: self.info(name) for name in glob.glob(path, recursive=True)}
+        return {
+            name: self.info(name)
+            for name in glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        }
 
 
 def _raise(error: OSError) -> None:
@@ -110,7 +118,9 @@ def address(url: str, path: str) -> str:
 def make_found(url: str, info: dict[str, Any]) -> Found:
     """Read size and stamp out of what fsspec tells about a file."""
     stamp = next((f"{key}={info[key]}" for key in _STAMP_KEYS if info.get(key)), "")
-    return Found(url, int(info.get("size") or 0), f"{info.get('size')} {stamp} {info.get('ino', '')}")
+    return Found(
+        url, int(info.get("size") or 0), f"{info.get('size')} {stamp} {info.get('ino', '')}"
+    )
 
 
 def look_up(url: str) -> Found:
@@ -250,13 +260,17 @@ def _translate(url: str, error: Exception) -> BatchinferError:
     if isinstance(error, PermissionError) or status in _REFUSED_STATUS:
         return _access_denied(url, error)
     if names & {"RevisionNotFoundError"}:
-        return InputError(f"{url}: no such revision", hint="name a branch, a tag or a commit after @")
+        return InputError(
+            f"{url}: no such revision", hint="name a branch, a tag or a commit after @"
+        )
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return InputError(f"{url}: no such file, folder or bucket", hint="check the spelling")
     if isinstance(error, IsADirectoryError):
         return InputError(f"{url}: is a folder, expected a file", hint="name the files in it")
     if names & {"HFValidationError"}:
-        return InputError(f"{url}: {error}", hint="expected hf://datasets/org/name[@revision][/path]")
+        return InputError(
+            f"{url}: {error}", hint="expected hf://datasets/org/name[@revision][/path]"
+        )
     is_content = (
         isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
         or names & {"ArrowException", "ZstdError"}
@@ -278,7 +292,7 @@ def damaged(url: str, what: str) -> InputError:
 
 def _access_denied(url: str, error: Exception) -> AccessDenied:
     hints = {
-        "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), and AWS_ENDPOINT_URL for R2 and others",
+        "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for R2 and others AWS_ENDPOINT_URL too",
         "gs": "run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS",
         "hf": "set HF_TOKEN to a token that may read it; for a gated data set accept its terms on the Hub first",
     }

@@ -78,10 +78,13 @@ def _read_tail(found: Found, file: Any) -> bytes:
     if length > len(tail):
         file.seek(size - length)
         tail = file.read(length)
-    return head + tail[-length:]
+    footer: bytes = head + tail[-length:]
+    return footer
 
 
-def read(item: Input, rows: range, first_row: int, view: View, nulls: NullCounts) -> Iterator[Block]:
+def read(
+    item: Input, rows: range, first_row: int, view: View, nulls: NullCounts
+) -> Iterator[Block]:
     """Yield the rows of one file in order.
 
     Args:
@@ -177,7 +180,10 @@ class _Decoder:
         self, item: Input, schema: Any, keep: list[str], id_column: str, nulls: NullCounts
     ) -> None:
         url = item.found.url
-        for option, names in (("--columns", keep), ("--id-column", [id_column] if id_column else [])):
+        for option, names in (
+            ("--columns", keep),
+            ("--id-column", [id_column] if id_column else []),
+        ):
             for name in names:
                 if name not in schema.names:
                     raise no_such_column(name, item.columns, where=url, option=option)

@@ -91,7 +91,9 @@ def _record_type(names: tuple[str, ...]) -> Callable[..., Any]:
     fields = [f"f{index}" for index in range(len(names))]
     try:
         # No reference cycle can arise from decoded data, so the collector need not look.
-        return msgspec.defstruct("Row", fields, rename=dict(zip(fields, names, strict=True)), gc=False)
+        return msgspec.defstruct(
+            "Row", fields, rename=dict(zip(fields, names, strict=True)), gc=False
+        )
     except ValueError:  # msgspec takes no name that JSON has to escape
         return lambda *values: dict(zip(names, values, strict=True))
 
@@ -110,7 +112,9 @@ def _make_plain(_kind: Any, _nulls: NullFloats) -> Convert:
 
 def _make_integers(kind: Any, _nulls: NullFloats) -> Convert:
     code = ("B", "H", "I", "Q") if pa.types.is_unsigned_integer(kind) else ("b", "h", "i", "q")
-    return functools.partial(_numbers, code=dict(zip((8, 16, 32, 64), code, strict=True))[kind.bit_width])
+    return functools.partial(
+        _numbers, code=dict(zip((8, 16, 32, 64), code, strict=True))[kind.bit_width]
+    )
 
 
 def _numbers(array: Any, *, code: str) -> list[Any]:
@@ -119,8 +123,9 @@ def _numbers(array: Any, *, code: str) -> list[Any]:
         return _plain(array)
     width = array.type.bit_width // 8
     start = array.offset * width
-    view = memoryview(array.buffers()[1])[start : start + len(array) * width]
-    return view.cast("B").cast(code).tolist()
+    view: Any = memoryview(array.buffers()[1])[start : start + len(array) * width]
+    values: list[Any] = view.cast("B").cast(code).tolist()
+    return values
 
 
 def _make_floats(kind: Any, nulls: NullFloats) -> Convert:
@@ -151,7 +156,11 @@ def _make_decimals(_kind: Any, _nulls: NullFloats) -> Convert:
 
 
 def _check_years(array: Any, units_per_second: float) -> None:
-    bounds = _compute().min_max(array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())).as_py()
+    bounds = (
+        _compute()
+        .min_max(array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64()))
+        .as_py()
+    )
     first, last = bounds["min"], bounds["max"]
     if first is not None and (
         first / units_per_second < _FIRST_SECOND or last / units_per_second >= _LAST_SECOND + 1
@@ -189,7 +198,9 @@ def _make_timestamps(kind: Any, _nulls: NullFloats) -> Convert:
         try:
             return _plain(_compute().strftime(array, format=text))
         except pa.ArrowInvalid as error:
-            raise ColumnError(f"time zone {kind.tz!r} is unknown to this machine ({error})") from error
+            raise ColumnError(
+                f"time zone {kind.tz!r} is unknown to this machine ({error})"
+            ) from error
 
     return convert
 
@@ -215,7 +226,9 @@ def _make_durations(kind: Any, _nulls: NullFloats) -> Convert:
 
 def _cut(array: Any, flat: list[Any]) -> list[list[Any] | None]:
     """Cut the flattened values of a list array into its lists. A null is None and has no values in `flat`."""
-    if not array.null_count and (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+    if not array.null_count and (
+        pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    ):
         offsets = _numbers(array.offsets, code="i" if pa.types.is_list(array.type) else "q")
         base = offsets[0]
         if base:
@@ -248,7 +261,8 @@ def _make_structs(kind: Any, nulls: NullFloats) -> Convert:
         if array.null_count:
             are_valid = _plain(array.is_valid())
             return [
-                value if is_valid else None for value, is_valid in zip(values, are_valid, strict=True)
+                value if is_valid else None
+                for value, is_valid in zip(values, are_valid, strict=True)
             ]
         return values
 
