@@ -110,11 +110,22 @@ class Lease:
         return not self._superseded and self._clock.monotonic() - self._renewed < self.lease_seconds
 
     def require(self) -> None:
-        """Raise unless nobody newer has this worker's name. Called right before anything is published."""
+        """Raise unless the lease is this worker's and fresh. Called right before anything is published.
+
+        Raises:
+            Superseded: a newer epoch of this worker exists.
+            StorageError: the heartbeat was not renewed in time: a machine that was frozen, or a bucket that is away.
+                Worth another try once it was. Until then others may count this worker as gone, and `clean` its
+                unpublished outputs as orphans.
+        """
         if self._superseded:
             raise Superseded(
                 f"worker {self.worker_id}: epoch {self.epoch} was superseded by a newer start of the same worker",
                 hint="nothing to do: the newer one goes on",
+            )
+        if not self.is_held():
+            raise StorageError(
+                f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
             )
 
     def _write(self, record: Worker) -> bool:

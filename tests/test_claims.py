@@ -94,8 +94,10 @@ class TestLease:
         assert lease.is_held()
         clock.sleep(2)
         assert not lease.is_held()
+        with pytest.raises(StorageError, match="not renewed"):
+            lease.require()
         lease.renew(worker_record())
-        assert lease.is_held()
+        lease.require()
 
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
