@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
 _READ_BYTES = 1 << 17
 """What is read of a local chunk at a time."""
+_READ_ROWS = 16
 DEATHS_BEFORE_ALONE = 2
 DEATHS_BEFORE_ERROR = 3
 
@@ -116,17 +118,16 @@ class OpenChunk:
         if self._reader is None:
             self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
         state, todo, taken = self.state, RowState.TODO, RowState.TAKEN
-        read_line = self._reader.readline
-        for index in range(self._cursor, self.num_rows):
-            if len(rows) >= max_rows or size >= max_bytes:
-                break
-            line = read_line()
-            self._cursor = index + 1
-            if state[index] != todo or self.deaths.get(index, 0) >= DEATHS_BEFORE_ALONE:
-                continue
-            state[index] = taken
-            rows.append(RawRow(index, line))
-            size += len(line)
+        while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
+            first = self._cursor
+            count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
+            lines = list(itertools.islice(self._reader, count))
+            self._cursor += count
+            for index, line in enumerate(lines, first):
+                if state[index] == todo and self.deaths.get(index, 0) < DEATHS_BEFORE_ALONE:
+                    state[index] = taken
+                    rows.append(RawRow(index, line))
+                    size += len(line)
         return rows
 
     def read_row(self, index: int) -> RawRow:

@@ -27,7 +27,7 @@ from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 17
 SMALLEST_MARKER_BYTES = sum(
     len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
 )

@@ -172,7 +172,7 @@ class EchoEngine:
         """Answer at once without a latency; else schedule the answers. Returns what is finished."""
         config = self.config
         if not (config.echo_latency_seconds or config.echo_kill_marker or config.echo_hang_marker):
-            return [self._count(self._answer(request)) for request in requests]
+            return self._count([self._answer(request) for request in requests])
         finished: list[Completion] = []
         for request in requests:
             text = prompt_text(request)
@@ -184,12 +184,12 @@ class EchoEngine:
             elif config.echo_hang_marker and config.echo_hang_marker in text:
                 heapq.heappush(self._running, (math.inf, self._admitted, completion))
             elif completion.failure:
-                finished.append(self._count(completion))
+                finished.append(completion)
             else:
                 finish = self._start_time(now) + self._latency(request.key)
                 heapq.heappush(self._slots, finish)
                 heapq.heappush(self._running, (finish, self._admitted, completion))
-        return finished
+        return self._count(finished)
 
     def _start_time(self, now: float) -> float:
         """When a slot takes the next request: now, or when the one that ends first has ended."""
@@ -201,13 +201,13 @@ class EchoEngine:
         running = self._running
         finished: list[Completion] = []
         while running and running[0][0] <= now:
-            finished.append(self._count(heapq.heappop(running)[2]))
-        return finished
+            finished.append(heapq.heappop(running)[2])
+        return self._count(finished)
 
-    def _count(self, completion: Completion) -> Completion:
-        self._prompt_tokens += completion.prompt_tokens
-        self._completion_tokens += completion.completion_tokens
-        return completion
+    def _count(self, completions: list[Completion]) -> list[Completion]:
+        self._prompt_tokens += sum([each.prompt_tokens for each in completions])
+        self._completion_tokens += sum([each.completion_tokens for each in completions])
+        return completions
 
     def _latency(self, key: RowKey) -> float:
         mean = self.config.echo_latency_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -28,7 +28,7 @@ from batchinfer.prompts.parameters import Limits, check_run_sampling
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.sandbox import compile_template
-from batchinfer.records import Failure, Request, Sampling
+from batchinfer.records import Failure, Request, RowKey, Sampling
 
 # Outputs that show the prompt even where nobody asked for it.
 _OUTPUTS_WITH_PROMPT = ("completions",)
@@ -103,13 +103,13 @@ class PromptBuilder:
             drafts.append(draft)
         if self._tokenizer is not None:
             self._tokenize(drafts, self._tokenizer)
+        seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk)
         return [
-            self._finish(chunk, line_index, draft)
+            self._finish((chunk, line_index), draft, seed_of)
             for (line_index, _), draft in zip(rows, drafts, strict=True)
         ]
 
-    def _finish(self, chunk: str, line_index: int, draft: Draft) -> Prepared:
-        key = (chunk, line_index)
+    def _finish(self, key: RowKey, draft: Draft, seed_of: Callable[[int], int] | None) -> Prepared:
         if draft.failure is not None:
             return Prepared(
                 key=key,
@@ -139,7 +139,7 @@ class PromptBuilder:
             id=draft.id,
             request=Request(
                 key=key,
-                sampling=self._sampling_of(chunk, line_index, draft),
+                sampling=self._sampling_of(key[1], draft, seed_of),
                 text=text,
                 token_ids=token_ids,
                 messages=messages,
@@ -153,18 +153,19 @@ class PromptBuilder:
             view=view,
         )
 
-    def _sampling_of(self, chunk: str, line_index: int, draft: Draft) -> Sampling:
+    def _sampling_of(
+        self, line_index: int, draft: Draft, seed_of: Callable[[int], int] | None
+    ) -> Sampling:
         sampling = draft.sampling or self._sampling
         if draft.is_open_ended and draft.token_ids is not None and self._max_model_len is not None:
             room = self._max_model_len - len(draft.token_ids)
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-        if self._run_seed is None or sampling.seed is not None:
+        if seed_of is None or sampling.seed is not None:
             return sampling
         # Without a temperature the engine samples at 1.0 (or the model's own default).
         if sampling.temperature is not None and sampling.temperature <= 0:
             return sampling
-        seed = codec.row_seed(self._run_seed, chunk, line_index)
-        return msgspec.structs.replace(sampling, seed=seed)
+        return msgspec.structs.replace(sampling, seed=seed_of(line_index))
 
     def _prompt_of(self, draft: Draft) -> Any:
         if draft.is_cut and self._tokenizer is not None and draft.token_ids is not None:

@@ -66,10 +66,10 @@ def _struct_decoder(columns: Collection[str], lazy: Collection[str]) -> Callable
     return msgspec.json.Decoder(struct).decode
 
 
-def decode_items(items: list[msgspec.Raw], line: bytes) -> list[Any]:
+def decode_item(item: msgspec.Raw, line: bytes) -> Any:
     """Decode what a lazy column left undecoded. Raises RowProblem as `decode_object` does."""
     try:
-        return [_decode(item) for item in items]
+        return _decode(item)
     except DECODE_ERRORS as error:
         raise explain(line, error) from error
 

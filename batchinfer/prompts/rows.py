@@ -95,8 +95,12 @@ class RowsReader:
             if row != draft.row:
                 lines.check_place(draft, row)
             if type(value) is list and value and type(value[0]) is msgspec.Raw:
-                first = conversation.first_turn(lines.decode_items(value[:1], data))
-                value = lines.decode_items(value, data) if first is None else first
+                first = [lines.decode_item(value[0], data)]
+                messages = conversation.first_turn(first)
+                if messages is not None:
+                    self._send(draft, messages)
+                    return
+                value = first + [lines.decode_item(item, data) for item in value[1:]]
         else:
             columns = lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
@@ -138,14 +142,20 @@ class RowsReader:
                 self._turns,
                 continue_final=continue_own,
             )
+        self._send(draft, messages)
+        if continue_own:
+            draft.continue_final = True
+
+    def _send(self, draft: Draft, messages: list[conversation.Message]) -> None:
+        """Send these messages, with what the run puts before and after them."""
         if self._config.system_prompt:
             messages = conversation.with_system(messages, self._config.system_prompt)
         if self._examples:
             messages = conversation.with_examples(messages, self._examples)
         if self._prefill:
             messages = [*messages, {"role": "assistant", "content": self._prefill}]
+            draft.continue_final = True
         draft.messages = messages
-        draft.continue_final = continue_own or bool(self._prefill)
 
     def _fill_prompt(self, draft: Draft, value: Any) -> None:
         if isinstance(value, str):
