@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,14 @@ from typing import Any
 import msgspec
 
 from batchinfer import __version__, layout
-from batchinfer.background import Background, Pending, ThreadBackground
+from batchinfer.background import Pending
 from batchinfer.chunks import Opener
 from batchinfer.claims import Claims, Lease
-from batchinfer.clock import Clock, SystemClock
 from batchinfer.engines import Engine
-from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import (
     BatchinferError,
     ConfigError,
     EngineError,
-    ErrorRateExceeded,
     NoProgress,
     ObjectNotFound,
     PolicyStop,
@@ -39,100 +33,25 @@ from batchinfer.errors import (
 from batchinfer.events import event
 from batchinfer.formats import encoder_for
 from batchinfer.manifests import Assignment, ChunkRef, job_chunks, read_assignment
+from batchinfer.outcome import check_error_rate, make_result
 from batchinfer.plan import Plan, Scout, finished_chunks
-from batchinfer.prompts import Code, PromptBuilder, PromptConfig, Tokenizer
+from batchinfer.prompts import Code, PromptBuilder, Tokenizer
 from batchinfer.publishing import Publisher
-from batchinfer.records import Completion, EngineInfo, Record, RowKey, Run, Sampling
+from batchinfer.records import Completion, EngineInfo, RowKey, Run
 from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
 from batchinfer.scratch import Scratch
-from batchinfer.shelf import Limits, Services, Shelf
-from batchinfer.stopping import Stopper, WhileLoading
-from batchinfer.storage import Preconditions, Store
+from batchinfer.shelf import Services, Shelf
+from batchinfer.stopping import WhileLoading
 from batchinfer.stream import RowStream
 from batchinfer.telemetry import Telemetry
+from batchinfer.world import WorkerConfig, World
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
+_END_LOADING_SECONDS = 15.0
 _ANY_NUMBER = 2**31
-
-
-class WorkerConfig(Record, frozen=True, kw_only=True):
-    """Everything a worker is told. Paths may be URLs."""
-
-    manifests: list[str]
-    output: str
-    engine: EngineConfig
-    prompt: PromptConfig
-    sampling: Sampling
-    job: str | None = None
-    run_seed: int | None = 0
-    worker_id: str = ""
-    limit: int | None = None
-    allow_absolute: bool = False
-    retry_errors: bool = False
-    claims: bool = True
-    steal: bool = True
-    lease_seconds: float = 120.0
-    checkpoint_seconds: float = 30.0
-    checkpoint_rows: int | None = None
-    grace_seconds: float = 20.0
-    max_error_rate: float | None = None
-    min_errors: int = 20
-    max_attempts: int = 5
-    scratch_dir: str | None = None
-    limits: Limits = Limits()
-    host: dict[str, Any] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """The outside world of one worker, so that a test or simulation can supply its own."""
-
-    clock: Clock
-    background: Background
-    open_store: Callable[[str], Store]
-    probe: Callable[[Store], Preconditions]
-    create_engine: Callable[[EngineConfig], Engine]
-    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
-    identify_model: Callable[[EngineConfig], str]
-    stopper: Stopper
-    new_nonce: Callable[[], str]
-    progress: Callable[[Telemetry, RowStream | None], None]
-
-
-def real_world(
-    *, grace_seconds: float, progress: Callable[[Telemetry, RowStream | None], None]
-) -> World:
-    """Threads, the system's clock, and storage by URL."""
-    from batchinfer.engines.registry import create_engine
-    from batchinfer.engines.tokenizers import tokenizer_for
-    from batchinfer.storage.opening import open_store
-    from batchinfer.storage.probing import probe
-
-    clock = SystemClock()
-    return World(
-        clock=clock,
-        background=ThreadBackground(),
-        open_store=open_store,
-        probe=probe,
-        create_engine=create_engine,
-        load_tokenizer=tokenizer_for,
-        identify_model=identify_model,
-        stopper=Stopper(clock, grace_seconds=grace_seconds),
-        new_nonce=lambda: secrets.token_hex(8),
-        progress=progress,
-    )
-
-
-def identify_model(config: EngineConfig) -> str:
-    """The model's commit, or a hash of its local folder. Reads its small files only."""
-    if config.engine == "echo":
-        return "echo"
-    from batchinfer.engines.models import describe_model
-
-    return describe_model(config).identity
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -196,7 +115,7 @@ class _Worker:
             engine = self.world.create_engine(self.config.engine)
             stack.callback(engine.close)
             try:
-                self._work(assignment, engine, lease, scratch)
+                self._work(assignment, engine, lease, scratch, stack)
                 self.telemetry.set_state("done")
             except BatchinferError as error:
                 is_asked = isinstance(error, PolicyStop) or error.exit_status == 75
@@ -337,10 +256,19 @@ class _Worker:
 
     # -- the work
 
-    def _work(self, assignment: Assignment, engine: Engine, lease: Lease, scratch: Scratch) -> None:
+    def _work(
+        self,
+        assignment: Assignment,
+        engine: Engine,
+        lease: Lease,
+        scratch: Scratch,
+        stack: contextlib.ExitStack,
+    ) -> None:
         world, config = self.world, self.config
         finished = world.background.submit(partial(finished_chunks, self.store))
-        loading = world.background.submit(partial(engine.open, WhileLoading(world.stopper)))
+        stop_loading = WhileLoading(world.stopper)
+        loading = world.background.submit(partial(engine.open, stop_loading))
+        stack.callback(self._end_loading, loading, stop_loading)
         name = config.engine.model or config.engine.engine
         logger.info(
             "loading %s",
@@ -363,6 +291,10 @@ class _Worker:
         )
         shelf = Shelf(services, plan, config.limits)
         info = self._await(loading, shelf)
+        if info is None:
+            logger.info("nothing is left to do; the engine is not needed")
+            self._raise_failures(shelf)
+            return
         self.info = info
         self.standing = join_run(
             self.store,
@@ -483,10 +415,15 @@ class _Worker:
         return partial(job_chunks, assignment.job, assignment.job_url, self.config.limit)
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
-        """Wait for background work, opening chunks meanwhile. Raises what stops the worker."""
+        """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
+
+        Raises what stops the worker.
+        """
         while not pending.is_done():
             self._raise_if_stopped()
             if shelf is not None:
+                if shelf.is_drained:
+                    return None
                 shelf.tick(
                     rows_ahead=shelf.num_unread,
                     rows_wanted=1,
@@ -498,6 +435,13 @@ class _Worker:
         # An engine that was stopped while it loaded says so too, but not why.
         self._raise_if_stopped()
         return pending.result()
+
+    def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
+        """Let an engine that is still loading end before it is closed: two threads must not take it apart."""
+        stop_loading.cancel()
+        deadline = self.clock.monotonic() + _END_LOADING_SECONDS
+        while not loading.is_done() and self.clock.monotonic() < deadline:
+            self.world.background.wait(_POLL_SECONDS)
 
     def _raise_if_stopped(self) -> None:
         if self.world.stopper.error is not None:
@@ -544,7 +488,7 @@ class _Worker:
             self._snapshot_at = now
             self.telemetry.engine_stats(engine.stats())
             self.telemetry.snapshot()
-            self._check_error_rate()
+            check_error_rate(self.config, self.telemetry)
         self.world.progress(self.telemetry, stream)
 
     def _check_parameters(self, completions: list[Completion]) -> None:
@@ -559,27 +503,6 @@ class _Worker:
                     hint="see the sampling options in docs/cli.md; no row was lost",
                 )
 
-    def _check_error_rate(self) -> None:
-        config, telemetry = self.config, self.telemetry
-        if config.max_error_rate is None or telemetry.rows_error < config.min_errors:
-            return
-        rate = telemetry.rows_error / telemetry.rows_done
-        if rate <= config.max_error_rate:
-            return
-        commonest = sorted(telemetry.errors.items(), key=lambda item: -item[1])[:3]
-        lines = []
-        for code, count in commonest:
-            example = telemetry.examples.get(code)
-            where = (
-                f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
-            )
-            lines.append(f"  {count} x {code}{where}")
-        raise ErrorRateExceeded(
-            f"{rate:.1%} of {telemetry.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
-            + "\n".join(lines),
-            hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
-        )
-
     def _drain(self, shelf: Shelf, stream: RowStream) -> None:
         """Publish what is still on its way."""
         while not shelf.is_drained:
@@ -588,7 +511,7 @@ class _Worker:
             self.world.progress(self.telemetry, stream)
             if not shelf.is_drained:
                 self.world.background.wait(_POLL_SECONDS)
-        self._check_error_rate()
+        check_error_rate(self.config, self.telemetry)
 
     def _save(self, shelf: Shelf, *, deaths: dict[str, list[int]]) -> None:
         """Before ending early: write down the finished rows and give the claims back, within the grace."""
@@ -606,6 +529,12 @@ class _Worker:
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
 
+    def result(self, error: BatchinferError | None) -> dict[str, Any]:
+        """See outcome.make_result."""
+        return make_result(
+            self.config, self.telemetry, run=self.standing, info=self.info, error=error
+        )
+
     def _raise_failures(self, shelf: Shelf) -> None:
         if not shelf.failures:
             return
@@ -614,55 +543,6 @@ class _Worker:
             f"{len(shelf.failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
             hint="mend them, then start the same command again",
         )
-
-    # -- the result
-
-    def result(self, error: BatchinferError | None) -> dict[str, Any]:
-        """The JSON object of the last line. Names follow older batch tools' statistics where they have one."""
-        telemetry = self.telemetry
-        seconds = max(telemetry.busy_seconds, 1e-9)
-        standing = self.standing
-        result: dict[str, Any] = {
-            "status": "SUCCESS" if error is None else "FAILED",
-            "run_id": _run_id(standing),
-            "fingerprint": standing.fingerprint if standing else "",
-            "output": self.store.url,
-            "worker": self.worker_id,
-            "model": self.config.engine.model or self.config.engine.engine,
-            "seed": self.config.run_seed,
-            "request_count": telemetry.rows_done,
-            "response_count": telemetry.rows_done - telemetry.rows_error,
-            "error_count": telemetry.rows_error,
-            "errors": telemetry.errors,
-            "rows_resumed": telemetry.rows_resumed,
-            "chunks_total": telemetry.num_chunks,
-            "chunks_done": telemetry.chunks_done,
-            "chunks_resumed": telemetry.chunks_resumed,
-            "chunks_skipped": telemetry.chunks_skipped,
-            "run_time_sec": round(telemetry.run_seconds, 3),
-            "engine_load_sec": round(self.info.load_seconds, 3) if self.info else None,
-            "generate_time_sec": round(telemetry.busy_seconds, 3),
-            "engine_steps": telemetry.stats.steps,
-            "total_prompt_tokens": telemetry.prompt_tokens,
-            "total_cached_tokens": telemetry.cached_tokens,
-            "total_tokens_generated": telemetry.completion_tokens,
-            "tokens_per_sec": {
-                "input": round(telemetry.prompt_tokens / seconds, 3),
-                "output": round(telemetry.completion_tokens / seconds, 3),
-            },
-        }
-        if error is not None:
-            result["exit_status"] = error.exit_status
-            result["reason"] = error.message
-        return result
-
-
-def _run_id(run: Run | None) -> str:
-    """When the run was created, as 20230801T130712Z: the same for each of its workers and starts."""
-    created = run.recorded.get("created") if run else None
-    if not isinstance(created, int | float):
-        return ""
-    return datetime.fromtimestamp(created, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:

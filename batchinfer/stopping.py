@@ -53,10 +53,15 @@ class WhileLoading:
 
     def __init__(self, stopper: Stopper) -> None:
         self._stopper = stopper
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """The engine is not needed any more."""
+        self._is_cancelled = True
 
     def is_set(self) -> bool:
         """Whether a stop was asked for."""
-        return self._stopper.is_requested
+        return self._is_cancelled or self._stopper.is_requested
 
 
 def install_signal_handlers(stopper: Stopper) -> None:

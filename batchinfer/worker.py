@@ -31,9 +31,10 @@ from batchinfer.progress import progress_for
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Sampling
 from batchinfer.sampling import make_sampling, read_pairs
-from batchinfer.session import WorkerConfig, real_world, run_worker
+from batchinfer.session import run_worker
 from batchinfer.shelf import Limits
 from batchinfer.stopping import install_signal_handlers
+from batchinfer.world import WorkerConfig, real_world
 
 
 @click.command("worker")

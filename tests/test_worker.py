@@ -132,6 +132,12 @@ class TestTheMainJob:
         assert (result["status"], result["request_count"]) == ("SUCCESS", 0)
         assert list(open_store(f"{job}/runs/a").list("outputs/")) == before
 
+    def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
+        """A restart of a worker whose work is done must not pay for loading the model."""
+        run_worker_here(job, f"{job}/runs/a")
+        result = run_worker_here(job, f"{job}/runs/a", "--echo-load-seconds", "200")
+        assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
+
     def test_a_limit_takes_the_first_rows_of_the_job(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--limit", "23")
         assert_every_row_once(f"{job}/runs/a", 23)

@@ -1,4 +1,4 @@
-"""What one simulated worker process gets as its `session.World`."""
+"""What one simulated worker process gets as its `world.World`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchinfer.records import (
     RowKey,
     Sampling,
 )
-from batchinfer.session import World
+from batchinfer.world import World
 from batchinfer.stopping import Stopper
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.probing import probe
