@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from batchinfer import codec, layout
+from batchinfer.arrow_lines import ArrowBlock, can_read
 from batchinfer.audit import CORRUPT, FOREIGN, MISSING, Audit
 from batchinfer.chunks import fetch
 from batchinfer.errors import InputError, ObjectNotFound, RowError
@@ -29,8 +30,8 @@ from batchinfer.storage import Store
 
 OpenStore = Callable[[str], Store]
 
-_BLOCK_LINES = 2000
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 1 << 20
+"""Larger blocks are slower: they do not fit the processor's caches."""
 _FETCHERS = 2
 CHUNKS, OUTPUTS = "chunks", "outputs"
 """Where a source's columns can come from."""
@@ -158,13 +159,13 @@ class Block(NamedTuple):
     """Some consecutive rows of one chunk: answers, and beside them the source's columns if those are wanted."""
 
     chunk: str
-    lines: LineBlock
+    lines: LineBlock | ArrowBlock
     source: list[dict[str, Any]] | None
 
     @property
     def num_rows(self) -> int:
         """How many rows."""
-        return len(self.lines.lines)
+        return self.lines.num_rows
 
     def part(self, start: int, stop: int) -> Block:
         """Rows [start, stop)."""
@@ -263,30 +264,26 @@ class Reader:
         self, fetched: _Fetched, marker: Marker, read: Callable[[bytes], dict[str, Any]] | None
     ) -> Iterator[Block]:
         done = 0
-        for part, rows in _aligned(fetched):
-            block = LineBlock(b"".join(part), self._shape, fetched.ref.first_row + done)
-            done += len(part)
-            source = None
-            if read is not None:
-                source = list(map(read, block.sources() if rows is None else rows))
-            yield Block(fetched.ref.name, block, source)
+        has_kept = read is not None and fetched.chunk is None
+        make = ArrowBlock if can_read(self._shape) and not has_kept else LineBlock
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(fetched.output.open("rb"))
+            chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
+            while data := output.read(_BLOCK_BYTES) + output.readline():
+                block = make(data, self._shape, fetched.ref.first_row + done)
+                done += block.num_rows
+                source = None
+                if read is not None and isinstance(block, LineBlock) and chunk is None:
+                    source = list(map(read, block.sources()))
+                elif read is not None and chunk is not None:
+                    source = [read(chunk.readline()) for _ in range(block.num_rows)]
+                yield Block(fetched.ref.name, block, source)
         if done != marker.rows_ok + marker.rows_error:
             raise InputError(
                 f"{fetched.ref.name}: its output has {done} lines, the marker counts "
                 f"{marker.rows_ok + marker.rows_error} rows",
                 hint="`batchinfer verify` says what mends it",
             )
-
-
-def _aligned(fetched: _Fetched) -> Iterator[tuple[list[bytes], list[bytes] | None]]:
-    """Lines of an output, a block at a time, and the chunk's lines beside them if the chunk is there."""
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(fetched.output.open("rb"))
-        chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
-        while data := output.readlines(_BLOCK_BYTES):
-            for start in range(0, len(data), _BLOCK_LINES):
-                part = data[start : start + _BLOCK_LINES]
-                yield part, None if chunk is None else [chunk.readline() for _ in part]
 
 
 def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:

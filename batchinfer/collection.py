@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Collection:
         self._unshown = 0
         self._schema = Schema(self._shape, {})
         self._counts = {"rows": 0, "rows_error": 0, "prompt_tokens": 0, "completion_tokens": 0}
-        self._errors: dict[str, int] = {}
+        self._errors: Counter[str] = Counter()
 
     @property
     def damaged(self) -> list[str]:
@@ -139,9 +140,8 @@ class Collection:
     def _dimension(self) -> int:
         """Length of the run's embeddings: that of the first."""
         for block in self._reader.blocks():
-            for line in block.lines.lines:
-                if line.embedding is not None:
-                    return len(line.embedding)
+            if block.lines.dimension:
+                return block.lines.dimension
         raise InputError(
             f"{self._config.run}: not one row has an embedding",
             hint=f"see what failed: batchinfer status {self._config.run}",
@@ -201,18 +201,14 @@ class Collection:
         return columns
 
     def _count(self, block: Block) -> None:
-        lines = block.lines.lines
+        found = block.lines.counts()
         self._unshown += block.lines.num_unshown()
+        self._errors.update(found.errors)
         counts = self._counts
-        counts["rows"] += len(lines)
-        for line in lines:
-            if line.error is not None:
-                code = line.error.code or "unknown"
-                counts["rows_error"] += 1
-                self._errors[code] = self._errors.get(code, 0) + 1
-            if line.usage is not None:
-                counts["prompt_tokens"] += line.usage.prompt_tokens
-                counts["completion_tokens"] += line.usage.completion_tokens
+        counts["rows"] += block.num_rows
+        counts["rows_error"] += found.errors.total()
+        counts["prompt_tokens"] += found.prompt_tokens
+        counts["completion_tokens"] += found.completion_tokens
 
     def card(self, record: Collected) -> str:
         """The card of what was written."""

@@ -6,6 +6,7 @@ The adapter around pyarrow; columns come in as lists of plain Python values.
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -24,7 +25,8 @@ _GROUP_BYTES = 64 << 20
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
 _HASH_BLOCK_BYTES = 1 << 20
 
-Columns = dict[str, list[Any]]
+Columns = dict[str, Any]
+"""A list or a pyarrow array for each column, all equally long."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -216,7 +218,10 @@ def _to_batch(columns: Columns, schema: Any) -> Any:
     for field in schema:
         values = columns[field.name]
         try:
-            arrays.append(pa.array(values, field.type))
+            if isinstance(values, pa.Array):
+                arrays.append(values.cast(field.type))
+            else:
+                arrays.append(pa.array(values, field.type))
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             raise InputError(
                 f"column {field.name!r}: a value is no {field.type} ({error})",
@@ -226,6 +231,8 @@ def _to_batch(columns: Columns, schema: Any) -> Any:
 
 
 class _ParquetWriter:
+    """Compresses one row group in a thread while the next one is gathered."""
+
     def __init__(self, path: Path, schema: Schema) -> None:
         from pyarrow import parquet
 
@@ -236,6 +243,8 @@ class _ParquetWriter:
         )
         self._held: list[Any] = []
         self._held_rows = self._held_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parquet")
+        self._under_way: Future[None] | None = None
 
     def write(self, columns: Columns) -> None:
         batch = _to_batch(columns, self._schema)
@@ -246,16 +255,29 @@ class _ParquetWriter:
             self._flush()
 
     def close(self) -> None:
-        self._flush()
-        self._file.close()
+        try:
+            self._flush()
+            self._wait()
+        finally:
+            self._thread.shutdown()
+            self._file.close()
 
     def _flush(self) -> None:
+        self._wait()
+        if self._held:
+            held, self._held, self._held_rows, self._held_bytes = self._held, [], 0, 0
+            self._under_way = self._thread.submit(self._write_group, held)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write_group(self, batches: list[Any]) -> None:
         import pyarrow as pa
 
-        if self._held:
-            table = pa.Table.from_batches(self._held, schema=self._schema)
-            self._held, self._held_rows, self._held_bytes = [], 0, 0
-            self._file.write_table(table, row_group_size=max(1, table.num_rows))
+        table = pa.Table.from_batches(batches, schema=self._schema)
+        self._file.write_table(table, row_group_size=table.num_rows)
 
 
 class _JsonLinesWriter:
@@ -265,7 +287,7 @@ class _JsonLinesWriter:
 
     def write(self, columns: Columns) -> None:
         names = self._names
-        rows = zip(*(columns[name] for name in names), strict=True)
+        rows = zip(*(_plain(columns[name]) for name in names), strict=True)
         self._file.write(
             _encoder.encode_lines([dict(zip(names, row, strict=True)) for row in rows])
         )
@@ -291,11 +313,18 @@ class _CsvWriter:
         self._file = csv.CSVWriter(str(path), self._schema)
 
     def write(self, columns: Columns) -> None:
-        columns = columns | {name: list(map(json_text, columns[name])) for name in self._nested}
+        columns = columns | {
+            name: list(map(json_text, _plain(columns[name]))) for name in self._nested
+        }
         self._file.write_batch(_to_batch(columns, self._schema))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _plain(values: Any) -> list[Any]:
+    """A column as Python values."""
+    return values if isinstance(values, list) else list(values.to_pylist())
 
 
 def as_column(values: list[Any], kind: Kind) -> list[Any]:

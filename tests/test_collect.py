@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from batchinfer import codec, layout
+from batchinfer.arrow_lines import ArrowBlock
 from batchinfer.clock import SystemClock
 from batchinfer.collect import run_collect
 from batchinfer.collection import CollectConfig
@@ -300,9 +301,44 @@ def test_reasoning_has_a_column_where_the_run_speaks_of_it() -> None:
     }
     data = json.dumps(line).encode() + b"\n"
     shape = Shape(output_format="native", answers="single", has_reasoning=True)
-    assert LineBlock(data, shape, 0).columns()[0]["reasoning"] == ["2+2"]
     plain = msgspec.structs.replace(shape, has_reasoning=False)
-    assert LineBlock(data, plain, 0).num_unshown() == 1
+    for kind in (LineBlock, ArrowBlock):
+        assert list(map(str, kind(data, shape, 0).columns()[0]["reasoning"])) == ["2+2"]
+        assert kind(data, plain, 0).num_unshown() == 1
+
+
+@pytest.mark.parametrize("answers", ["single", "lists", "exploded"])
+def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
+    def line(row: int, texts: list[str], **more: Any) -> bytes:
+        choices = [
+            {"index": index, "text": text, "finish_reason": "stop"}
+            for index, text in enumerate(texts)
+        ]
+        usage = {"prompt_tokens": row, "completion_tokens": 2, "cached_tokens": 1}
+        entry = {"_row": row, "_id": f"r{row}", "status": "ok" if texts else "error"}
+        entry |= {"choices": choices, "usage": usage, "error": None, **more}
+        return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+
+    several = [] if answers == "single" else ["2024-01-01"]
+    failed = {"code": "invalid_json", "message": "no"}
+    data = b"".join(
+        [
+            line(5, ["a\u2028\n", *several]),
+            line(6, [], error=failed, timing={"queue_seconds": 0.1}),
+            line(7, ["", *several]),
+            line(8, ["😀"]),
+        ]
+    )
+    shape = Shape(output_format="native", answers=answers)
+    left, right = LineBlock(data, shape, 5), ArrowBlock(data, shape, 5)
+    for one, other in ((left, right), (left.part(1, 3), right.part(1, 3))):
+        assert one.counts() == other.counts()
+        assert one.num_rows == other.num_rows
+        columns, lines = one.columns()
+        arrays, other_lines = other.columns()
+        assert lines == other_lines
+        assert list(columns) == list(arrays) == shape.names
+        assert columns == {name: values.to_pylist() for name, values in arrays.items()}
 
 
 # --------------------------------------------------------------------------- what counts

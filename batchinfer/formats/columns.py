@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,6 +14,15 @@ from batchinfer.records import Record
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
 """Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""
+
+
+class Counts(NamedTuple):
+    """What some lines add up to. `errors` counts failed lines by code."""
+
+    errors: Counter[str]
+    prompt_tokens: int
+    completion_tokens: int
+
 
 _ROW = ("row", "id", "status")
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -182,15 +192,33 @@ class LineBlock:
             raise InputError(
                 f"an output line: not in the format {shape.output_format} ({error})"
             ) from error
+        self._may_reason = b'"reasoning' in data
         self.lines: Sequence[_Native] = lines
         if shape.output_format == "openai-batch":
             self.lines = [_from_batch(line, first_row + i) for i, line in enumerate(lines)]
         elif shape.output_format == "completions":
             self.lines = [_from_completions(line, first_row + i) for i, line in enumerate(lines)]
         elif [line.row for line in lines] != list(range(first_row, first_row + len(lines))):
-            raise InputError(
-                f"output lines from row {first_row} on: of other rows, or out of order"
-            )
+            raise out_of_order(first_row)
+
+    @property
+    def num_rows(self) -> int:
+        """How many lines."""
+        return len(self.lines)
+
+    @property
+    def dimension(self) -> int:
+        """Length of the first embedding, 0 if there is none."""
+        return next((len(line.embedding) for line in self.lines if line.embedding), 0)
+
+    def counts(self) -> Counts:
+        """What the lines add up to."""
+        usages = [line.usage for line in self.lines if line.usage is not None]
+        return Counts(
+            Counter(line.error.code or "unknown" for line in self.lines if line.error is not None),
+            sum([usage.prompt_tokens for usage in usages]),
+            sum([usage.completion_tokens for usage in usages]),
+        )
 
     def part(self, start: int, stop: int) -> LineBlock:
         """Lines [start, stop)."""
@@ -204,7 +232,7 @@ class LineBlock:
 
     def num_unshown(self) -> int:
         """Lines with reasoning that the columns have no place for."""
-        if self._shape.has_reasoning:
+        if self._shape.has_reasoning or not self._may_reason:
             return 0
         return sum(
             any(choice.reasoning is not None for choice in line.choices) for line in self.lines
@@ -275,6 +303,14 @@ class LineBlock:
         return [
             name for name in ("reasoning", "tool_calls", "logprobs") if name in self._shape.names
         ]
+
+
+def out_of_order(first_row: int) -> InputError:
+    """The error for lines whose own numbers are not those of their places."""
+    return InputError(
+        f"output lines from row {first_row} on: of other rows, or out of order",
+        hint="`batchinfer verify --deep` says what mends it",
+    )
 
 
 _NO_USAGE = _Usage()

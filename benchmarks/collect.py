@@ -1,0 +1,184 @@
+"""Measure `batchinfer collect` against reading the same outputs with `datasets` and writing parquet.
+
+    python benchmarks/collect.py [--rows N] [--chunk-rows N] [--words N] [--folder DIR]
+
+Both read one finished run on the local disk and write one parquet table of the same answers. collect verifies every
+output's sha256, each line's row and order; `datasets` does not. Each runs in a process of its own; memory is that
+process's peak. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "in",
+    "an",
+    "old",
+    "house",
+)
+
+
+def main() -> None:
+    """Make a run where there is none, measure both, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--chunk-rows", type=int, default=5_000)
+    parser.add_argument("--words", type=int, default=120, help="mean words of an answer")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="keep the run there")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        run_part(*options.part)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not (folder / "job" / "job.json").exists():
+            make_run(folder, options.rows, options.chunk_rows, options.words)
+        size = sum(path.stat().st_size for path in folder.glob("job/runs/a/outputs/*.jsonl"))
+        small = folder / "small"
+        if not small.exists():
+            make_run(small, max(1, options.rows // 10), options.chunk_rows, options.words)
+        tries: dict[str, list[dict[str, float]]] = {"collect": [], "datasets": []}
+        for _ in range(options.repeat):  # turn and turn about, as a busy machine changes its mind
+            for name, done in tries.items():
+                done.append(measure(name, folder))
+        figures = {name: min(done, key=lambda one: one["seconds"]) for name, done in tries.items()}
+        figures["collect, a tenth of the rows"] = measure("collect", small)
+    show(figures, size)
+
+
+def make_run(folder: Path, rows: int, chunk_rows: int, words: int) -> None:
+    """A finished run of the echo engine: answers repeat the prompts, of differing lengths."""
+    source = folder / "rows.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    with source.open("w") as file:
+        for number in range(rows):
+            count = max(1, round(draw.lognormvariate(0, 0.6) * words))
+            text = f"{number} " + " ".join(draw.choices(WORDS, k=count))
+            file.write(json.dumps({"prompt": text}) + "\n")
+    job = folder / "job"
+    batchinfer("split", str(source), "--output", str(job), "--chunk-rows", str(chunk_rows))
+    batchinfer(
+        *("worker", "--manifest", f"{job}/manifests/all.txt", "--output", f"{job}/runs/a"),
+        *("--engine", "echo", "--prompt-column", "prompt"),
+    )
+    source.unlink()
+
+
+def batchinfer(*arguments: str) -> None:
+    """Run a command that must succeed."""
+    subprocess.run(
+        [sys.executable, "-m", "batchinfer", *arguments, "--log-level", "warning"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def measure(name: str, folder: Path) -> dict[str, float]:
+    """One run of one side in a fresh process."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        done = subprocess.run(
+            [sys.executable, __file__, "--part", name, str(folder), temporary],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_DATASETS_CACHE": f"{temporary}/cache", "HF_HUB_OFFLINE": "1"},
+        )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_part(name: str, folder: str, temporary: str) -> None:
+    """Do one side and print what it took: first a small run, so that imports are not what is measured."""
+    side = by_collect if name == "collect" else by_datasets
+    small = Path(folder) / "small"
+    if small.exists():
+        side(small / "job/runs/a", Path(temporary) / "small")
+    target = Path(temporary) / "out"
+    started, cpu = time.perf_counter(), time.process_time()
+    side(Path(folder) / "job/runs/a", target)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    rows = count_rows(target)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    size = sum(path.stat().st_size for path in target.glob("*.parquet"))
+    found = {"seconds": seconds, "cpu_seconds": cpu, "rows": rows, "peak_bytes": peak}
+    print(json.dumps({**found, "parquet_bytes": size}))
+
+
+def by_collect(run: Path, target: Path) -> None:
+    """One side."""
+    from batchinfer.cli import main as command
+
+    command(["collect", str(run), str(target), "--log-level", "warning"])
+
+
+def by_datasets(run: Path, target: Path) -> None:
+    """The other: as the documentation of `datasets` has it."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = sorted(map(str, run.glob("outputs/*.jsonl")))
+    found = datasets.load_dataset("json", data_files=files, split="train")
+    target.mkdir()
+    found.to_parquet(str(target / "all.parquet"))
+
+
+def count_rows(folder: Path) -> int:
+    """Rows in a folder of parquet files."""
+    from pyarrow import parquet
+
+    return sum(parquet.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+
+
+def show(figures: dict[str, dict[str, float]], size: int) -> None:
+    """Print the table, and the JSON object last."""
+    print(
+        f"{'':32}{'rows':>9}{'s':>8}{'CPU s':>8}{'rows/s':>10}{'peak MiB':>10}{'parquet MiB':>13}"
+    )
+    for name, found in figures.items():
+        rate = found["rows"] / found["seconds"]
+        print(
+            f"{name:32}{found['rows']:>9}{found['seconds']:>8.2f}{found['cpu_seconds']:>8.2f}{rate:>10.0f}"
+            f"{found['peak_bytes'] / 2**20:>10.0f}{found['parquet_bytes'] / 2**20:>13.1f}"
+        )
+    collect, other = figures["collect"], figures["datasets"]
+    print(
+        json.dumps(
+            {
+                "benchmark": "collect",
+                "rows": collect["rows"],
+                "jsonl_bytes": size,
+                "collect_seconds": round(collect["seconds"], 3),
+                "datasets_seconds": round(other["seconds"], 3),
+                "times_as_fast": round(other["seconds"] / collect["seconds"], 2),
+                "collect_cpu_seconds": round(collect["cpu_seconds"], 3),
+                "datasets_cpu_seconds": round(other["cpu_seconds"], 3),
+                "collect_peak_bytes": collect["peak_bytes"],
+                "collect_peak_bytes_tenth": figures["collect, a tenth of the rows"]["peak_bytes"],
+                "datasets_peak_bytes": other["peak_bytes"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
