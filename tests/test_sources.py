@@ -665,8 +665,9 @@ def split_file_url(url: str) -> list[dict]:
     return read_rows(resolve([url], view=View()))
 
 
+# It leaves as the command line does: pyarrow's threads now and then abort an orderly exit on a busy machine.
 READ_HUB = """
-import json, sys
+import json, os, sys
 from batchinfer.errors import BatchinferError
 from batchinfer.sources import NullCounts, View, resolve
 try:
@@ -676,6 +677,8 @@ try:
     print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": [f.url for f in source.files]}))
 except BatchinferError as error:
     print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))
+sys.stdout.flush()
+os._exit(0)
 """
 
 
@@ -790,3 +793,27 @@ def test_ids_that_are_not_ascii_stay_text(tmp_path):
         "é\n",
         "b",
     ]
+
+
+def test_structs_of_flags_keep_their_values_nulls_and_slices():
+    import msgspec
+
+    from batchinfer.sources import values
+
+    rows = [{"a": bool(n & 1), "b/c": bool(n & 2), 'd"': bool(n & 4)} for n in range(8)] * 3
+    for extra in ([], [None], [{"a": None, "b/c": True, 'd"': False}]):
+        array = pa.array([*rows, *extra])
+        convert = values.make_converter(array.type, values.NullFloats())
+        for part in (array, array.slice(3), array.slice(5, 7), array.slice(0, 0)):
+            done = msgspec.json.decode(msgspec.json.encode(convert(part)))
+            assert done == part.to_pylist()
+
+
+def test_floats_whose_sum_overflows_are_no_infinities():
+    from batchinfer.sources.values import NullFloats, make_converter
+
+    nulls = NullFloats()
+    array = pa.array([1.7e308, 1.7e308, None, -0.0])
+    assert make_converter(array.type, nulls)(array) == array.to_pylist()
+    assert make_converter(array.type, nulls)(array.slice(0, 2)) == [1.7e308, 1.7e308]
+    assert nulls.count == 0

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ _UTC = frozenset({"utc", "etc/utc", "z", "+00:00", "gmt", "etc/gmt"})
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799  # years 1 to 9999
 _SECONDS_PER_DAY = 86_400
+_MOST_FLAGS = 10_000
 
 
 def _compute() -> Any:
@@ -132,13 +134,16 @@ def _make_floats(kind: Any, nulls: NullFloats) -> Convert:
     code = "f" if kind.bit_width == 32 else "d"
 
     def convert(array: Any) -> list[Any]:
-        pc = _compute()
-        is_finite = pc.is_finite(array)
-        if not pc.all(is_finite, min_count=0).as_py():
-            nulls.count += pc.sum(pc.invert(is_finite)).as_py()
-            array = pc.if_else(is_finite, array, None)
         # A float32 becomes the float64 of exactly its value: either width reads the same number back.
-        return _numbers(array, code=code)
+        values = _numbers(array, code=code)
+        if not array.null_count and math.isfinite(sum(values)):  # so is each of them, then
+            return values
+        is_finite = _compute().is_finite(array)
+        num_odd = is_finite.false_count
+        if num_odd:
+            nulls.count += num_odd
+            values = _plain(_compute().if_else(is_finite, array, None))
+        return values
 
     return convert
 
@@ -251,13 +256,16 @@ def _make_structs(kind: Any, nulls: NullFloats) -> Convert:
     fields = [kind.field(index) for index in range(kind.num_fields)]
     record = make_record_type([field.name for field in fields])
     converters = [make_converter(field.type, nulls) for field in fields]
+    to_flags = _make_flags(record) if all(map(_is_flag, fields)) else None
 
     def convert(array: Any) -> list[Any]:
         if not converters:
             return [{} if is_valid else None for is_valid in _plain(array.is_valid())]
-        # flatten() gives the children with the parent's nulls and slice applied.
-        children = zip(converters, array.flatten(), strict=True)
-        values = list(map(record, *(child(values) for child, values in children)))
+        children = array.flatten()  # with the parent's nulls and slice applied
+        if to_flags and not any(child.null_count for child in children):
+            return to_flags(children)
+        parts = [part(child) for part, child in zip(converters, children, strict=True)]
+        values = list(map(record, *parts))
         if array.null_count:
             are_valid = _plain(array.is_valid())
             return [
@@ -265,6 +273,30 @@ def _make_structs(kind: Any, nulls: NullFloats) -> Convert:
                 for value, is_valid in zip(values, are_valid, strict=True)
             ]
         return values
+
+    return convert
+
+
+def _is_flag(field: Any) -> bool:
+    return bool(pa.types.is_boolean(field.type))
+
+
+def _make_flags(record: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
+    """Return the conversion of a struct of bools: few combinations occur, and each is encoded only once."""
+    encoded: dict[tuple[int, ...], msgspec.Raw] = {}
+
+    def encode(flags: tuple[int, ...]) -> msgspec.Raw:
+        if len(encoded) >= _MOST_FLAGS:
+            encoded.clear()
+        encoded[flags] = msgspec.Raw(msgspec.json.encode(record(*map(bool, flags))))
+        return encoded[flags]
+
+    def convert(children: list[Any]) -> list[Any]:
+        columns = [
+            memoryview(child.cast(pa.uint8()).buffers()[1])[: len(child)].tobytes()
+            for child in children
+        ]
+        return [encoded.get(flags) or encode(flags) for flags in zip(*columns, strict=True)]
 
     return convert
 
