@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from batchinfer import layout
+from batchinfer import layout, preview
 from batchinfer.console import common_options
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import ConfigError, InputError
@@ -44,6 +44,7 @@ from batchinfer.world import WorkerConfig, real_world
 @sampling_options
 @output_options
 @behaviour_options
+@preview.inspect_options
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Run a model over the chunks of a manifest.
@@ -51,8 +52,19 @@ def command(**options: Any) -> dict[str, Any]:
     Finished rows are checkpointed to the run, and each chunk's output is published with a .succeed marker, so this
     command can be killed at any moment and started again, here or elsewhere.
     """
+    if options["template_name"] == "list":
+        return preview.show_templates()
+    if options["show_config"]:
+        return preview.show_config(click.get_current_context(), _parts(options))
     environment = dict(os.environ)
     config = make_config(options, environment)
+    if options["preview"]:
+        from batchinfer.engines.tokenizers import tokenizer_for
+        from batchinfer.storage.opening import open_store
+
+        return preview.run_preview(
+            config, options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
+        )
     world = real_world(grace_seconds=config.grace_seconds, progress=progress_for(sys.stderr))
     install_signal_handlers(world.stopper)
     service = find_service(config.host, environment) if options["notices"] else None
@@ -61,6 +73,15 @@ def command(**options: Any) -> dict[str, Any]:
             watcher = watch(service, world.background, world.stopper.request)
             stack.callback(watcher.cancel)
         return run_worker(config, world)
+
+
+def _parts(options: dict[str, Any]) -> dict[str, Any]:
+    """The parts of the configuration that options alone decide."""
+    return {
+        "engine": engine_config(options),
+        "prompt": prompt_config(options),
+        "sampling": sampling_config(options),
+    }
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
@@ -80,9 +101,9 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         manifests=manifests,
         job=job,
         output=output.rstrip("/"),
-        engine=_engine_config(options),
-        prompt=_prompt_config(options),
-        sampling=_sampling(options),
+        engine=engine_config(options),
+        prompt=prompt_config(options),
+        sampling=sampling_config(options),
         run_seed=None if str(seed).lower() == "none" else _integer("--seed", seed),
         worker_id=options["worker_id"] or _default_worker_id(environment),
         scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
@@ -181,7 +202,7 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
     return host
 
 
-def _engine_config(options: dict[str, Any]) -> EngineConfig:
+def engine_config(options: dict[str, Any]) -> EngineConfig:
     replicas = options["replicas"]
     tokens = options["echo_tokens"]
     # The run's seed is each request's; the engine's own stays at its default.
@@ -197,7 +218,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     )
 
 
-def _prompt_config(options: dict[str, Any]) -> PromptConfig:
+def prompt_config(options: dict[str, Any]) -> PromptConfig:
     continued = options["continue_final"]
     try:
         template_kwargs = json.loads(options["chat_template_kwargs"])
@@ -229,7 +250,7 @@ def _prompt_config(options: dict[str, Any]) -> PromptConfig:
     )
 
 
-def _sampling(options: dict[str, Any]) -> Sampling:
+def sampling_config(options: dict[str, Any]) -> Sampling:
     given = {name: value for name, value in options.items() if name != "sampling"}
     given["stop"] = list(options["stop"]) or None
     given["stop_token_ids"] = [
