@@ -82,7 +82,7 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
         after = _NEXT.match(text, end)
         if after is not None:
             return value, after.end()
-        if not text[end:].strip():
+        if text[end:].strip() in ("", ","):
             return value, len(text)
     after = _NEXT.search(text, start)
     end, position = (after.start(), after.end()) if after else (len(text), len(text))
