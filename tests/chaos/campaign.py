@@ -93,6 +93,7 @@ class RunningWorker:
         self.doomed_event = ""
         """The log event at which this worker is killed, at once, by the thread that reads the log."""
         self.killed_at = ""
+        self.is_noted = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -244,9 +245,11 @@ class Campaign:
 
     def _note_end(self, worker: RunningWorker) -> None:
         worker.thaw_at = None
+        if worker.is_noted:
+            return
+        worker.is_noted = True
         if worker.killed_at:
             self.tally.kills[worker.killed_at] += 1
-            worker.killed_at = ""
         else:
             self.tally.statuses[worker.process.returncode] += 1
         if worker.has_traceback():
