@@ -22,6 +22,7 @@ from batchinfer.clock import Clock
 from batchinfer.errors import (
     AlreadyExists,
     InputError,
+    LeaseLapsed,
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
@@ -114,7 +115,7 @@ class Lease:
 
         Raises:
             Superseded: a newer epoch of this worker exists.
-            StorageError: the heartbeat was not renewed in time: a machine that was frozen, or a bucket that is away.
+            LeaseLapsed: the heartbeat was not renewed in time: a machine that was frozen, or a bucket that is away.
                 Worth another try once it was. Until then others may count this worker as gone, and `clean` its
                 unpublished outputs as orphans.
         """
@@ -124,7 +125,7 @@ class Lease:
                 hint="nothing to do: the newer one goes on",
             )
         if not self.is_held():
-            raise StorageError(
+            raise LeaseLapsed(
                 f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
             )
 

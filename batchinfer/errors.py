@@ -19,6 +19,7 @@
     - ObjectNotFound              (control flow: callers that expect absence catch it)
     - AlreadyExists               (control flow: the create lost)
     - PreconditionFailed          (control flow: the object changed since it was read)
+    - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it was renewed
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal or a preemption notice with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
@@ -44,6 +45,7 @@ __all__ = [
     "ErrorRateExceeded",
     "InputError",
     "Interrupted",
+    "LeaseLapsed",
     "NoProgress",
     "ObjectNotFound",
     "PolicyStop",
@@ -158,6 +160,10 @@ class AlreadyExists(StorageError):
 
 class PreconditionFailed(StorageError):
     """The object is no longer the version that the writer had read."""
+
+
+class LeaseLapsed(StorageError):
+    """This worker's heartbeat was not renewed in time, so others may count it as gone."""
 
 
 class ScratchFull(StorageError):

@@ -20,7 +20,13 @@ from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import AlreadyDone, HeldByOther, OpenChunk, Opened, Opener
 from batchinfer.claims import Claims, Lease
 from batchinfer.clock import Clock, iso_utc
-from batchinfer.errors import BatchinferError, InputError, ScratchFull, StorageError
+from batchinfer.errors import (
+    BatchinferError,
+    InputError,
+    LeaseLapsed,
+    ScratchFull,
+    StorageError,
+)
 from batchinfer.events import event
 from batchinfer.plan import Candidate, Plan
 from batchinfer.publishing import Built, Published, Publisher, build_output
@@ -424,9 +430,7 @@ class Shelf:
 
     def _may_publish(self) -> bool:
         """Without a fresh heartbeat others may have taken our chunks: wait until it is renewed, or refused."""
-        if not self.fingerprint:
-            return False
-        return self._services.claims is None or self._services.lease.is_held()
+        return bool(self.fingerprint) and self._services.lease.is_held()
 
     def _start_publishing(self, chunk: OpenChunk, attempts: int) -> None:
         services = self._services
@@ -462,9 +466,10 @@ class Shelf:
             except ScratchFull:
                 raise
             except StorageError as error:
-                attempts = entry.attempts + 1
+                # A late heartbeat is no failure of this chunk's: it waits for the next one (_may_publish).
+                attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
                 if attempts < self._limits.storage_attempts:
-                    delay = self._limits.storage_retry_seconds * 2 ** (attempts - 1)
+                    delay = self._limits.storage_retry_seconds * 2 ** max(0, attempts - 1)
                     logger.warning(
                         "%s: not published (%s); trying again in %.0f s",
                         chunk.name,

@@ -25,7 +25,9 @@ def logs_in_trace(scenario: Scenario) -> Iterator[None]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             scheduler = scenario.scheduler
-            scheduler.log(scheduler.running, f"    {record.name.split('.')[-1]}: {record.getMessage()}")
+            scheduler.log(
+                scheduler.running, f"    {record.name.split('.')[-1]}: {record.getMessage()}"
+            )
 
     handler = Handler()
     logger = logging.getLogger("batchinfer")
@@ -77,7 +79,9 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, metavar="S", help="the first one")
     parser.add_argument("--seed", type=int, metavar="X", help="only this one, with its trace")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print traces of failing seeds")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print traces of failing seeds"
+    )
     options = parser.parse_args()
     if options.seed is not None:
         report = replay(options.seed)

@@ -21,10 +21,10 @@ from batchinfer.records import (
     RowKey,
     Sampling,
 )
-from batchinfer.world import World
 from batchinfer.stopping import Stopper
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.probing import probe
+from batchinfer.world import World
 
 from .scheduler import Process
 from .storage import Network, SimStore
@@ -253,7 +253,9 @@ class SimEngine:
         text = request.text or ""
         refused = self._refusals.get(request.key, 0)
         if FLAKY in text and not self._traits.is_mended:
-            return Completion(key=request.key, failure=Failure(code="engine_rejected", message="flaky"))
+            return Completion(
+                key=request.key, failure=Failure(code="engine_rejected", message="flaky")
+            )
         if refused < 2 and self._traits.refuses and self._random.random() < self._traits.refuses:
             self._refusals[request.key] = refused + 1
             failure = Failure(code="engine_busy", message="busy", transient=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any, NamedTuple
+
+import msgspec
 
 from batchinfer import codec, layout
 from batchinfer.records import Completion, Request, RowKey
@@ -44,7 +45,13 @@ class Oracle:
     """Watches the bucket (storage.Watcher) and the engines (machine.Ward) of one seed."""
 
     def __init__(
-        self, scheduler: Scheduler, server: Server, truth: Truth, engine: EngineTraits, *, is_safe: bool
+        self,
+        scheduler: Scheduler,
+        server: Server,
+        truth: Truth,
+        engine: EngineTraits,
+        *,
+        is_safe: bool,
     ) -> None:
         self._scheduler = scheduler
         self._server = server
@@ -104,7 +111,7 @@ class Oracle:
         elif name.startswith(layout.WORKERS):
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._ghosts.discard(process.name)
-            self._epochs[process.name] = json.loads(data)["epoch"]
+            self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
 
     def deleted(self, key: str, data: bytes, process: Process | None) -> None:
         """Check one deletion."""
@@ -151,7 +158,9 @@ class Oracle:
         chunk, line = request.key
         is_known = line in self._known.get((process.name, chunk), ())
         if is_known and not self._is_done(chunk):
-            self.fail(f"P5: {chunk} line {line} was in a checkpoint, and {process.name} does it again")
+            self.fail(
+                f"P5: {chunk} line {line} was in a checkpoint, and {process.name} does it again"
+            )
 
     def yielded(self, process: Process, completions: list[Completion]) -> None:
         """Note what a worker was given."""
@@ -178,7 +187,9 @@ class Oracle:
         for chunk, line in sorted(self._finished.get(process.name, ())):
             is_kept = any(line in rows for rows in self._segments.get(chunk, {}).values())
             if not is_kept and not self._generations(chunk):
-                self.fail(f"P5: {process.name} was stopped in peace, and {chunk} line {line} is lost")
+                self.fail(
+                    f"P5: {process.name} was stopped in peace, and {chunk} line {line} is lost"
+                )
 
     def check_done(self, chunks: list[str], process: Process) -> None:
         """Exit status 0: every chunk of the manifests is done."""
@@ -210,11 +221,13 @@ class Oracle:
         if (len(held.data), digest) != (marker["output_bytes"], marker["output_sha256"]):
             self.fail(f"P2: {name} vouches for other bytes than {marker['output']} holds")
             return
-        run = json.loads(self._server.objects[RUN + layout.RUN_KEY].data)
+        run = msgspec.json.decode(self._server.objects[RUN + layout.RUN_KEY].data)
         if self._is_safe and marker["fingerprint"] != run["fingerprint"]:
             self.fail(f"P6: {name} is of another configuration than run.json")
         self._check_marker_fields(name, marker, chunk, generation)
-        temperatures = {run["config"]["sampling"].get("temperature")} if self._is_safe else {0.5, 0.7}
+        temperatures = (
+            {run["config"]["sampling"].get("temperature")} if self._is_safe else {0.5, 0.7}
+        )
         try:
             self._check_output(chunk, generation, held.data, marker, temperatures)
         except Violation as violation:
@@ -256,8 +269,11 @@ class Oracle:
         num_ok = 0
         errors: dict[str, int] = {}
         for index, (row, text) in enumerate(zip(rows, lines, strict=True)):
-            line = json.loads(text)
             where = f"{chunk} line {index}"
+            try:
+                line = msgspec.json.decode(text)
+            except msgspec.DecodeError as error:
+                raise Violation(f"P1: {where}: is no JSON ({error})") from error
             if line["_row"] != self._truth.first_rows[chunk] + index:
                 raise Violation(f"P1: {where}: it is row {line['_row']}")
             if line["status"] == "ok":
@@ -298,25 +314,23 @@ class Oracle:
 
     def _store_segment(self, name: str, data: bytes) -> None:
         chunk = name.split("/")[1]
-        records = [json.loads(text) for text in data.split(b"\n") if text]
+        records = [msgspec.json.decode(text) for text in data.split(b"\n") if text]
         rows = {record["line"]: record["ok"] for record in records if "ok" in record}
         self._segments.setdefault(chunk, {})[name] = rows
 
-    def _check_claim(
-        self, name: str, data: bytes, before: bytes | None, process: Process
-    ) -> None:
+    def _check_claim(self, name: str, data: bytes, before: bytes | None, process: Process) -> None:
         """A claim changes hands only after its owner's lease has lapsed, or its epoch."""
         since = self._claimed_at.get(name, 0.0)
         self._claimed_at[name] = self._scheduler.now
         if before is None or not self.watches_claims:
             return
-        old, new = json.loads(before), json.loads(data)
+        old, new = msgspec.json.decode(before), msgspec.json.decode(data)
         if not old["worker"] or (old["worker"], old["epoch"]) == (new["worker"], new["epoch"]):
             return
         held = self._server.objects.get(f"{RUN}{layout.WORKERS}{old['worker']}.json")
         if held is None:
             return
-        record = json.loads(held.data)
+        record = msgspec.json.decode(held.data)
         if record["epoch"] > old["epoch"] or record["state"] in ENDED:
             return
         if not new["worker"]:
@@ -353,7 +367,7 @@ class Oracle:
         return found
 
     def _marker(self, chunk: str, generation: int) -> dict[str, Any]:
-        marker: dict[str, Any] = json.loads(
+        marker: dict[str, Any] = msgspec.json.decode(
             self._server.objects[RUN + layout.marker_key(chunk, generation)].data
         )
         return marker

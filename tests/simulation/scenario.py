@@ -1,7 +1,7 @@
 """What a seed stands for, and its run from the start to a finished run.
 
-    a job -> workers come and go, with every mishap there is -> calm -> one clean worker finishes the run
-          -> perhaps the same again with --retry-errors -> everything is checked
+a job -> workers come and go, with every mishap there is -> calm -> one clean worker finishes the run
+      -> perhaps the same again with --retry-errors -> everything is checked
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,9 +35,9 @@ from batchinfer.errors import (
 )
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import FORMAT_VERSION, Chunk, Job
-from batchinfer.session import WorkerConfig
 from batchinfer.shelf import Limits
-from batchinfer.storage import Preconditions
+from batchinfer.storage import Preconditions, probing
+from batchinfer.world import WorkerConfig, World
 
 from .machine import FLAKY, POISON, EngineTraits, SimEngine, make_world, sampling
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
@@ -66,7 +68,7 @@ class Start:
 
     slot: Slot
     process: Process
-    world: session.World
+    world: World
     began: float
     outcome: str = ""
     stop_asked: float | None = None
@@ -109,7 +111,7 @@ class Plot:
     mishap_gap: float = 4.0
     weather: Weather = field(default_factory=Weather)
     engine: EngineTraits = field(default_factory=EngineTraits)
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     few: int = 20
 
 
@@ -174,10 +176,12 @@ def draw_plot(seed: int) -> Plot:
 class Scenario:
     """One seed, from beginning to end. `run` gives its report."""
 
-    def __init__(self, seed: int, *, keeps_trace: bool = False, slack_events: int = 400_000) -> None:
+    def __init__(
+        self, seed: int, *, keeps_trace: bool = False, watches_claims: bool = True
+    ) -> None:
         self.seed = seed
         self.plot = draw_plot(seed)
-        self.scheduler = Scheduler(seed, max_events=slack_events)
+        self.scheduler = Scheduler(seed)
         if keeps_trace:
             self.scheduler.trace = []
         chance = self.plot.chance
@@ -193,6 +197,7 @@ class Scenario:
             self.scheduler, self.server, truth, self.plot.engine, is_safe=self.plot.is_safe
         )
         self.oracle.lease_seconds = self.plot.lease_seconds
+        self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
         self.live: list[Start] = []
@@ -204,9 +209,14 @@ class Scenario:
         """Run the seed. What breaks a promise is in the report's `violation`; it never raises."""
         violation = ""
         try:
+            # The names of probes come from the seed, too.
+            names = SimpleNamespace(
+                token_hex=lambda _: f"{self.scheduler.random.getrandbits(64):x}"
+            )
             with (
                 mock.patch.object(plan, "_FEW", self.plot.few),
-                mock.patch.object(scratch, "Path", _TrackedPath),
+                mock.patch.object(probing, "secrets", names),
+                tracked_files(),
             ):
                 self._play()
         except Violation as error:
@@ -369,6 +379,7 @@ class Scenario:
         config = self._worker_config(slot)
         self.live.append(start)
         process.on_exit.append(lambda: self._ended(start))
+        process.on_crash = lambda error: self._crashed(process, error)
 
         def main() -> None:
             start.outcome = self._run_worker(start, config)
@@ -386,21 +397,25 @@ class Scenario:
             self._check_error(start, error)
             return type(error).__name__
         except Exception as error:  # noqa: BLE001 - whatever else it is, it is a defect
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            self.scheduler.log(process.name, traceback.format_exc())
-            self.oracle.fail(
-                f"crash: {process.name}: {type(error).__name__}: {error} "
-                f"({Path(last.filename).name}:{last.lineno})"
-            )
+            self._crashed(process, error)
             return "crash"
         self.oracle.check_done(start.slot.chunks, process)
         return "SUCCESS"
+
+    def _crashed(self, process: Process, error: Exception) -> None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        self.scheduler.log(process.name, "".join(traceback.format_exception(error)))
+        self.oracle.fail(
+            f"crash: {process.name}: {type(error).__name__}: {error} "
+            f"({Path(last.filename).name}:{last.lineno})"
+        )
 
     def _check_error(self, start: Start, error: BatchinferError) -> None:
         """Every worker may end only for a reason that there is."""
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
-        is_peaceful = not process.num_faults and not process.has_been_frozen
+        is_newest = process.name.endswith(f"#{start.slot.starts}")
+        is_peaceful = not process.num_faults and not process.has_been_frozen and is_newest
         reasons = {
             RunMismatch: plot.has_other_config,
             StorageError: bool(process.num_faults),
@@ -413,7 +428,9 @@ class Scenario:
         for kind, is_right in reasons.items():
             if isinstance(error, kind):
                 if not is_right:
-                    self.oracle.fail(f"ends: {process.name} without a reason: {error.message[:300]}")
+                    self.oracle.fail(
+                        f"ends: {process.name} without a reason: {error.message[:300]}"
+                    )
                 if isinstance(error, Interrupted | EngineError) and is_peaceful:
                     self.oracle.check_saved(process)
                 return
@@ -421,7 +438,7 @@ class Scenario:
 
     def _ended(self, start: Start) -> None:
         self.live.remove(start)
-        _close_files(start.process.name)
+        close_files(start.process.name)
         outcome = start.outcome or "killed"
         self.num_kills += outcome == "killed"
         self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")
@@ -486,61 +503,71 @@ class Scenario:
         self.num_workers = min(chance.randint(2, 5), num_chunks)
         per_chunk = chance.randint(1, 12)
         num_poison = 1 if chance.random() < 0.1 else 0
-        rows: list[Row] = []
-        for index in range(num_chunks * per_chunk - chance.randrange(per_chunk)):
-            rows.append(_make_row(chance, index))
+        num_rows = num_chunks * per_chunk - chance.randrange(per_chunk)
+        rows = [_make_row(chance, index) for index in range(num_rows)]
         for _ in range(num_poison):
-            rows[chance.randrange(len(rows))] = _good_row(0, f"{POISON} row")
+            rows[chance.randrange(len(rows))] = good_row(0, f"{POISON} row")
         rows = [_numbered(row, index) for index, row in enumerate(rows)]
         if chance.random() < 0.15:
             self.plot.limit = chance.randint(1, len(rows))
         truth = Truth({}, {}, {}, self.plot.run_seed)
-        chunks, keys = [], []
-        for index in range(num_chunks):
-            first = index * per_chunk
-            part = rows[first : first + per_chunk]
-            data = b"".join(row.line + b"\n" for row in part)
-            if self.plot.compression == "zstd":
-                data = _compress(data)
-            name = layout.chunk_name(index, num_chunks)
-            keys.append(layout.chunk_file(name, self.plot.compression))
-            self.server.put(JOB + keys[-1], data)
-            chunks.append(
-                Chunk(
-                    name=name,
-                    first_row=first,
-                    rows=len(part),
-                    bytes=len(data),
-                    sha256=codec.sha256(data),
-                )
-            )
-            wanted = part if self.plot.limit is None else part[: max(0, self.plot.limit - first)]
-            if wanted:
-                truth.chunks[name] = wanted
-                truth.first_rows[name] = first
-                truth.shas[name] = chunks[-1].sha256
-        self._put_manifests(keys)
-        job = Job(
-            format_version=FORMAT_VERSION,
-            sources=[],
-            columns=["prompt"],
-            rows=len(rows),
-            chunks=chunks,
+        parts = [rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)]
+        job = put_job(
+            self.server,
+            [[row.line for row in part] for part in parts],
             num_workers=self.num_workers,
             compression=self.plot.compression,
         )
-        self.server.put(JOB + layout.JOB_KEY, codec.encode_pretty(job))
+        for chunk, part in zip(job.chunks, parts, strict=True):
+            first, limit = chunk.first_row, self.plot.limit
+            wanted = part if limit is None else part[: max(0, limit - first)]
+            if wanted:
+                truth.chunks[chunk.name] = wanted
+                truth.first_rows[chunk.name] = first
+                truth.shas[chunk.name] = chunk.sha256
         return truth
 
-    def _put_manifests(self, keys: list[str]) -> None:
-        def put(name: str, lines: list[str]) -> None:
-            self.server.put(JOB + name, "".join(f"{line}\n" for line in lines).encode())
 
-        put(layout.ALL_MANIFEST, keys)
-        for worker in range(self.num_workers):
-            start = worker * len(keys) // self.num_workers
-            end = (worker + 1) * len(keys) // self.num_workers
-            put(layout.worker_manifest(worker, self.num_workers), keys[start:end])
+def put_job(
+    server: Server, parts: list[list[bytes]], *, num_workers: int = 1, compression: str = "none"
+) -> Job:
+    """Put a job of these lines into the bucket, a chunk for each part."""
+    chunks, keys = [], []
+    first_row = 0
+    for index, part in enumerate(parts):
+        data = b"".join(line + b"\n" for line in part)
+        if compression == "zstd":
+            data = _compress(data)
+        name = layout.chunk_name(index, len(parts))
+        keys.append(layout.chunk_file(name, compression))
+        server.put(JOB + keys[-1], data)
+        chunks.append(
+            Chunk(
+                name=name,
+                first_row=first_row,
+                rows=len(part),
+                bytes=len(data),
+                sha256=codec.sha256(data),
+            )
+        )
+        first_row += len(part)
+    manifests = {layout.ALL_MANIFEST: keys}
+    for worker in range(num_workers):
+        start, end = worker * len(keys) // num_workers, (worker + 1) * len(keys) // num_workers
+        manifests[layout.worker_manifest(worker, num_workers)] = keys[start:end]
+    for manifest, lines in manifests.items():
+        server.put(JOB + manifest, "".join(f"{line}\n" for line in lines).encode())
+    job = Job(
+        format_version=FORMAT_VERSION,
+        sources=[],
+        columns=["prompt"],
+        rows=first_row,
+        chunks=chunks,
+        num_workers=num_workers,
+        compression=compression,
+    )
+    server.put(JOB + layout.JOB_KEY, codec.encode_pretty(job))
+    return job
 
 
 def _make_row(chance: random.Random, index: int) -> Row:
@@ -552,20 +579,20 @@ def _make_row(chance: random.Random, index: int) -> Row:
     if draw < 0.08:
         return Row(b'{"other": 1}', "", frozenset({"missing_column"}))
     if draw < 0.1:
-        return _good_row(index, "")._replace(codes=frozenset({"empty_prompt"}))
+        return good_row(index, "")._replace(codes=frozenset({"empty_prompt"}))
     if draw < 0.15:
-        return _good_row(index, f"{FLAKY} {index}")
-    return _good_row(index, f"say {index}")
+        return good_row(index, f"{FLAKY} {index}")
+    return good_row(index, f"say {index}")
 
 
-def _good_row(index: int, prompt: str) -> Row:
+def good_row(index: int, prompt: str) -> Row:
     return Row(json.dumps({"prompt": prompt, "_row": index, "_id": str(index)}).encode(), prompt)
 
 
 def _numbered(row: Row, index: int) -> Row:
     """Give a row that was put elsewhere the number of its place."""
     if POISON in row.prompt:
-        return _good_row(index, row.prompt)
+        return good_row(index, row.prompt)
     return row
 
 
@@ -592,11 +619,17 @@ class _TrackedPath(type(Path())):  # type: ignore[misc]  # pathlib's own way bef
         return file
 
 
-def _close_files(process_name: str) -> None:
+def tracked_files() -> AbstractContextManager[Any]:
+    """Remember the files that scratch folders open, for `close_files`."""
+    return mock.patch.object(scratch, "Path", _TrackedPath)
+
+
+def close_files(process_name: str) -> None:
+    """Close what a process has open in its scratch folder, which has the process's name."""
     for file in _open_files.pop(process_name, ()):
         file.close()
 
 
-def simulate(seed: int, *, keeps_trace: bool = False) -> Report:
-    """Run one seed from its beginning to its end."""
-    return Scenario(seed, keeps_trace=keeps_trace).run()
+def simulate(seed: int, *, keeps_trace: bool = False, watches_claims: bool = True) -> Report:
+    """Run one seed from its beginning to its end. `watches_claims`: whether claims must be respected."""
+    return Scenario(seed, keeps_trace=keeps_trace, watches_claims=watches_claims).run()

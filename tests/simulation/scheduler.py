@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import random
 from collections.abc import Callable
@@ -80,6 +79,8 @@ class Process:
         """Storage errors that it was given after all retries, and operations that took very long."""
         self.has_been_frozen = False
         self.on_exit: list[Callable[[], object]] = []
+        self.on_crash: Callable[[Exception], object] | None = None
+        """Told of an exception that a greenlet ends with; nobody else would be."""
         self._greenlets: dict[Any, int] = {}
 
     def spawn(self, work: Callable[[], object], *, delay: float = 0.0) -> None:
@@ -88,8 +89,14 @@ class Process:
         self.check()
 
         def body() -> None:
-            with contextlib.suppress(Killed):
+            try:
                 work()
+            except Killed:
+                pass
+            except Exception as error:
+                if self.on_crash is None:
+                    raise
+                self.on_crash(error)
             self._greenlets.pop(thread, None)
 
         thread = greenlet.greenlet(body, parent=self.scheduler.hub)

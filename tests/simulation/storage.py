@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import greenlet
+import msgspec
 
 from batchinfer import layout
 from batchinfer.errors import BatchinferError, ObjectNotFound, PreconditionFailed, StorageError
@@ -38,7 +38,9 @@ class Held(NamedTuple):
 class Watcher(Protocol):
     """Sees every change at the instant it takes effect."""
 
-    def stored(self, key: str, data: bytes, before: bytes | None, process: Process | None) -> None: ...
+    def stored(
+        self, key: str, data: bytes, before: bytes | None, process: Process | None
+    ) -> None: ...
 
     def creating(self, name: str, process: Process) -> None: ...
 
@@ -190,14 +192,14 @@ class Weather:
     """From, to: nothing gets through."""
 
 
-Hook = Callable[[int, str, str, Process], "str | None"]
+Hook = Callable[[int, str, str, Process], "str | float | None"]
 
 
 class Network:
     """The line between processes and the server. `weather` may be changed at any time.
 
     `hook` decides the fate of a request instead of the weather: it gets the number of the request from 0, its method
-    and its key, and returns "refused", "lost", "dies_before", "dies_after", "broken" (refused again and again) or None.
+    and its key, and returns what happens (one of Weather's fields), a number of seconds that it takes, or None.
     """
 
     def __init__(self, scheduler: Scheduler, server: Server) -> None:
@@ -217,7 +219,9 @@ class Network:
         outcome: list[tuple[Any, BatchinferError | None]] = []
         ticket = process.ticket()
         latency = weather.latency_seconds * (0.2 + 1.6 * chance.random())
-        if weather.slow and chance.random() < weather.slow:
+        if isinstance(fate, float):
+            latency = fate
+        elif weather.slow and chance.random() < weather.slow:
             latency += weather.slow_seconds * chance.random()
             process.num_faults += 1
 
@@ -249,8 +253,9 @@ class Network:
         return answer
 
     def _effect(
-        self, process: Process, method: str, arguments: dict[str, Any], fate: str | None
+        self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
     ) -> tuple[Any, BatchinferError | None]:
+        """Let a request take effect. Returns its answer or error."""
         if fate == "partly":
             keys = arguments["Delete"]["Objects"]
             some = keys[: self.scheduler.random.randrange(len(keys) + 1)]
@@ -262,12 +267,11 @@ class Network:
             self.scheduler.log(process.name, f"    {type(error).__name__}")
             return None, error
 
-    def _fate(self, process: Process, method: str, arguments: dict[str, Any]) -> str | None:
+    def _fate(self, process: Process, method: str, arguments: dict[str, Any]) -> str | float | None:
         weather, chance, now = self.weather, self.scheduler.random, self.scheduler.now
         if self.hook is not None:
             number, self.num_requests = self.num_requests, self.num_requests + 1
-            fate = self.hook(number, method, self._subject(arguments), process)
-            return "refused" if fate == "broken" else fate
+            return self.hook(number, method, self._subject(arguments), process)
         if any(start <= now < end for start, end in weather.outages):
             return "refused"
         is_write = method in WRITES
@@ -283,13 +287,15 @@ class Network:
                 return fate
         return None
 
-    def _log(self, process: Process, method: str, arguments: dict[str, Any], fate: str | None) -> None:
+    def _log(
+        self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
+    ) -> None:
         if self.scheduler.trace is None:
             return
         conditions = [name for name in ("IfNoneMatch", "IfMatch") if name in arguments]
         body = arguments.get("Body", b"")
         digest = hashlib.md5(body, usedforsecurity=False).hexdigest()[:6] if body else ""
-        words = [method, self._subject(arguments), *conditions, digest, fate or ""]
+        words = [method, self._subject(arguments), *conditions, digest, str(fate or "")]
         self.scheduler.log(process.name, "  " + " ".join(word for word in words if word))
 
     @staticmethod
@@ -315,16 +321,16 @@ class SimStore(S3Store):
 
     def get(self, key: str) -> Object:
         found = super().get(key)
-        watcher = self._network.server.watcher
-        if watcher is not None and self._refused is greenlet.getcurrent():
-            if key == self._own_record and json.loads(found.data)["epoch"] > self._epoch:
+        if self._refused is greenlet.getcurrent() and key == self._own_record:
+            watcher = self._network.server.watcher
+            if watcher is not None and msgspec.json.decode(found.data)["epoch"] > self._epoch:
                 watcher.superseded(self._process)
         return found
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         if not key.startswith(layout.WORKERS):
             return super().replace(key, data, etag)
-        self._own_record, self._epoch = key, json.loads(data)["epoch"]
+        self._own_record, self._epoch = key, msgspec.json.decode(data)["epoch"]
         try:
             etag = super().replace(key, data, etag)
         except PreconditionFailed:

@@ -1,0 +1,285 @@
+"""Deliberate mistakes in the worker's own code. Each breaks a promise, and the simulation must notice.
+
+A defect is a context: while it lasts, the mistake is in. `DEFECTS` names them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from batchinfer import checkpoints, chunks, codec, layout, plan, runconfig, shelf, stream
+from batchinfer.checkpoints import FinishedRow, Resumed
+from batchinfer.claims import Claims, Lease, Taken
+from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
+from batchinfer.publishing import Built, Published, Publisher
+from batchinfer.records import Marker
+from batchinfer.storage import Store
+
+Defect = AbstractContextManager[Any]
+
+
+def _overwrite(store: Store, key: str, data: bytes) -> None:
+    """Put an object, whatever lies there."""
+    while True:
+        try:
+            store.create(key, data)
+        except AlreadyExists:
+            try:
+                store.replace(key, data, store.stat(key).etag)
+            except (PreconditionFailed, ObjectNotFound):
+                continue
+        return
+
+
+def marker_before_output() -> Defect:
+    """The marker is written first, and the output after it."""
+
+    def publish(
+        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+    ) -> Published:
+        file = layout.output_file(chunk, self._nonce)
+        marker = msgspec.structs.replace(
+            marker,
+            output=file,
+            output_bytes=built.bytes,
+            output_sha256=built.sha256,
+            nonce=self._nonce,
+        )
+        standing = self._put_marker(marker, chunk)
+        self._store.create_file(layout.output_key(file), built.path)
+        self._store.delete(leftovers)
+        return Published(standing, True)
+
+    return mock.patch.object(Publisher, "publish", publish)
+
+
+def no_fence() -> Defect:
+    """The last marker wins instead of the first."""
+
+    def put_marker(self: Publisher, marker: Marker, chunk: str) -> Marker:
+        key = layout.marker_key(chunk, marker.generation)
+        _overwrite(self._store, key, codec.encode(marker))
+        return marker
+
+    return mock.patch.object(Publisher, "_put_marker", put_marker)
+
+
+def no_epoch_check() -> Defect:
+    """A worker that finds its record changed takes it back."""
+
+    def settle(self: Lease) -> None:
+        self._etag = self._store.stat(self._key).etag
+
+    return mock.patch.object(Lease, "_settle", settle)
+
+
+def dropped_segment() -> Defect:
+    """The last segment of a chunk is not read."""
+    real = checkpoints.read_segments
+
+    def read(store: Store, name: str, num_lines: int) -> Resumed:
+        class Shortened:
+            def list(self, prefix: str) -> list[Any]:
+                return list(store.list(prefix))[:-1]
+
+            def get(self, key: str) -> Any:
+                return store.get(key)
+
+        return real(Shortened(), name, num_lines)  # type: ignore[arg-type]
+
+    return mock.patch.object(chunks, "read_segments", read)
+
+
+def segments_deleted_first() -> Defect:
+    """Segments go when the chunk is complete, before its marker is there."""
+    real = Publisher.publish
+
+    def publish(
+        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+    ) -> Published:
+        self._store.delete(leftovers)
+        return real(self, built, marker, chunk=chunk, leftovers=())
+
+    return mock.patch.object(Publisher, "publish", publish)
+
+
+def adopted_orphan() -> Defect:
+    """An output that lies there already is taken for one's own."""
+
+    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
+        file = layout.output_file(chunk, self._nonce if generation else "")
+        with suppress(AlreadyExists):
+            self._store.create_file(layout.output_key(file), built.path)
+        return file
+
+    return mock.patch.object(Publisher, "_put_output", put_output)
+
+
+def reused_output_name() -> Defect:
+    """Every output of a chunk goes to the same name, over what lies there."""
+
+    def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
+        file = layout.output_file(chunk)
+        _overwrite(self._store, layout.output_key(file), built.path.read_bytes())
+        return file
+
+    return mock.patch.object(Publisher, "_put_output", put_output)
+
+
+def resumed_rows_off_by_one() -> Defect:
+    """A row that is resumed comes one line too late."""
+    real = checkpoints.read_segments
+
+    def read(store: Store, name: str, num_lines: int) -> Resumed:
+        found = real(store, name, num_lines)
+        rows = {
+            line + 1: msgspec.structs.replace(row, line=line + 1)
+            for line, row in found.rows.items()
+            if line + 1 < num_lines
+        }
+        return found._replace(rows=rows)
+
+    return mock.patch.object(chunks, "read_segments", read)
+
+
+def claim_taken_without_asking() -> Defect:
+    """A claim is taken whoever has it, without its etag."""
+
+    def take(self: Claims, name: str) -> Taken:
+        _overwrite(self._store, layout.claim_key(name), self._body())
+        return Taken(self._store.stat(layout.claim_key(name)).etag)
+
+    return mock.patch.object(Claims, "take", take)
+
+
+def claims_lapse_at_once() -> Defect:
+    """Nobody's heart beats. It costs work; see test_claims_only_save_work for what it must not cost."""
+    return mock.patch.object(Claims, "look", return_value=None)
+
+
+def wrong_generation_rows() -> Defect:
+    """The error rows of the generation before are taken over as they are."""
+
+    def good_rows(file: Any, num_rows: int) -> Iterator[FinishedRow]:
+        for index, data in enumerate(itertools.islice(codec.lines(file), num_rows)):
+            yield FinishedRow(line=index, ok=True, output=codec.raw(data))
+
+    return mock.patch.object(chunks, "good_rows", good_rows)
+
+
+def published_too_early() -> Defect:
+    """A chunk is published when all its rows but one are done."""
+    real = shelf.Shelf.finish
+
+    def finish(self: shelf.Shelf, name: str, rows: list[FinishedRow]) -> None:
+        chunk = self.open.get(name)
+        real(self, name, rows)
+        if chunk is not None and chunk.num_left == 1 and name in self.open:
+            self._publish_when_possible(chunk, attempts=0)
+
+    return mock.patch.object(shelf.Shelf, "finish", finish)
+
+
+def other_configuration_let_in() -> Defect:
+    """A worker with another configuration joins the run."""
+    return mock.patch.object(runconfig, "check_same", lambda _run, _config, *, url: url)
+
+
+def done_before_all_is_done() -> Defect:
+    """A worker does not wait for its chunks that others hold."""
+    return mock.patch.object(plan.Plan, "waiting_for", property(lambda _self: []))
+
+
+def loser_deletes_the_winner() -> Defect:
+    """Who comes second removes the output that the marker names."""
+    real = Publisher.publish
+
+    def publish(
+        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+    ) -> Published:
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        if not published.is_ours:
+            self._store.delete([layout.output_key(published.marker.output)])
+        return published
+
+    return mock.patch.object(Publisher, "publish", publish)
+
+
+def answers_swapped() -> Defect:
+    """Two rows that finish together get each other's answer."""
+    real = stream.RowStream.handle
+
+    def handle(self: stream.RowStream, completions: list[Any]) -> None:
+        keys = [completion.key for completion in reversed(completions)]
+        real(
+            self,
+            [
+                msgspec.structs.replace(completion, key=key)
+                for completion, key in zip(completions, keys, strict=True)
+            ],
+        )
+
+    return mock.patch.object(stream.RowStream, "handle", handle)
+
+
+def torn_segment() -> Defect:
+    """A checkpoint that does not begin where the last one ended."""
+    real = shelf.Shelf._write_segment
+
+    def write(self: shelf.Shelf, chunk: Any, read: Callable[[], bytes], end: int) -> None:
+        real(self, chunk, lambda: read()[:-1].rpartition(b"\n")[0] + b"\n", end)
+
+    return mock.patch.object(shelf.Shelf, "_write_segment", write)
+
+
+def stop_forgets_rows() -> Defect:
+    """A worker that is asked to stop writes no last checkpoint."""
+    from batchinfer.session import _Worker
+
+    def save(self: Any, shelf: shelf.Shelf, *, deaths: dict[str, list[int]]) -> None:
+        shelf.is_closing = True
+        shelf.release_all()
+
+    return mock.patch.object(_Worker, "_save", save)
+
+
+def lost_reply_is_a_loss() -> Defect:
+    """A renewal whose reply was lost counts as somebody else's."""
+
+    def settle(self: Lease) -> None:
+        self._superseded = True
+        self.require()
+
+    return mock.patch.object(Lease, "_settle", settle)
+
+
+DEFECTS: dict[str, Callable[[], Defect]] = {
+    defect.__name__: defect
+    for defect in (
+        marker_before_output,
+        no_fence,
+        no_epoch_check,
+        dropped_segment,
+        segments_deleted_first,
+        adopted_orphan,
+        reused_output_name,
+        resumed_rows_off_by_one,
+        claim_taken_without_asking,
+        claims_lapse_at_once,
+        wrong_generation_rows,
+        published_too_early,
+        other_configuration_let_in,
+        done_before_all_is_done,
+        loser_deletes_the_winner,
+        answers_swapped,
+        torn_segment,
+        stop_forgets_rows,
+        lost_reply_is_a_loss,
+    )
+}

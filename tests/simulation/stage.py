@@ -1,0 +1,164 @@
+"""A small scripted scene: one job, workers one after the other, and a hook that decides what happens to requests."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from batchinfer import layout, session
+from batchinfer.engines.config import EngineConfig
+from batchinfer.errors import BatchinferError
+from batchinfer.prompts import PromptConfig
+from batchinfer.records import Completion, Request, RowKey
+from batchinfer.session import WorkerConfig, World
+from batchinfer.storage import Preconditions
+
+from .machine import EngineTraits, SimEngine, make_world, sampling
+from .oracle import RUN
+from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
+from .scheduler import Process, Scheduler
+from .storage import Hook, Network, Server
+
+
+class Ending(NamedTuple):
+    """How a process ended. `error` is None for success and for a kill; `is_killed` tells the two apart."""
+
+    is_killed: bool
+    error: Exception | None
+    result: dict[str, Any]
+
+    @property
+    def is_success(self) -> bool:
+        """Exit status 0."""
+        return not self.is_killed and self.error is None
+
+
+class Stage:
+    """A bucket with a job of these prompts. A context: its scratch folder goes with it."""
+
+    def __init__(self, prompts: list[list[str]], *, num_workers: int = 1, seed: int = 0) -> None:
+        self.scheduler = Scheduler(seed)
+        self.server = Server(is_safe=True, page_keys=1000, has_content_etags=True)
+        self.network = Network(self.scheduler, self.server)
+        self.engine = EngineTraits()
+        self.taken: list[RowKey] = []
+        self.finished: list[RowKey] = []
+        self.world: World | None = None
+        lines, index = [], 0
+        for part in prompts:
+            lines.append([good_row(index + place, text).line for place, text in enumerate(part)])
+            index += len(part)
+        put_job(self.server, lines, num_workers=num_workers)
+        self._files = tracked_files()
+
+    def __enter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
+        self._files.__enter__()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._files.__exit__(None, None, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(
+        self,
+        worker_id: str = "w0",
+        *,
+        hook: Hook | None = None,
+        manifest: str = layout.ALL_MANIFEST,
+        within_seconds: float = 600.0,
+        **options: Any,
+    ) -> Ending:
+        """Run one worker process to its end. Raises TimeoutError after so much virtual time."""
+        process = Process(self.scheduler, f"{worker_id}#{self.scheduler.num_events}")
+        endings: list[Ending] = []
+        self.network.hook, self.network.num_requests = hook, 0
+        world = make_world(
+            process,
+            self.network,
+            engine=lambda: SimEngine(process, self.engine, self),
+            preconditions=Preconditions(create=True, replace=True),
+        )
+        self.world = world
+        config = WorkerConfig(
+            **{
+                "manifests": [f"{BUCKET}job/{manifest}"],
+                "output": f"{BUCKET}run",
+                "engine": EngineConfig(engine="sim", model="sim"),
+                "prompt": PromptConfig(prompt_column="prompt"),
+                "sampling": sampling(0.5),
+                "worker_id": worker_id,
+                "lease_seconds": 6.0,
+                "max_attempts": 1000,
+                "scratch_dir": str(self.folder / process.name),
+            }
+            | options
+        )
+
+        def main() -> None:
+            try:
+                endings.append(Ending(False, None, session.run_worker(config, world)))
+            except BatchinferError as error:
+                endings.append(Ending(False, error, {}))
+
+        crashes: list[Exception] = []
+        process.on_crash = crashes.append
+        process.spawn(main)
+        until = self.scheduler.now + within_seconds
+        self.scheduler.run(until, lambda: bool(endings or crashes or process.is_dead))
+        was_killed = process.is_dead
+        if not was_killed:
+            process.kill()
+        close_files(process.name)
+        if crashes:
+            raise crashes[0]
+        if not endings and not was_killed:
+            raise TimeoutError(f"{worker_id} still runs after {within_seconds:.0f} virtual seconds")
+        return endings[0] if endings else Ending(True, None, {})
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
+        """What lies in the run."""
+        found = self.server.objects
+        return {key.removeprefix(RUN): found[key].data for key in self.server.keys(RUN + prefix)}
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object into the run by hand."""
+        self.server.put(RUN + key, data)
+
+    def stop(self, error: BatchinferError) -> None:
+        """Ask the worker that runs to stop."""
+        assert self.world is not None
+        self.world.stopper.request(error)
+
+    # -- machine.Ward
+
+    def took(self, process: Process, request: Request) -> None:
+        """See machine.Ward."""
+        self.taken.append(request.key)
+
+    def yielded(self, process: Process, completions: list[Completion]) -> None:
+        """See machine.Ward."""
+        self.finished += [completion.key for completion in completions]
+
+    def died(self, in_flight: list[RowKey]) -> None:
+        """See machine.Ward."""
+
+
+Ask = Callable[[str, str], bool]
+
+
+def when(ask: Ask, fate: str | float, *, times: int = 1_000_000) -> Hook:
+    """A hook: the first `times` requests of which `ask(method, key)` is true have this fate."""
+    left = times
+
+    def hook(_number: int, method: str, key: str, _process: Process) -> str | float | None:
+        nonlocal left
+        if left and ask(method, key):
+            left -= 1
+            return fate
+        return None
+
+    return hook

@@ -1,0 +1,126 @@
+"""Bugs that the simulation found, each as the shortest scene that shows it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import making
+from batchinfer import codec, layout
+from batchinfer.errors import EngineDied, Interrupted
+from batchinfer.records import Claim
+from batchinfer.shelf import Limits
+from fakes import worker_record
+from simulation.stage import Stage, when
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def hold(stage: Stage, chunk: str, owner: str) -> None:
+    """Let another worker, whose heart beats no more, hold a chunk."""
+    stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, epoch=1, nonce="n")))
+    record = worker_record(id=owner, epoch=1, nonce="n", lease_seconds=6.0)
+    stage.put(layout.worker_key(owner), codec.encode(record))
+
+
+def saved_lines(stage: Stage) -> set[int]:
+    """Lines that checkpoint segments hold a finished row of."""
+    lines = set()
+    for data in stage.objects(layout.CHECKPOINTS).values():
+        records = [json.loads(line) for line in data.splitlines()]
+        lines |= {record["line"] for record in records if "ok" in record}
+    return lines
+
+
+def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
+    """The engine had been told that no row would come; a helper then opened another chunk, and hung with it."""
+    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
+        hold(stage, "part-00001", "w1")
+        beats = iter(range(1, 100))
+
+        def beat() -> None:
+            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=next(beats))
+            stage.put(layout.worker_key("w1"), codec.encode(record))
+
+        # The other's heart beats for a while, so that there is nothing to help; then it stops, while our
+        # marker takes its time.
+        for second in range(1, 9):
+            stage.scheduler.after(second, beat)
+        slow = when(lambda method, key: method == "put_object" and ".succeed" in key, 40.0)
+        ending = stage.run(
+            hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
+        )
+        assert ending.is_success
+        assert any("part-00000.jsonl.succeed" in key for key in stage.objects())
+
+
+def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
+    """The note of what was in flight kept the last checkpoint of the same chunk from being written."""
+    with Stage([["a", "b", "c", "poison", "e"]]) as stage:
+        stage.engine.max_in_flight = 2
+        ending = stage.run(checkpoint_seconds=1000.0)
+        assert isinstance(ending.error, EngineDied)
+        assert stage.finished
+        assert saved_lines(stage) == {line for _, line in stage.finished}
+
+
+def test_rows_finished_while_a_checkpoint_was_on_its_way_were_not_left_behind_by_a_stop() -> None:
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.row_seconds = 0.2
+        stage.engine.max_in_flight = 1
+        slow = when(lambda method, key: method == "put_object" and "checkpoints/" in key, 1.0)
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        ending = stage.run(hook=slow, checkpoint_rows=1)
+        assert isinstance(ending.error, Interrupted)
+        assert 1 < len(stage.finished) < 50
+        assert saved_lines(stage) == {line for _, line in stage.finished}
+
+
+def test_a_helper_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
+    """With --limit the own manifest may hold nothing; KeyError at the first chunk to help with."""
+    job, run = tmp_path / "job", tmp_path / "run"
+    making.make_job(job, rows=20, per_chunk=10, workers=2)
+    result = making.run_worker_here(job, run, "--limit", "5", index=1)
+    assert result["request_count"] == 5
+
+
+def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_closed_file() -> (
+    None
+):
+    """A look around saw our own marker, so the chunk's files went while its publishing was to be tried again."""
+    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
+        hold(stage, "part-00001", "w1")
+        stage.network.pause_seconds = 1.0
+        refused = when(
+            lambda method, key: method == "delete_objects" and "part-00000" in key,
+            "refused",
+            times=3,
+        )
+        limits = Limits(storage_retry_seconds=0.1)
+        assert stage.run(hook=refused, lease_seconds=4.0, limits=limits).is_success
+
+
+def test_a_chunk_was_not_given_up_for_a_heartbeat_that_was_late() -> None:
+    """Each look at a lapsed lease counted as a failed try to publish, and the last one ended the worker with 34."""
+    with Stage([["mine"]]) as stage:
+        stage.network.attempts = 1
+        started: list[float] = []
+
+        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
+            if method == "put_object" and "outputs/" in key and not started:
+                started.append(stage.scheduler.now)
+                return 6.0
+            is_away = bool(started) and stage.scheduler.now - started[0] < 12.0
+            return "refused" if is_away and "workers/" in key else None
+
+        limits = Limits(storage_attempts=1, storage_retry_seconds=0.1)
+        assert stage.run(hook=hook, lease_seconds=4.0, limits=limits).is_success

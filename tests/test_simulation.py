@@ -1,0 +1,295 @@
+"""The simulation holds the worker to its promises, and is itself held to noticing when they are broken."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import batchinfer
+import simulation.scenario
+from batchinfer import session
+from batchinfer.errors import AlreadyExists, StorageError
+from batchinfer.storage.s3 import S3Store
+from simulation.defects import DEFECTS
+from simulation.scenario import Report, simulate
+from simulation.scheduler import Killed, Overrun, Process, Scheduler
+from simulation.storage import Network, Server, SimStore, Weather
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Logs are for replays. Garbage is collected between seeds, not at every few allocations."""
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    yield
+    gc.enable()
+    logging.disable(logging.NOTSET)
+
+
+def first_violation(seeds: range, *, watches_claims: bool = True) -> Report | None:
+    for seed in seeds:
+        report = simulate(seed, watches_claims=watches_claims)
+        if report.violation:
+            return report
+        if seed % 50 == 49:
+            gc.collect()
+    return None
+
+
+class TestPromises:
+    def test_some_seeds_break_no_promise(self) -> None:
+        """A few; `make simulate` runs as many as one likes."""
+        report = first_violation(range(200))
+        assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
+
+    @pytest.mark.slow
+    def test_some_thousand_seeds_break_no_promise(self) -> None:
+        report = first_violation(range(200, 4000))
+        assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
+
+    def test_claims_only_save_work(self) -> None:
+        """Were every claim to lapse at once, the markers would still keep every promise about the data."""
+        with DEFECTS["claims_lapse_at_once"]():
+            assert first_violation(range(100), watches_claims=False) is None
+
+
+class TestNotices:
+    def test_there_are_at_least_ten_defects(self) -> None:
+        assert len(DEFECTS) >= 10
+
+    @pytest.mark.parametrize("name", DEFECTS)
+    def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name: str) -> None:
+        with DEFECTS[name]():
+            assert first_violation(range(1000)) is not None
+
+
+class TestReplay:
+    def test_a_seed_gives_the_same_events_twice(self) -> None:
+        for seed in range(5):
+            first, second = (simulate(seed, keeps_trace=True) for _ in range(2))
+            assert len(first.trace) > 20
+            assert first.trace == second.trace
+
+    def test_seeds_differ(self) -> None:
+        assert len({simulate(seed, keeps_trace=True).digest for seed in range(5)}) == 5
+
+    def test_another_process_replays_a_failing_seed(self) -> None:
+        """With texts hashed in another order, and without what ran before it here."""
+        with DEFECTS["no_fence"]():
+            found = first_violation(range(1000))
+            assert found is not None
+            here = simulate(found.seed, keeps_trace=True)
+        code = (
+            "from simulation.defects import DEFECTS\n"
+            "from simulation.scenario import simulate\n"
+            "with DEFECTS['no_fence']():\n"
+            f"    report = simulate({found.seed}, keeps_trace=True)\n"
+            "print(report.digest)\nprint(report.violation)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": "77"}
+        there = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert there.stdout.splitlines() == [here.digest, here.violation]
+
+    def test_the_command_prints_what_happened(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-m", "simulation", "--seed", "3", "-v"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "put_object run/outputs/" in done.stdout
+        assert "seed 3: sound" in done.stdout
+
+    def test_the_command_counts_seeds(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-m", "simulation", "--seeds", "6", "--start", "2", "--jobs", "2"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.startswith("6 seeds in ")
+
+
+class TestRunsTheRealWorker:
+    """No copy, no shortcut: what is simulated is the world, never the worker."""
+
+    WORKER = (
+        "session", "stream", "shelf", "chunks", "plan", "claims", "publishing", "checkpoints",
+        "manifests", "runconfig", "scratch", "stopping", "telemetry", "codec", "layout",
+        "storage/s3", "storage/probing", "prompts/builder", "formats/native",
+    )  # fmt: skip
+
+    def test_code_of_every_part_of_the_worker_runs(self) -> None:
+        folder = Path(batchinfer.__file__).parent
+        ran: set[str] = set()
+
+        def note(frame: object, event: str, _argument: object) -> None:
+            if event == "call":
+                ran.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
+
+        sys.setprofile(note)
+        try:
+            # Greenlets keep the profile function of the one that switches to them.
+            for seed in range(12):
+                simulate(seed)
+        finally:
+            sys.setprofile(None)
+        missing = [name for name in self.WORKER if str(folder / f"{name}.py") not in ran]
+        assert not missing
+
+    def test_workers_are_started_by_run_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, configs = session.run_worker, []
+
+        def count(config: session.WorkerConfig, world: session.World) -> object:
+            configs.append(config)
+            return real(config, world)
+
+        monkeypatch.setattr(session, "run_worker", count)
+        report = simulate(0)
+        assert simulation.scenario.session is session
+        assert len(configs) >= report.starts - report.kills
+        assert configs
+
+    def test_the_store_is_the_s3_adapter_but_for_its_requests(self) -> None:
+        changed = {name for name in vars(SimStore) if callable(getattr(SimStore, name))}
+        sends = {"_call", "_stream", "_retry"}
+        only_tells = {"get", "create", "replace"}
+        assert changed == {"__init__", *sends, *only_tells}
+        assert issubclass(SimStore, S3Store)
+
+
+class TestScheduler:
+    def test_a_killed_process_does_nothing_more(self) -> None:
+        scheduler = Scheduler(0)
+        process = Process(scheduler, "p")
+        done = []
+
+        def work() -> None:
+            try:
+                process.sleep(1)
+            finally:
+                with pytest.raises(Killed):
+                    process.sleep(1)
+                done.append("left")
+
+        process.spawn(work)
+        scheduler.run(0.5)
+        process.kill()
+        assert done == ["left"]
+        with pytest.raises(Killed):
+            process.spawn(work)
+
+    def test_a_frozen_process_goes_on_when_it_is_thawed(self) -> None:
+        scheduler = Scheduler(0)
+        process = Process(scheduler, "p")
+        woke = []
+
+        def work() -> None:
+            process.sleep(1)
+            woke.append(scheduler.now)
+
+        process.spawn(work)
+        scheduler.run(0.5)
+        process.freeze(10, stops_clock=True)
+        scheduler.run(100)
+        assert 10.5 <= woke[0] < 10.6
+        assert process.frozen_seconds == 10
+
+    def test_a_livelock_ends(self) -> None:
+        scheduler = Scheduler(0, max_events=1000)
+        process = Process(scheduler, "p")
+
+        def work() -> None:
+            while True:
+                process.sleep(0)
+
+        process.spawn(work)
+        with pytest.raises(Overrun):
+            scheduler.run(1)
+        process.kill()
+
+
+class TestNetwork:
+    """What the store is made to do is what real ones do."""
+
+    def write(self, weather: Weather, *, attempts: int = 1) -> tuple[str, Server]:
+        scheduler = Scheduler(0)
+        server = Server(is_safe=True, page_keys=1000, has_content_etags=True)
+        network = Network(scheduler, server)
+        network.weather, network.attempts = weather, attempts
+        process = Process(scheduler, "p")
+        outcomes: list[str] = []
+
+        def work() -> None:
+            try:
+                SimStore("s3://sim/run", network, process).create("key", b"mine")
+                outcomes.append("created")
+            except StorageError as error:
+                outcomes.append(type(error).__name__)
+
+        process.spawn(work)
+        scheduler.run(1.0)
+        self.at_return = bool(server.objects)
+        scheduler.run(float("inf"))
+        return outcomes[0] if outcomes else "killed", server
+
+    def test_calm(self) -> None:
+        assert self.write(Weather())[0] == "created"
+
+    def test_refused(self) -> None:
+        outcome, server = self.write(Weather(refused=1.0))
+        assert (outcome, server.objects) == ("StorageError", {})
+
+    def test_a_lost_reply_is_an_error_of_a_write_that_took_effect(self) -> None:
+        outcome, server = self.write(Weather(lost=1.0))
+        assert outcome == "StorageError"
+        assert "run/key" in server.objects
+
+    def test_a_lost_reply_is_settled_by_the_adapter(self) -> None:
+        lucky = [self.write(Weather(lost=0.5), attempts=4)[0] for _ in range(1)]
+        assert lucky == ["created"]
+
+    def test_a_late_write_takes_effect_after_its_error(self) -> None:
+        outcome, server = self.write(Weather(late=1.0, late_seconds=100.0))
+        assert outcome == "StorageError"
+        assert not self.at_return
+        assert "run/key" in server.objects
+
+    def test_a_sender_that_dies_before_or_after(self) -> None:
+        assert self.write(Weather(dies_before=1.0))[1].objects == {}
+        outcome, server = self.write(Weather(dies_after=1.0))
+        assert outcome == "killed"
+        assert "run/key" in server.objects
+
+    def test_preconditions_are_honoured_or_not(self) -> None:
+        for is_safe, wanted in ((True, "AlreadyExists"), (False, "created")):
+            scheduler = Scheduler(0)
+            server = Server(is_safe=is_safe, page_keys=1000, has_content_etags=True)
+            process = Process(scheduler, "p")
+            store = SimStore("s3://sim/run", Network(scheduler, server), process)
+            outcomes = []
+
+            def work(store: SimStore = store, outcomes: list[str] = outcomes) -> None:
+                store.create("key", b"first")
+                try:
+                    store.create("key", b"second")
+                    outcomes.append("created")
+                except AlreadyExists:
+                    outcomes.append("AlreadyExists")
+
+            process.spawn(work)
+            scheduler.run(10)
+            assert outcomes == [wanted]

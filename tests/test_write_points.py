@@ -1,0 +1,114 @@
+"""Every storage request of one chunk's life fails, is lost, comes late, or is the last thing that its worker does.
+
+Whatever happened, the next start ends with the same answers: P1 to P5 at every single point.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simulation.scheduler import Process
+from simulation.stage import Stage
+
+PROMPTS = [[f"say {index}" for index in range(6)]]
+FATES = ("dies_before", "dies_after", "lost", "refused", "late")
+OPTIONS: dict[str, Any] = {"checkpoint_rows": 2, "checkpoint_seconds": 1000.0}
+MINE = ("worker", "epoch", "nonce", "start", "end", "rows_resumed", "output")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def settled(stage: Stage) -> tuple[bytes, dict[str, Any]]:
+    """The output that the one marker names, and what the marker says but for names and times."""
+    found = stage.objects("outputs/")
+    (marker,) = [json.loads(data) for key, data in found.items() if ".succeed" in key]
+    output = found["outputs/" + marker["output"]]
+    return output, {key: value for key, value in marker.items() if key not in MINE}
+
+
+def undisturbed() -> tuple[tuple[bytes, dict[str, Any]], list[str]]:
+    """What a run without mishaps leaves, and its requests in order."""
+    requests: list[str] = []
+
+    def note(_number: int, method: str, key: str, _process: Process) -> None:
+        requests.append(f"{method} {key}")
+
+    with Stage(PROMPTS) as stage:
+        assert stage.run(hook=note, **OPTIONS).is_success
+        return settled(stage), requests
+
+
+def test_a_life_has_every_kind_of_write() -> None:
+    _, requests = undisturbed()
+    writes = [
+        request for request in requests if request.startswith(("put_object", "delete_objects"))
+    ]
+    for part in (
+        "workers/",
+        "claims/",
+        "run.json",
+        "checkpoints/",
+        "outputs/part-00000.jsonl",
+        ".succeed",
+    ):
+        assert any(part in write for write in writes), part
+
+
+@pytest.mark.parametrize("successor", ["w0", "w1"])
+@pytest.mark.parametrize("fate", FATES)
+def test_after_a_mishap_at_any_request_the_next_start_ends_with_the_same(
+    fate: str, successor: str
+) -> None:
+    wanted, requests = undisturbed()
+    for target in range(len(requests)):
+        with Stage(PROMPTS) as stage:
+            # One attempt: a request that fails has failed for good.
+            stage.network.attempts = 3 if fate == "lost" else 1
+            stage.network.weather.late_seconds = 4.0
+
+            def hook(
+                number: int, _method: str, _key: str, _process: Process, target: int = target
+            ) -> str | None:
+                return fate if number == target else None
+
+            first = stage.run(hook=hook, **OPTIONS)
+            assert first.is_killed == fate.startswith("dies"), requests[target]
+            assert first.error is None or first.error.exit_status == 34, requests[target]
+            second = stage.run(successor, **OPTIONS)
+            assert second.is_success, (requests[target], second.error)
+            stage.scheduler.run(float("inf"))
+            assert settled(stage) == wanted, requests[target]
+
+
+def test_a_kill_at_any_request_costs_at_most_the_rows_in_flight_and_since_the_checkpoint() -> None:
+    _, requests = undisturbed()
+    for target in range(len(requests)):
+        with Stage(PROMPTS) as stage:
+            stage.engine.max_in_flight = 2
+
+            def hook(
+                number: int, _method: str, _key: str, _process: Process, target: int = target
+            ) -> str | None:
+                return "dies_after" if number == target else None
+
+            stage.run(hook=hook, **OPTIONS)
+            saved = {
+                json.loads(line)["line"]
+                for data in stage.objects("checkpoints/").values()
+                for line in data.splitlines()
+            }
+            is_done = any(".succeed" in key for key in stage.objects("outputs/"))
+            stage.taken.clear()
+            assert stage.run(**OPTIONS).is_success
+            again = {line for _, line in stage.taken}
+            assert not again if is_done else not again & saved, requests[target]
