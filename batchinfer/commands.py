@@ -35,4 +35,8 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.collect",
         "Collect a run's verified answers into parquet, JSON Lines, CSV or the Hub.",
     ),
+    "check": CommandEntry(
+        "batchinfer.check",
+        "Find out before paying: configuration, access, prompts, memory, time and cost.",
+    ),
 }

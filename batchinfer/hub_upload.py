@@ -14,6 +14,8 @@ from batchinfer.errors import AccessDenied, BatchinferError, ConfigError, InputE
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
+_HTTP_CLIENTS = {"httpx", "httpcore", "httpx2", "httpcore2", "requests", "urllib3"}
+"""Packages that the Hub's client may send requests with, each with errors of its own."""
 _ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
 
 
@@ -136,12 +138,7 @@ class HubDataset:
         except errors.LocalTokenNotFoundError as error:
             raise AccessDenied(f"{self.url}: no token", hint=hint) from error
         except Exception as error:
-            if type(error).__module__.split(".")[0] not in {
-                "httpx",
-                "httpcore",
-                "requests",
-                "urllib3",
-            }:
+            if type(error).__module__.split(".")[0] not in _HTTP_CLIENTS:
                 raise
             raise StorageError(
                 f"{self.url}: the Hub cannot be reached ({type(error).__name__})",

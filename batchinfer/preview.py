@@ -121,7 +121,7 @@ def show_config(context: click.Context, parts: dict[str, Record | int | None]) -
     options: dict[str, dict[str, Any]] = {}
     for parameter in context.command.params:
         name = parameter.name
-        if name is None or name not in context.params:
+        if not name or name not in context.params:
             continue
         source = context.get_parameter_source(name)
         shown = max(parameter.opts, key=len).lstrip("-")

@@ -115,6 +115,10 @@ class PriceTable:
                 hint="write it like batchinfer/prices.yaml: as_of, and gpus: {L4: {on_demand: 0.8, spot: 0.35}}",
             ) from error
 
+    def names(self) -> list[str]:
+        """The accelerators in the table."""
+        return list(self._gpus)
+
     def price(self, machine: Machine) -> Price | None:
         """See PriceSource. Without a spot price, spot counts as on-demand."""
         prices = self._gpus.get(machine.accelerator)

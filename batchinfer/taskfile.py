@@ -15,7 +15,7 @@ from batchinfer.records import Record
 
 ERROR, WARNING = "error", "warning"
 TOP_LEVEL = frozenset(
-    [
+    {
         "name",
         "workdir",
         "num_nodes",
@@ -35,7 +35,7 @@ TOP_LEVEL = frozenset(
         "event_callback",
         "inputs",
         "outputs",
-    ]
+    }
 )
 RECOVERY = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes")
 STRATEGIES = ("EAGER_NEXT_REGION", "FAILOVER", "NONE")

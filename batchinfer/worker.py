@@ -203,6 +203,7 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's part of the options."""
     replicas = options["replicas"]
     tokens = options["echo_tokens"]
     # The run's seed is each request's; the engine's own stays at its default.
@@ -219,6 +220,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
+    """The part that makes prompts of rows. Reads the files that options name."""
     continued = options["continue_final"]
     try:
         template_kwargs = json.loads(options["chat_template_kwargs"])
@@ -251,6 +253,7 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
+    """The sampling parameters of the run."""
     given = {name: value for name, value in options.items() if name != "sampling"}
     given["stop"] = list(options["stop"]) or None
     given["stop_token_ids"] = [

@@ -231,7 +231,9 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
 
 def is_network_error(error: Exception) -> bool:
     """Whether an exception comes from one of the HTTP clients that the Hub's client may use."""
-    return type(error).__module__.split(".")[0] in {"httpx", "httpcore", "requests", "urllib3"}
+    return type(error).__module__.split(".")[0] in {
+        *("httpx", "httpcore", "httpx2", "httpcore2", "requests", "urllib3")
+    }
 
 
 def describe_in_cache(config: EngineConfig, cause: Exception | None) -> ModelInfo:

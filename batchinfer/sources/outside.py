@@ -238,6 +238,7 @@ def _outside_errors() -> tuple[type[Exception], ...]:
         ("huggingface_hub.errors", "HFValidationError"),
         ("huggingface_hub.errors", "OfflineModeIsEnabled"),
         ("httpx", "HTTPError"),
+        ("httpx2", "HTTPError"),
         ("requests", "RequestException"),
         ("aiohttp", "ClientError"),
         ("gcsfs.retry", "HttpError"),
