@@ -157,13 +157,13 @@ class Publisher:
         if self._is_safe and generation == 0 and not is_mending:
             file = layout.output_file(chunk)
             try:
-                self._store.create_file(layout.output_key(file), built.path)
+                self._store.create_file(layout.output_key(file), built.path, is_final=True)
             except AlreadyExists:
                 logger.info("%s: another output lies there; ours gets a name of its own", file)
             else:
                 return file
         file = layout.output_file(chunk, self._nonce)
-        self._store.create_file(layout.output_key(file), built.path)
+        self._store.create_file(layout.output_key(file), built.path, is_final=True)
         return file
 
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:

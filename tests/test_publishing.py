@@ -82,7 +82,7 @@ def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
 
 
-def _fail(*_: object) -> None:
+def _fail(*_: object, **__: object) -> None:
     raise StorageError("the bucket is away")
 
 

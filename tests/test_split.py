@@ -303,9 +303,9 @@ class Dying(LocalStore):
         self._spend()
         return super().create(key, data)
 
-    def create_file(self, key, path):
+    def create_file(self, key, path, *, is_final=False):
         self._spend()
-        return super().create_file(key, path)
+        return super().create_file(key, path, is_final=is_final)
 
 
 @pytest.mark.parametrize("creates", range(0, 11, 2))

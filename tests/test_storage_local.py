@@ -309,3 +309,14 @@ def test_lock_of_a_killed_process_is_free(store: LocalStore):
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     store.replace("a/b", b"2", etag)
+
+
+def test_a_final_file_is_not_copied_and_may_be_removed(tmp_path):
+    store = LocalStore(tmp_path / "store")
+    source = tmp_path / "built"
+    source.write_bytes(b"rows\n")
+    store.create_file("outputs/a", source, is_final=True)
+    assert (tmp_path / "store/outputs/a").stat().st_ino == source.stat().st_ino
+    source.unlink()
+    assert store.get("outputs/a").data == b"rows\n"
+    assert [info.key for info in store.list("")] == ["outputs/a"]

@@ -108,10 +108,10 @@ class Filing:
     def _publish_chunk(self, item: Built) -> None:
         key = self._key(item.chunk)
         try:
-            self._store.create_file(key, item.path)
+            self._store.create_file(key, item.path, is_final=True)
         except AlreadyExists:
             self._remove_leftover(key)
-            self._store.create_file(key, item.path)
+            self._store.create_file(key, item.path, is_final=True)
         item.path.unlink()
 
     def _create(self, key: str, data: bytes) -> None:

@@ -60,8 +60,11 @@ class Store(Protocol):
         """
         ...
 
-    def create_file(self, key: str, path: Path) -> str:
-        """`create` from a local file, in bounded memory (multipart where large). Same lost-reply rule, by sha256."""
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
+        """`create` from a local file, in bounded memory (multipart where large). Same lost-reply rule, by sha256.
+
+        `is_final`: nobody writes to the file any more (removing it is fine), so a local store need not copy it.
+        """
         ...
 
     def replace(self, key: str, data: bytes, etag: str) -> str:

@@ -109,7 +109,7 @@ class GcsStore:
             raise ValueError(f"{key}: an object that is created must not be empty")
         return self._create(self._path(key), data)
 
-    def create_file(self, key: str, path: Path) -> str:
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
         """See `Store.create_file`."""
         name = self._path(key)
         with scratch_errors(path):

@@ -110,7 +110,7 @@ class LocalStore:
 
         return self._create(key, lambda temp: _write(temp, data), is_same)
 
-    def create_file(self, key: str, path: Path) -> str:
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
         """See `Store.create_file`."""
 
         def is_same(other: Path) -> bool:
@@ -118,7 +118,7 @@ class LocalStore:
 
         with scratch_errors(path):
             path.stat()
-        return self._create(key, lambda temp: _copy(path, temp), is_same)
+        return self._create(key, lambda temp: _copy(path, temp, may_link=is_final), is_same)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """See `Store.replace`. The comparison and the rename are one step for every process that locks."""
@@ -307,15 +307,28 @@ def _write(temp: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _copy(source: Path, temp: Path) -> None:
+def _copy(source: Path, temp: Path, *, may_link: bool) -> None:
+    """Make `temp` hold the bytes of `source`, durably: with `may_link` as the same file by a second name."""
     try:
         file = source.open("rb")
     except OSError as error:
         raise StorageError(f"{source}: {error.strerror}, expected a readable file") from error
-    with file, temp.open("xb") as target:
-        shutil.copyfileobj(file, target, _COPY_BYTES)
-        target.flush()
-        os.fsync(target.fileno())
+    with file:
+        if may_link and _has_linked(source, temp):
+            os.fsync(file.fileno())
+            return
+        with temp.open("xb") as target:
+            shutil.copyfileobj(file, target, _COPY_BYTES)
+            target.flush()
+            os.fsync(target.fileno())
+
+
+def _has_linked(source: Path, temp: Path) -> bool:
+    try:
+        os.link(source, temp)
+    except OSError:  # another filesystem, or one without hard links
+        return False
+    return True
 
 
 def _sha256(path: Path) -> str:

@@ -83,7 +83,7 @@ class ReadOnlyStore:
         """Refuse."""
         raise self._read_only()
 
-    def create_file(self, key: str, path: Path) -> str:  # noqa: ARG002 - as create
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - as create
         """Refuse."""
         raise self._read_only()
 

@@ -132,7 +132,7 @@ class S3Store:
                 raise already_exists(self._url(path)) from error
             return etag
 
-    def create_file(self, key: str, path: Path) -> str:
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
         """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees."""
         name = self._path(key)
         with scratch_errors(path):
