@@ -485,7 +485,7 @@ def command(**options: Any) -> dict[str, Any]:
     tell(result)
     if result["errors"]:
         error = ConfigError(
-            f"{result['errors']} problems that would keep this from working, listed above",
+            f"would not work: {result['errors']} errors, listed above",
             hint="mend them and check again; nothing was started",
         )
         error.result = result  # type: ignore[attr-defined]  # printed by the command line

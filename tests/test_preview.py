@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,54 @@ def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none() -> None:
     }
     assert not any(map(is_secret, ("max_tokens", "tokenizer", "stop_token_ids", "echo-tokens")))
     assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
+
+
+EXAMPLES = ("run", "axolotl-guide", "completions-requests", "openai-batch")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_settings_are_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = REPOSITORY / "examples" / f"{name}.yaml"
+    status, result, shown = call(capsys, "--config", str(path), "--show-config")
+    assert status == 0, shown
+    assert result["options"]["model"]["from"] == "settings file"
+
+
+def test_every_line_of_the_full_example_is_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (REPOSITORY / "examples" / "run.yaml").read_text()
+    for name in ("prompt.jinja", "system.txt", "chat.jinja"):
+        (tmp_path / name).write_text("Hello")
+        text = text.replace(name, str(tmp_path / name))
+    (tmp_path / "examples.jsonl").write_text('{"a": 1}\n')
+    text = text.replace("examples.jsonl", str(tmp_path / "examples.jsonl"))
+    settings = tmp_path / "run.yaml"
+    settings.write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
+    status, result, shown = call(capsys, "--config", str(settings), "--show-config")
+    assert status == 0, shown
+    unset = {
+        name
+        for name, entry in result["options"].items()
+        if entry["from"] == "default" and not name.startswith("echo")
+    }
+    assert unset <= {"worker-id", "preview", "show-config"}
+
+
+def test_guide_s_generation_settings_mean_the_same_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = REPOSITORY / "examples" / "axolotl-guide.yaml"
+    _, result, _ = call(capsys, "--config", str(path), "--show-config")
+    sampling = {name: value for name, value in result["resolved"]["sampling"].items() if value}
+    assert (
+        sampling.items()
+        >= {
+            "n": 3,
+            "repetition_penalty": 1.18,
+            "max_tokens": 500,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "top_k": 20,
+        }.items()
+    )
