@@ -297,6 +297,9 @@ class Opener:
         chunk.counts.resumed += len(chunk.finish(rows))
         chunk.segment_keys.extend(resumed.keys)
         chunk.deaths = resumed.deaths
+        if not resumed.vanished:
+            # What was read from storage is safe there until the marker: no segment repeats it.
+            chunk.checkpointed_bytes = chunk.spool.size_bytes
         return chunk
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:

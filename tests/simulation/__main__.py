@@ -96,6 +96,8 @@ def main() -> int:
             seeds=1, starts=report.starts, kills=report.kills, freezes=report.freezes,
             virtual_hours=report.virtual_seconds / 3600,
         )  # fmt: skip
+        if total["seeds"] % 2000 == 0:
+            print(f"{total['seeds']} seeds", file=sys.stderr, flush=True)
         if report.violation:
             failing.append(report)
             print(f"seed {report.seed}: {report.violation}", flush=True)

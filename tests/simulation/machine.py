@@ -27,7 +27,7 @@ from batchinfer.storage.probing import probe
 from batchinfer.world import World
 
 from .scheduler import Process
-from .storage import Network, SimStore
+from .storage import EPOCH, Network, SimStore
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class SimClock:
         return self._process.scheduler.now - self._process.frozen_seconds
 
     def now(self) -> float:
-        return 1_700_000_000.0 + self._skew_seconds + self.monotonic()
+        return EPOCH + self._skew_seconds + self.monotonic()
 
     def sleep(self, seconds: float) -> None:
         self._process.sleep(seconds)

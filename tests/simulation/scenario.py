@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from batchinfer import codec, layout, plan, scratch, session
+from batchinfer.clean import CleanConfig, run_clean
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import (
     BatchinferError,
@@ -37,16 +38,19 @@ from batchinfer.prompts import PromptConfig
 from batchinfer.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.shelf import Limits
 from batchinfer.storage import Preconditions, probing
+from batchinfer.verify import VerifyConfig, run_verify
 from batchinfer.world import WorkerConfig, World
 
-from .machine import FLAKY, POISON, EngineTraits, SimEngine, make_world, sampling
+from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_world, sampling
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
-from .storage import Network, Server, Weather
+from .storage import Network, Server, StillStore, Weather
 
 BUCKET = "s3://sim/"
 CALM_SECONDS = 400.0
 """Virtual time that the workers have to come to an end, once nothing bad happens any more."""
+AUDITED = 20
+"""Of so many seeds one ends with `clean` and `verify`."""
 BASE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
@@ -255,6 +259,36 @@ class Scenario:
         self.scheduler.run(float("inf"))
         self.oracle.check_end()
         self._raise()
+        if self.seed % AUDITED == 0 and self.plot.is_safe:
+            self._audit()
+
+    def _audit(self) -> None:
+        """What `batchinfer clean` and `batchinfer verify --deep` say of the finished run."""
+        process = Process(self.scheduler, "audit#1")
+        store = StillStore(f"{BUCKET}run", self.server, process)
+        self.scheduler.now += 1000.0  # longer than any lease, so that the dead count as gone
+        clock = SimClock(process, 0.0)
+        run_clean(
+            CleanConfig(run=store.url, yes=True, older_than_seconds=0.0), store=store, clock=clock
+        )
+        verdict = run_verify(
+            VerifyConfig(
+                run=store.url, job=f"{BUCKET}job", is_deep=True, scratch_dir=str(self.folder)
+            ),
+            open_store=lambda url: StillStore(url, self.server, process),
+            clock=clock,
+        )
+        self.oracle.check_end()
+        self._raise()
+        if not verdict.is_sound:
+            self.oracle.fail("verify: " + " / ".join(verdict.lines()))
+        left = [
+            *self.server.keys(RUN + layout.CHECKPOINTS),
+            *self.server.keys(RUN + layout.CLAIMS),
+        ]
+        if left:
+            self.oracle.fail(f"clean: leaves {left}")
+        self._raise()
 
     def _phase(self) -> None:
         """Workers and mishaps, then calm until all have ended, then one clean worker."""
@@ -414,8 +448,7 @@ class Scenario:
         """Every worker may end only for a reason that there is."""
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
-        is_newest = process.name.endswith(f"#{start.slot.starts}")
-        is_peaceful = not process.num_faults and not process.has_been_frozen and is_newest
+        is_peaceful = not process.num_faults and not process.has_been_frozen
         reasons = {
             RunMismatch: plot.has_other_config,
             StorageError: bool(process.num_faults),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,14 +25,24 @@ from .scheduler import Process, Scheduler
 
 T = TypeVar("T")
 
+EPOCH = 1_700_000_000.0
+"""Unix time at which every simulation begins."""
 WRITES = ("put_object", "delete_objects")
 
 
+class _Moment(float):
+    """Unix seconds that can be asked like a datetime."""
+
+    def timestamp(self) -> float:
+        return float(self)
+
+
 class Held(NamedTuple):
-    """One object."""
+    """One object. `modified`: virtual seconds since the beginning, as Unix time."""
 
     data: bytes
     etag: str
+    modified: _Moment
 
 
 class Watcher(Protocol):
@@ -51,17 +61,6 @@ class Watcher(Protocol):
     def superseded(self, process: Process) -> None: ...
 
 
-class _Never:
-    """The time of an object that nobody asks for its time."""
-
-    @staticmethod
-    def timestamp() -> float:
-        return 0.0
-
-
-_NEVER = _Never()
-
-
 class Server:
     """Objects of one bucket. Every request takes effect at one instant; a listing of several pages at several.
 
@@ -74,6 +73,7 @@ class Server:
     def __init__(self, *, is_safe: bool, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
         self.watcher: Watcher | None = None
+        self.clock: Callable[[], float] = lambda: 0.0
         self._is_safe = is_safe
         self._page_keys = page_keys
         self._has_content_etags = has_content_etags
@@ -86,7 +86,7 @@ class Server:
         if self._has_content_etags:
             etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         before = self.objects.get(key)
-        self.objects[key] = Held(data, etag)
+        self.objects[key] = Held(data, etag, _Moment(EPOCH + self.clock()))
         if self.watcher is not None:
             self.watcher.stored(key, data, None if before is None else before.data, process)
         return etag
@@ -122,7 +122,7 @@ class Server:
 
     def _head_object(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
         held = self._require(Key)
-        return {"ContentLength": len(held.data), "ETag": held.etag, "LastModified": _NEVER}
+        return {"ContentLength": len(held.data), "ETag": held.etag, "LastModified": held.modified}
 
     def _list_objects_v2(
         self,
@@ -142,7 +142,7 @@ class Server:
                     "Key": key,
                     "Size": len(self.objects[key].data),
                     "ETag": self.objects[key].etag,
-                    "LastModified": _NEVER,
+                    "LastModified": self.objects[key].modified,
                 }
                 for key in page
             ]
@@ -205,6 +205,7 @@ class Network:
     def __init__(self, scheduler: Scheduler, server: Server) -> None:
         self.scheduler = scheduler
         self.server = server
+        server.clock = lambda: scheduler.now
         self.weather = Weather()
         self.hook: Hook | None = None
         self.num_requests = 0
@@ -366,3 +367,32 @@ class SimStore(S3Store):
                 pause = network.pause_seconds * attempt * (0.5 + network.scheduler.random.random())
                 self._process.sleep(pause)
         raise AssertionError("unreachable")
+
+
+class StillStore(S3Store):
+    """The same bucket while time stands still: for commands that look at a run afterwards, in threads or not."""
+
+    def __init__(self, url: str, server: Server, process: Process) -> None:
+        self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
+        self.url = f"s3://{self.bucket}/{root}"
+        self._root = f"{root}/"
+        self._is_bucket_seen = True
+        self._server = server
+        self._process = process
+
+    def list_multipart_uploads(self) -> Iterator[Any]:
+        return iter(())
+
+    def abort_multipart_uploads(self, older_than_seconds: float) -> int:
+        return 0
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._server.handle(method, arguments, self._process)
+
+    def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
+        held: Held = self._server.handle("get_object", {"Key": path}, self._process)
+        write(held.data)
+        return held.etag
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        return action()
