@@ -313,4 +313,11 @@ behaviour_options = _group(
         help="Local folder for chunks and outputs under way.",
     ),
     click.option("--max-open-chunks", type=click.IntRange(1), default=64, show_default=True),
+    click.option(
+        "--prefix-window",
+        type=click.IntRange(0),
+        default=0,
+        metavar="ROWS",
+        help="Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
+    ),
 )

@@ -44,6 +44,8 @@ class Limits(Record, frozen=True, kw_only=True):
     max_openings: int = 4
     max_open_bytes: int = 16 << 30
     """Of chunks in the scratch folder."""
+    prefix_window: int = 0
+    """Rows that are put in order of their prompts' beginnings; 0: none."""
     max_build_rows: int = 512
     max_build_bytes: int = 8 << 20
     row_attempts: int = 3

@@ -18,6 +18,7 @@ from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import DEATHS_BEFORE_ERROR, OpenChunk, RowState
 from batchinfer.codec import raw
 from batchinfer.formats import Encoder
+from batchinfer.prefixes import PrefixWindow
 from batchinfer.prompts import Prepared, PromptBuilder
 from batchinfer.records import Completion, Failure, Request, RowKey
 from batchinfer.shelf import Limits, Services, Shelf
@@ -33,6 +34,12 @@ class _Flight(NamedTuple):
     chunk: OpenChunk
     prepared: Prepared
     attempts: int = 0
+
+
+def _request_of(flight: _Flight) -> Request:
+    request = flight.prepared.request
+    assert request is not None, "a row without a request is finished when it is built"
+    return request
 
 
 Batch = list[tuple[OpenChunk, list[Prepared]]]
@@ -60,6 +67,7 @@ class RowStream:
         self._building: Pending[Batch] | None = None
         self._num_building = 0
         self._ready: deque[_Flight] = deque()
+        self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
         self._alone: RowKey | None = None
         self._num_finished = 0
@@ -73,12 +81,13 @@ class RowStream:
         if self._shelf.is_closing:
             return None
         self.tick()
+        self._release(max_requests)
         requests: list[Request] = []
         while self._ready and len(requests) < max_requests and self._alone is None:
             flight = self._ready.popleft()
             if self._shelf.open.get(flight.chunk.name) is flight.chunk:
                 requests.append(self._send(flight))
-        if requests or self._in_flight or self._ready:
+        if requests or self._in_flight or self._ready or len(self._window):
             return requests
         if self._building is None and not self._shelf.num_unread:
             alone = self._next_alone()
@@ -124,10 +133,10 @@ class RowStream:
         """Collect prompts that are built, keep enough of them ready, and let the shelf do its round."""
         self._collect_built()
         self._update_rate()
-        num_ahead = len(self._ready) + self._num_building + self._shelf.num_unread
+        num_ahead = self._num_waiting + self._num_building + self._shelf.num_unread
         lost = self._shelf.tick(
             rows_ahead=num_ahead,
-            rows_wanted=self._max_in_flight,
+            rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
             is_building=self._building is not None,
         )
@@ -159,9 +168,20 @@ class RowStream:
 
     # -- inside
 
+    @property
+    def _num_waiting(self) -> int:
+        """Rows that have a request and are not in the engine."""
+        return len(self._ready) + len(self._window)
+
+    def _release(self, num_wanted: int) -> None:
+        """Make the window's rows ready: once it is full, or when the engine would get none otherwise."""
+        if len(self._ready) >= num_wanted or not len(self._window):
+            return
+        if self._window.is_full or not self._ready:
+            self._ready.extend(self._window.release())
+
     def _send(self, flight: _Flight) -> Request:
-        request = flight.prepared.request
-        assert request is not None, "a row without a request is finished when it is built"
+        request = _request_of(flight)
         self._in_flight[request.key] = flight
         return request
 
@@ -187,7 +207,7 @@ class RowStream:
     def _build_more(self) -> None:
         if self._building is not None or self._shelf.is_closing:
             return
-        if len(self._ready) >= self._max_in_flight:
+        if self._window.is_full and self._num_waiting >= self._max_in_flight:
             return
         chunks = [chunk for chunk in self._shelf.open.values() if chunk.num_unread]
         if not chunks:
@@ -209,7 +229,7 @@ class RowStream:
                 if prepared.request is None:
                     failed.append(self._encode_failed(prepared))
                 else:
-                    self._ready.append(_Flight(chunk, prepared))
+                    self._window.add(_Flight(chunk, prepared))
             if failed:
                 self._finish(chunk.name, failed)
 
@@ -252,6 +272,7 @@ class RowStream:
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
         }
         self._ready = deque(flight for flight in self._ready if flight.chunk.name not in names)
+        self._window.keep(lambda flight: flight.chunk.name not in names)
         if self._alone is not None and self._alone[0] in names:
             self._alone = None
 

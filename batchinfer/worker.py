@@ -107,7 +107,9 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         run_seed=None if str(seed).lower() == "none" else _integer("--seed", seed),
         worker_id=options["worker_id"] or _default_worker_id(environment),
         scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
-        limits=Limits(max_open_chunks=options["max_open_chunks"]),
+        limits=Limits(
+            max_open_chunks=options["max_open_chunks"], prefix_window=options["prefix_window"]
+        ),
         host=describe_host(environment),
         **{
             name: options[name]

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # The source is asked this often while there is room but nothing was ready.
 POLL_SECONDS = 0.01
+# Less and less often, down to this, as long as nothing comes.
+SLOWEST_POLL_SECONDS = 0.1
 # The caller gets control, and the watchdog looks, at least this often.
 LONGEST_WAIT_SECONDS = 0.25
 CLOSE_SECONDS = 8.0
@@ -162,6 +164,7 @@ class ProcessPool:
         if self._failure:
             raise self._failure
         exhausted = False
+        poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
                 room = sum(replica.room for replica in self.replicas) - len(self._orphans)
@@ -181,7 +184,9 @@ class ProcessPool:
                         self._collect(0.0)  # a replica that died idle
                     continue
                 hungry = not exhausted and room > len(taken or [])
-                pause = 0.0 if finished else POLL_SECONDS if hungry else LONGEST_WAIT_SECONDS
+                # Towards the end there is room and never anything to fill it.
+                poll_seconds = POLL_SECONDS if taken else min(2 * poll_seconds, SLOWEST_POLL_SECONDS)
+                pause = 0.0 if finished else poll_seconds if hungry else LONGEST_WAIT_SECONDS
                 finished += self._collect(pause)
                 self._check_stalls()
                 yield finished

@@ -1,0 +1,268 @@
+"""Measure `--prefix-window`: prompt tokens that an engine has to compute when prefixes are scattered over a data set.
+
+20,000 rows draw one of 500 prefixes of 512 tokens at random, each with a tail of its own. The worker is the real one; the
+engine is a model of vLLM's prefix cache: full blocks, kept until the space is needed, the one longest unused going first, those
+of running requests never. With --vllm a smaller set goes through real vLLM. The least possible is every distinct full block
+once per window, and once in all. The last line is one JSON object.
+
+    python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import workload
+
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.prompts import PromptConfig
+from batchinfer.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
+from batchinfer.session import run_worker
+from batchinfer.shelf import Limits
+from batchinfer.world import WorkerConfig, real_world
+
+NUM_PREFIXES = 500
+PREFIX_TOKENS = 512
+VOCABULARY = 32_000
+BLOCK_TOKENS = 16
+CACHE_TOKENS = 40_000
+"""What is left on a 24 GB GPU beside an 8B model: less than a sixth of the prefixes."""
+MAX_NUM_SEQS = 32
+ROWS_PER_CHUNK = 500
+
+Prompt = list[int]
+
+
+def make_prompts(rows: int, num_prefixes: int, prefix_tokens: int, vocabulary: int) -> list[Prompt]:
+    """Each a prefix drawn at random and 16 to 64 tokens of its own."""
+    rng = random.Random(0)
+    prefixes = [rng.choices(range(10, vocabulary), k=prefix_tokens) for _ in range(num_prefixes)]
+    return [
+        rng.choice(prefixes) + rng.choices(range(10, vocabulary), k=rng.randint(16, 64))
+        for _ in range(rows)
+    ]
+
+
+def block_keys(prompt: Prompt, block_tokens: int) -> list[int]:
+    """One key for each full block, equal where all tokens up to its end are."""
+    keys: list[int] = []
+    key = 0
+    for start in range(0, len(prompt) - block_tokens + 1, block_tokens):
+        key = hash((key, tuple(prompt[start : start + block_tokens])))
+        keys.append(key)
+    return keys
+
+
+def least_possible(prompts: list[Prompt], block_tokens: int, window: int) -> int:
+    """Tokens to compute when every distinct full block is computed once per window."""
+    computed = 0
+    for start in range(0, len(prompts), window):
+        part = prompts[start : start + window]
+        blocks = {key for prompt in part for key in block_keys(prompt, block_tokens)}
+        rest = sum(len(prompt) % block_tokens for prompt in part)
+        computed += len(blocks) * block_tokens + rest
+    return computed
+
+
+class CacheModel:
+    """An engine that answers nothing but counts as vLLM's block cache would. Implements Engine.
+
+    A step takes `step_seconds`; a request runs for a number of steps that depends on its row.
+    """
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        """How many running requests use a block; those of none, longest unused first, may go."""
+        self._free = CACHE_TOKENS // BLOCK_TOKENS
+        self.computed = self._prompt_tokens = self._steps = 0
+
+    def open(self, stop: Stop) -> EngineInfo:
+        """Load nothing."""
+        del stop
+        return EngineInfo(
+            name="model",
+            version="1",
+            model="model",
+            max_model_len=4096,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_in_flight=MAX_NUM_SEQS * 3 // 2,
+        )
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        """Run as many as there are sequences; see Engine.generate."""
+        waiting: list[Request] = []
+        running: list[tuple[int, Request, list[int]]] = []
+        while not stop.is_set():
+            taken = source.take(MAX_NUM_SEQS * 3 // 2 - len(waiting) - len(running))
+            waiting += taken or []
+            while waiting and len(running) < MAX_NUM_SEQS:
+                request = waiting.pop(0)
+                steps = 10 + request.key[1] % 40
+                running.append((self._steps + steps, request, self._admit(request)))
+            if not running:
+                if taken is None:
+                    return
+                yield []
+                source.wait(0.2)
+                continue
+            self._steps += 1
+            time.sleep(self._step_seconds)
+            done = [each for each in running if each[0] <= self._steps]
+            running = [each for each in running if each[0] > self._steps]
+            yield [self._finish(request, keys) for _, request, keys in done]
+
+    def _admit(self, request: Request) -> list[int]:
+        prompt = request.token_ids or []
+        keys = block_keys(prompt, BLOCK_TOKENS)
+        num_cached = 0
+        for key in keys:
+            if key not in self._blocks:
+                break
+            num_cached += 1
+        # vLLM computes at least the last token.
+        cached = min(num_cached * BLOCK_TOKENS, len(prompt) - 1)
+        self.computed += len(prompt) - cached
+        self._prompt_tokens += len(prompt)
+        for key in keys:
+            if key not in self._blocks:
+                self._make_room()
+                self._blocks[key] = 0
+                self._free -= 1
+            self._blocks[key] += 1
+            self._blocks.move_to_end(key)
+        return keys
+
+    def _make_room(self) -> None:
+        if self._free:
+            return
+        for key, users in self._blocks.items():
+            if not users:
+                del self._blocks[key]
+                self._free += 1
+                return
+        raise RuntimeError("the cache is smaller than what runs")
+
+    def _finish(self, request: Request, keys: list[int]) -> Completion:
+        # The end of a prompt is the first to go, as in vLLM.
+        for key in reversed(keys):
+            self._blocks[key] -= 1
+            self._blocks.move_to_end(key)
+        return Completion(key=request.key, choices=[Choice(index=0, text="")])
+
+    def stats(self) -> EngineStats:
+        """Counters."""
+        return EngineStats(steps=self._steps, prompt_tokens=self._prompt_tokens)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def run_model(job: Path, window: int, step_seconds: float) -> int:
+    """Run the worker over the model of an engine; return the tokens computed."""
+    engine = CacheModel(step_seconds)
+    config = WorkerConfig(
+        manifests=[f"{job}/manifests/all.txt"],
+        output=f"{job}/runs/{window}",
+        engine=EngineConfig(engine="echo"),
+        prompt=PromptConfig(prompt_column="prompt"),
+        sampling=Sampling(max_tokens=1),
+        limits=Limits(prefix_window=window),
+    )
+    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
+    run_worker(config, dataclasses.replace(world, create_engine=lambda _: engine))
+    return engine.computed
+
+
+def run_vllm(job: Path, model: Path, window: int) -> tuple[int, float]:
+    """Run the worker over real vLLM; return the tokens computed and the seconds."""
+    engine = {"max_model_len": 640, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+    engine |= {"kv_cache_memory_bytes": 8192 * 16_384, "max_num_batched_tokens": 2048}
+    options = ["--prompt-column", "prompt", "--max-tokens", "4", "--temperature", "0"]
+    options += ["--prefix-window", str(window)]
+    result, _ = workload.run_worker(
+        str(job), f"{job}/runs/{window}", model, engine, *options, env=workload.environment()
+    )
+    outputs = Path(f"{job}/runs/{window}/outputs").glob("*.jsonl")
+    usages = [json.loads(line)["usage"] for path in outputs for line in path.open()]
+    computed = sum(each["prompt_tokens"] - each["cached_tokens"] for each in usages)
+    return computed, result["generate_time_sec"]
+
+
+def main() -> None:
+    """Run every window and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one window, shorter steps")
+    parser.add_argument("--vllm", action="store_true", help="also a smaller set through real vLLM")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--windows", default="0,2000,5000")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    windows = [0, 5000] if arguments.quick else [int(text) for text in arguments.windows.split(",")]
+    step_seconds = 0.003 if arguments.quick else 0.005
+    prompts = make_prompts(arguments.rows, NUM_PREFIXES, PREFIX_TOKENS, VOCABULARY)
+    result: dict[str, Any] = {"benchmark": "prefix", "rows": len(prompts)}
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job"
+        workload.write_job(str(job), [{"prompt": each} for each in prompts], per_chunk=ROWS_PER_CHUNK)
+        computed = {window: run_model(job, window, step_seconds) for window in windows}
+    result["model"] = report("model of the cache", prompts, computed, BLOCK_TOKENS)
+    if arguments.vllm:
+        result["vllm"] = measure_vllm([0, 500])
+    best = result["model"][str(windows[-1])]
+    result["reached"] = {"window_at_most_1.15": best["of_least_in_window"] <= 1.15}
+    print(json.dumps(result))
+
+
+def measure_vllm(windows: list[int]) -> dict[str, Any]:
+    """1000 rows of 50 prefixes through vLLM on the CPU, with room for 8192 tokens."""
+    prompts = make_prompts(1000, 50, PREFIX_TOKENS, 1000)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job"
+        workload.write_job(str(job), [{"prompt": each} for each in prompts], per_chunk=100)
+        model = workload.write_model(Path(folder) / "model")
+        runs = {window: run_vllm(job, model, window) for window in windows}
+    table = report(
+        "vLLM on a CPU", prompts, {window: run[0] for window, run in runs.items()}, 32
+    )
+    for window, (_, seconds) in runs.items():
+        table[str(window)]["seconds"] = round(seconds, 2)
+        print(f"window {window}: {seconds:.1f} s")
+    return table
+
+
+def report(
+    name: str, prompts: list[Prompt], computed: dict[int, int], block_tokens: int
+) -> dict[str, Any]:
+    """Print one table and return its figures by window."""
+    total = sum(map(len, prompts))
+    overall = least_possible(prompts, block_tokens, len(prompts))
+    print(f"{name}: {len(prompts)} rows, {total} prompt tokens, least possible in all {overall}")
+    print(f"{'window':>8}{'computed':>12}{'of all':>8}{'least in window':>17}{'x least':>9}")
+    table = {}
+    for window, tokens in computed.items():
+        least = least_possible(prompts, block_tokens, window or 1)
+        print(f"{window:8}{tokens:12}{tokens / total:8.2f}{least:17}{tokens / least:9.2f}")
+        table[str(window)] = {
+            "computed": tokens,
+            "least_in_window": least,
+            "of_least_in_window": round(tokens / least, 3),
+            "of_least_in_all": round(tokens / overall, 3),
+        }
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Measure the worker with a real model against the ways in which vLLM is used without it.
+
+The same requests for all: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads its
+chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading of
+the engine, which is reported apart. On a CPU the engine computes in the process that drives it; the lines "own process" have it in
+another, as on a GPU, so that the driver's CPU seconds show. The last line is one JSON object.
+
+    python benchmarks/throughput.py [--quick] [--gpu] [--prompts 1000] [--repeats 3] [--model FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import workload
+from ways import ROWS_PER_CHUNK
+
+OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+class Measured(NamedTuple):
+    """One run of one way.
+
+    `steps` is 0 where they cannot be seen. `engine_seconds`: CPU of the process in which the engine computes, 0 where that
+    is none of those that drive it; `driver_seconds`: CPU of the others.
+    """
+
+    wall_seconds: float
+    load_seconds: float
+    requests: int
+    steps: int
+    engine_seconds: float
+    driver_seconds: float
+
+
+class Bench:
+    """The requests, where they lie, and the engine that all ways have."""
+
+    def __init__(self, scratch: Path, bucket: str, arguments: argparse.Namespace) -> None:
+        self.scratch = scratch
+        self.bucket = bucket
+        self.is_gpu = arguments.gpu
+        self.engine = workload.GPU_ENGINE if arguments.gpu else workload.CPU_ENGINE
+        self.model = arguments.model or workload.write_model(scratch / "model", is_8b=arguments.gpu)
+        longest = 1024 if arguments.gpu else 256
+        self.requests = workload.make_requests(arguments.prompts, longest=longest)
+        self.job = f"{bucket}/job"
+        workload.write_job(self.job, self.requests, per_chunk=ROWS_PER_CHUNK)
+        self.all = self._write("all.jsonl", self.requests)
+        # Slow: of these only so many that the figure is steady.
+        self.few = self._write("few.jsonl", self.requests[: max(100, len(self.requests) // 4)])
+        self.batch = self._write(
+            "batch.jsonl", [_chat(each, i) for i, each in enumerate(self.requests)]
+        )
+        self._runs = 0
+
+    def _write(self, name: str, lines: list[dict[str, Any]]) -> Path:
+        path = self.scratch / name
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    def plain(self, way: str, where: dict[str, str], requests: Path) -> Measured:
+        """One of ways.py."""
+        script = str(Path(__file__).with_name("ways.py"))
+        command = [
+            sys.executable,
+            script,
+            way,
+            str(requests),
+            str(self.model),
+            json.dumps(self.engine),
+        ]
+        found = workload.last_object(
+            workload.run(command, env=workload.environment(**where)).stdout
+        )
+        cpu, is_own = found["cpu_seconds"], where is OWN
+        return Measured(
+            found["wall_seconds"],
+            found["load_seconds"],
+            found["requests"],
+            found["steps"],
+            engine_seconds=0.0 if is_own else cpu,
+            driver_seconds=cpu if is_own else 0.0,
+        )
+
+    def worker(self, where: dict[str, str]) -> Measured:
+        """The worker, everything on."""
+        self._runs += 1
+        options = ["--request-format", "completions", "--checkpoint-seconds", "5"]
+        output = f"{self.bucket}/run-{self._runs}"
+        env = workload.environment(**where)
+        result, ended = workload.run_worker(
+            self.job, output, self.model, self.engine, *options, env=env
+        )
+        host, is_own = ended.cpu["engine host"], where is OWN
+        return Measured(
+            result["generate_time_sec"],
+            result["engine_load_sec"],
+            result["request_count"],
+            result["engine_steps"],
+            engine_seconds=0.0 if is_own else host,
+            driver_seconds=ended.cpu["worker"] + (host if is_own else 0.0),
+        )
+
+    def ways(self) -> dict[str, Callable[[], Measured]]:
+        """By name; the first is what the others are measured against."""
+        own = {
+            "LLM.generate once, own process": partial(self.plain, "all", OWN, self.all),
+            "bare loop, own process": partial(self.plain, "loop", OWN, self.all),
+            "batchinfer, own process": partial(self.worker, OWN),
+            "run_batch, own process": partial(self.plain, "run_batch", OWN, self.batch),
+        }
+        if self.is_gpu:
+            return own | {
+                "LLM.generate per chunk, own process": partial(self.plain, "chunks", OWN, self.all),
+                "2000 characters, own process": partial(self.plain, "batches", OWN, self.few),
+            }
+        return {
+            "LLM.generate once": partial(self.plain, "all", WITHIN, self.all),
+            "batchinfer": partial(self.worker, WITHIN),
+            "bare loop": partial(self.plain, "loop", WITHIN, self.all),
+            "LLM.generate per chunk": partial(self.plain, "chunks", WITHIN, self.all),
+            "2000 characters": partial(self.plain, "batches", WITHIN, self.few),
+            **own,
+        }
+
+
+def _chat(request: dict[str, Any], index: int) -> dict[str, Any]:
+    body = {name: value for name, value in request.items() if name != "prompt"}
+    body |= {"model": "m", "messages": [{"role": "user", "content": request["prompt"]}]}
+    return {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def main() -> None:
+    """Run every way, turn and turn about, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, one run of each")
+    parser.add_argument(
+        "--gpu", action="store_true", help="the shape of an 8B model, dummy weights"
+    )
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a model's folder in place of the made one")
+    parser.add_argument("--only", action="append", help="only this way; may be repeated")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.prompts, arguments.repeats = 300, 1
+    with tempfile.TemporaryDirectory() as folder, workload.s3_server() as bucket:
+        bench = Bench(Path(folder), bucket, arguments)
+        ways = {
+            name: way
+            for name, way in bench.ways().items()
+            if name in arguments.only or not arguments.only
+        }
+        runs: dict[str, list[Measured]] = {name: [] for name in ways}
+        for _ in range(arguments.repeats):
+            for name, way in ways.items():
+                runs[name].append(way())
+                print(f"{name}: {runs[name][-1]}", file=sys.stderr)
+        tokens = sum(each["max_tokens"] for each in bench.requests)
+    report(runs, len(bench.requests), tokens)
+
+
+def report(runs: dict[str, list[Measured]], prompts: int, tokens: int) -> None:
+    """Print the table and the last JSON line; figures are medians over the repeats, per 1000 requests."""
+    table: dict[str, dict[str, float]] = {}
+    for name, measured in runs.items():
+        scale = 1000 / measured[0].requests
+        table[name] = {
+            "wall_seconds": scale * statistics.median(each.wall_seconds for each in measured),
+            "load_seconds": statistics.median(each.load_seconds for each in measured),
+            "steps": scale * statistics.median(each.steps for each in measured),
+            "engine_cpu_seconds": scale
+            * statistics.median(each.engine_seconds for each in measured),
+            "driver_us": 1e3 * scale * statistics.median(each.driver_seconds for each in measured),
+        }
+    repeats = len(next(iter(runs.values())))
+    print(f"{prompts} requests, {tokens} tokens, medians of {repeats} runs, per 1000 requests")
+    print(
+        f"{'way':38}{'wall s':>8}{'steps':>8}{'engine CPU s':>14}{'driver CPU us/request':>23}{'load s':>8}"
+    )
+    for name, way in table.items():
+        steps = f"{way['steps']:.0f}" if way["steps"] else "-"
+        engine = f"{way['engine_cpu_seconds']:.2f}" if way["engine_cpu_seconds"] else "-"
+        driver = f"{way['driver_us']:.0f}" if way["driver_us"] else "-"
+        print(
+            f"{name:38}{way['wall_seconds']:8.2f}{steps:>8}{engine:>14}{driver:>23}{way['load_seconds']:8.1f}"
+        )
+    result = {
+        "benchmark": "throughput",
+        "prompts": prompts,
+        "tokens": tokens,
+        "repeats": repeats,
+        "ways": {
+            name: {key: round(value, 4) for key, value in way.items()}
+            for name, way in table.items()
+        },
+        "ratios": ratios(table),
+    }
+    print(json.dumps(result))
+
+
+def ratios(table: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What the project holds itself to: each pair of ways that was measured."""
+    wanted = {
+        "steps_of_one_generate": ("batchinfer", "LLM.generate once", "steps"),
+        "steps_of_generate_per_chunk": ("batchinfer", "LLM.generate per chunk", "steps"),
+        "wall_of_one_generate": ("batchinfer", "LLM.generate once", "wall_seconds"),
+        "engine_cpu_of_one_generate": ("batchinfer", "LLM.generate once", "engine_cpu_seconds"),
+        "wall_of_2000_characters": ("batchinfer", "2000 characters", "wall_seconds"),
+    }
+    found = {}
+    for suffix in ("", ", own process"):
+        for name, (ours, other, key) in wanted.items():
+            if table.get(ours + suffix, {}).get(key) and other + suffix in table:
+                found[name + suffix.replace(", ", "_").replace(" ", "_")] = (
+                    table[ours + suffix][key] / table[other + suffix][key]
+                )
+    ours = table.get("batchinfer, own process", {})
+    for name, other, key in (
+        ("driver_of_bare_loop", "bare loop, own process", "driver_us"),
+        ("wall_of_run_batch", "run_batch, own process", "wall_seconds"),
+    ):
+        if ours and other in table:
+            found[name] = ours[key] / table[other][key]
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+if __name__ == "__main__":
+    main()
