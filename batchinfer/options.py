@@ -234,6 +234,18 @@ output_options = _group(
     click.option(
         "--keep", default="", metavar="A,B", help="Columns to repeat in the output; * for all."
     ),
+    click.option(
+        "--id-column",
+        default="",
+        help="Column whose value is each row's _id, for chunks that split did not make.",
+    ),
+    click.option(
+        "--timing/--no-timing",
+        "has_timing",
+        default=True,
+        show_default=True,
+        help="Write each row's seconds. Without them equal answers are equal bytes.",
+    ),
     click.option("--keep-prompt", is_flag=True, help="Repeat the prompt in the output."),
     click.option("--strip", is_flag=True, help="Remove white space around every answer."),
 )

@@ -249,6 +249,8 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
         truncate_prompt=options["truncate_prompt"],
         keep=_comma_list(options["keep"]),
         keep_prompt=options["keep_prompt"],
+        id_column=options["id_column"],
+        has_timing=options["has_timing"],
         strip=options["strip"],
         output_format=options["output_format"],
     )

@@ -480,3 +480,25 @@ def as_user() -> Iterator[Any]:
             os.seteuid(0)
 
     return lower
+
+
+class TestOutputOptions:
+    def test_without_timing_equal_answers_are_equal_bytes(self, job: str) -> None:
+        for name in ("a", "b"):
+            run_worker_here(job, f"{job}/runs/{name}", "--no-timing")
+        first, second = (outputs(f"{job}/runs/{name}") for name in "ab")
+        assert first == second
+        assert all("timing" not in line for lines in first.values() for line in lines)
+
+    def test_ids_can_come_from_a_column(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--id-column", "prompt")
+        assert all(line["_id"] == default_row(line["_row"])["prompt"] for line in all_lines(f"{job}/runs/a"))  # fmt: skip
+
+    def test_every_prompt_setting_can_be_given_on_the_command_line(self) -> None:
+        from batchinfer.prompts import PromptConfig
+        from batchinfer.worker import command
+
+        names = {parameter.name for parameter in command.params}
+        # The engine's own limit, the only task there is, and a limit that nobody needed to change.
+        fixed = {"max_logprobs", "task", "max_n"}
+        assert set(PromptConfig.__struct_fields__) - names == fixed
