@@ -10,6 +10,7 @@ EVENTS: dict[str, str] = {
     "manifests_read": "What is to do: chunks of the own manifests, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
+    "engine_preempted": "Its KV cache is too small for what runs; rows are computed again. Once a start.",
     "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",
     "chunk_taken_over": "Its claim lapsed at another worker, and is this one's now.",
     "chunk_helped": "A slower worker holds it; this one works on it too, the first to finish wins.",

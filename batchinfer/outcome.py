@@ -42,6 +42,7 @@ def make_result(
         "engine_load_sec": round(info.load_seconds, 3) if info else None,
         "generate_time_sec": round(telemetry.busy_seconds, 3),
         "engine_steps": telemetry.stats.steps,
+        "preemptions": telemetry.stats.preemptions,
         "total_prompt_tokens": telemetry.prompt_tokens,
         "total_cached_tokens": telemetry.cached_tokens,
         "total_tokens_generated": telemetry.completion_tokens,

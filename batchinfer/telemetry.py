@@ -175,7 +175,13 @@ class Telemetry:
             self._attempts = 0
 
     def engine_stats(self, stats: EngineStats) -> None:
-        """Take the engine's counters."""
+        """Take the engine's counters. Says so, once, when rows are computed twice."""
+        if stats.preemptions and not self._stats.preemptions:
+            logger.warning(
+                "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
+                "more memory: --gpu-memory-utilization, --tensor-parallel-size, on a CPU --engine-arg kv_cache_memory_bytes",
+                extra=event("engine_preempted", preemptions=stats.preemptions),
+            )
         self._stats = stats
 
     # -- Observer

@@ -146,6 +146,7 @@ def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
 
     runner.run_batch = timed
     sys.argv = ["run_batch", "-i", str(path), "-o", str(path.with_suffix(".out")), "--model", model]
+    sys.argv += ["--served-model-name", "m"]
     for name, value in engine.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from batchinfer import codec, telemetry
 from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import LocalChunk, OpenChunk
 from batchinfer.manifests import ChunkRef
-from batchinfer.records import EngineInfo, Failure, Minute, Worker
+from batchinfer.records import EngineInfo, EngineStats, Failure, Minute, Worker
 from batchinfer.scratch import Spool
 from batchinfer.telemetry import (
     MAX_CODES,
@@ -239,3 +240,13 @@ def test_an_older_record_without_the_new_fields_is_read() -> None:
     record = codec.decode(old, Worker, name="workers/w.json")
     assert record.minutes[0].length == 1
     assert record.open_spans == []
+
+
+def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry_ = make_telemetry(FakeClock())
+    for preemptions in (0, 3, 9):
+        telemetry_.engine_stats(EngineStats(steps=10, preemptions=preemptions))
+    (record,) = caplog.records
+    assert (record.levelname, record.event) == ("WARNING", "engine_preempted")
+    assert "--max-num-seqs" in record.getMessage()
+    assert telemetry_.stats.preemptions == 9
