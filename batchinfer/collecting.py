@@ -7,10 +7,11 @@ the disk by a few chunks and their outputs.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -33,6 +34,8 @@ OpenStore = Callable[[str], Store]
 _BLOCK_BYTES = 1 << 20
 """Larger blocks are slower: they do not fit the processor's caches."""
 _FETCHERS = 2
+_MEMORY_BYTES = 8 << 20
+"""Outputs up to this size stay in memory; a few for each fetcher are there at once."""
 CHUNKS, OUTPUTS = "chunks", "outputs"
 """Where a source's columns can come from."""
 _OWN = (lines.ROW_FIELD, lines.ID_FIELD)
@@ -174,10 +177,22 @@ class Block(NamedTuple):
 
 
 class _Fetched(NamedTuple):
+    """An output that is what its marker says, here; or the problem with it."""
+
     ref: ChunkRef
-    output: Path
-    chunk: Path | None
+    output: Path | bytes
+    chunk: Path | None = None
     problem: str = ""
+
+    def open(self) -> BinaryIO:
+        """The output's lines."""
+        return io.BytesIO(self.output) if isinstance(self.output, bytes) else self.output.open("rb")
+
+    def remove(self) -> None:
+        """Give the space back."""
+        for path in (self.output, self.chunk):
+            if isinstance(path, Path):
+                path.unlink(missing_ok=True)
 
 
 class Reader:
@@ -229,36 +244,40 @@ class Reader:
             try:
                 yield from self._read(fetched, marker, read)
             finally:
-                fetched.output.unlink(missing_ok=True)
-                if fetched.chunk is not None:
-                    fetched.chunk.unlink(missing_ok=True)
+                fetched.remove()
 
     def _fetch(self, pair: tuple[ChunkRef, Marker], *, with_chunk: bool) -> _Fetched:
         """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread."""
         ref, marker = pair
-        path = self._scratch.new_path(f"{ref.name}.output")
         key = layout.output_key(marker.output)
         try:
-            self._store.download(key, path)
+            fetched, digest = self._bring(ref, marker, key)
         except ObjectNotFound:
-            return _Fetched(ref, path, None, f"{key}: vanished while the run was read")
-        with path.open("rb") as file:
-            digest = codec.sha256_file(file)
+            return _Fetched(ref, b"", problem=f"{key}: vanished while the run was read")
         if digest != marker.output_sha256:
-            path.unlink()
-            return _Fetched(
-                ref,
-                path,
-                None,
-                f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…",
+            fetched.remove()
+            problem = (
+                f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…"
             )
+            return _Fetched(ref, b"", problem=problem)
         if not with_chunk:
-            return _Fetched(ref, path, None)
+            return fetched
         local = fetch(self._sources[ref.root], ref, self._scratch)
+        fetched = fetched._replace(chunk=local.path)
         if local.sha256 != marker.chunk_sha256:
-            local.path.unlink()
-            return _Fetched(ref, path, None, f"{ref.key}: was changed since it was answered")
-        return _Fetched(ref, path, local.path)
+            fetched.remove()
+            return _Fetched(ref, b"", problem=f"{ref.key}: was changed since it was answered")
+        return fetched
+
+    def _bring(self, ref: ChunkRef, marker: Marker, key: str) -> tuple[_Fetched, str]:
+        """An output and its sha256: in memory if it is small, which saves writing and reading it once more."""
+        if marker.output_bytes <= _MEMORY_BYTES:
+            data = self._store.get(key).data
+            return _Fetched(ref, data), codec.sha256(data)
+        path = self._scratch.new_path(f"{ref.name}.output")
+        self._store.download(key, path)
+        with path.open("rb") as file:
+            return _Fetched(ref, path), codec.sha256_file(file)
 
     def _read(
         self, fetched: _Fetched, marker: Marker, read: Callable[[bytes], dict[str, Any]] | None
@@ -267,7 +286,7 @@ class Reader:
         has_kept = read is not None and fetched.chunk is None
         make = ArrowBlock if can_read(self._shape) and not has_kept else LineBlock
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(fetched.output.open("rb"))
+            output = stack.enter_context(fetched.open())
             chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
             while data := output.read(_BLOCK_BYTES) + output.readline():
                 block = make(data, self._shape, fetched.ref.first_row + done)

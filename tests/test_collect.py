@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from batchinfer import codec, layout
+from batchinfer import codec, collecting, layout
 from batchinfer.arrow_lines import ArrowBlock
 from batchinfer.clock import SystemClock
 from batchinfer.collect import run_collect
@@ -414,9 +414,10 @@ def test_output_that_vanishes_while_it_is_read_is_an_answer_not_a_crash(
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def download(self, key: str, path: Path) -> None:
-            store.delete(["outputs/part-00002.jsonl"])
-            store.download(key, path)
+        def get(self, key: str) -> Any:
+            if key.startswith("outputs/") and key.endswith(".jsonl"):
+                store.delete(["outputs/part-00002.jsonl"])
+            return store.get(key)
 
     def opener(url: str) -> Any:
         return Vanishing() if url == run else open_store(url)
@@ -424,6 +425,17 @@ def test_output_that_vanishes_while_it_is_read_is_an_answer_not_a_crash(
     config = CollectConfig(run=run, dest=str(tmp_path / "out.jsonl"))
     with pytest.raises(RunUnsound, match="vanished"):
         run_collect(config, open_store=opener, clock=SystemClock())
+
+
+def test_large_outputs_go_over_the_disk(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "_MEMORY_BYTES", 100)
+    monkeypatch.setattr(collecting, "_BLOCK_BYTES", 1000)
+    collect(run, tmp_path / "out", with_source=True)
+    rows = read_table(tmp_path / "out")
+    assert [row["text"] for row in rows] == [row["prompt"] for row in rows]
+    assert len(rows) == ROWS
 
 
 def test_lines_of_other_rows_are_refused(run: str, store: Store, tmp_path: Path) -> None:
