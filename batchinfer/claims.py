@@ -106,9 +106,14 @@ class Lease:
         self.error = None
         self._renewed = started
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since the heartbeat that was written last."""
+        return self._clock.monotonic() - self._renewed
+
     def is_held(self) -> bool:
         """Whether others must still respect this worker's claims."""
-        return not self._superseded and self._clock.monotonic() - self._renewed < self.lease_seconds
+        return not self._superseded and self.silent_seconds < self.lease_seconds
 
     def require(self) -> None:
         """Raise unless the lease is this worker's and fresh. Called right before anything is published.

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
+_LEASES_WITHOUT_STORAGE = 10.0
+"""After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
 _END_LOADING_SECONDS = 15.0
 _ANY_NUMBER = 2**31
 
@@ -248,6 +250,12 @@ class _Worker:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self.world.stopper.request(error)
+        if lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+            reason = (
+                f"{self.store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
+            )
+            hint = "start the same command again once the bucket can be written"
+            self.world.stopper.request(StorageError(reason, hint=hint))
 
     def _last_beat(self, lease: Lease) -> None:
         with contextlib.suppress(BatchinferError):

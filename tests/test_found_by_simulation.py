@@ -11,7 +11,7 @@ import pytest
 
 import making
 from batchinfer import codec, layout
-from batchinfer.errors import EngineDied, Interrupted
+from batchinfer.errors import EngineDied, Interrupted, StorageError
 from batchinfer.records import Claim
 from batchinfer.shelf import Limits
 from fakes import worker_record
@@ -142,3 +142,18 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         ]
         assert len(written) > len(before)
         assert len(written) == len(set(written))
+
+
+def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> None:
+    """What was complete waited for a fresh heartbeat, and that for the bucket; now it ends with 34."""
+    for claims in (True, False):
+        with Stage([["mine"] * 6]) as stage:
+
+            def hook(
+                _number: int, _method: str, _key: str, _process: object, stage: Stage = stage
+            ) -> str | None:
+                return "refused" if stage.scheduler.now > 2.5 else None
+
+            ending = stage.run(hook=hook, claims=claims, lease_seconds=6.0, within_seconds=200)
+            assert isinstance(ending.error, StorageError)
+            assert ending.error.exit_status == 34

@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many")
     parser.add_argument("--start", type=int, default=0, metavar="S", help="the first one")
     parser.add_argument("--seed", type=int, metavar="X", help="only this one, with its trace")
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="J", help="processes")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print traces of failing seeds"
     )
