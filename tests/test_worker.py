@@ -492,7 +492,8 @@ class TestOutputOptions:
 
     def test_ids_can_come_from_a_column(self, job: str) -> None:
         run_worker_here(job, f"{job}/runs/a", "--id-column", "prompt")
-        assert all(line["_id"] == default_row(line["_row"])["prompt"] for line in all_lines(f"{job}/runs/a"))  # fmt: skip
+        for line in all_lines(f"{job}/runs/a"):
+            assert line["_id"] == default_row(line["_row"])["prompt"]
 
     def test_every_prompt_setting_can_be_given_on_the_command_line(self) -> None:
         from batchinfer.prompts import PromptConfig
