@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -181,6 +181,8 @@ class _Fetched(NamedTuple):
 
     ref: ChunkRef
     output: Path | bytes
+    blocks: list[ArrowBlock | LineBlock] | None = None
+    """The output's lines, if they were decoded already."""
     chunk: Path | None = None
     problem: str = ""
 
@@ -234,7 +236,9 @@ class Reader:
             InputError: a line cannot be read although its checksum is right.
         """
         sound = self._selection.sound
-        bring = partial(self._fetch, with_chunk=source_from == CHUNKS)
+        is_plain = can_read(self._shape) and source_from != OUTPUTS
+        make = ArrowBlock if is_plain else LineBlock
+        bring = partial(self._fetch, make=make, with_chunk=source_from == CHUNKS)
         read = _row_reader(columns) if source_from else None
         waiting = in_parallel(bring, sound, _FETCHERS)
         for fetched, (ref, marker) in zip(waiting, sound, strict=True):
@@ -242,12 +246,18 @@ class Reader:
                 self.damaged[ref.name] = Gap(ref.name, CORRUPT, fetched.problem)
                 continue
             try:
-                yield from self._read(fetched, marker, read)
+                blocks = fetched.blocks or _decode(fetched, self._shape, make)
+                yield from self._read(fetched, marker, blocks, read)
             finally:
                 fetched.remove()
 
-    def _fetch(self, pair: tuple[ChunkRef, Marker], *, with_chunk: bool) -> _Fetched:
-        """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread."""
+    def _fetch(
+        self, pair: tuple[ChunkRef, Marker], *, make: type[ArrowBlock | LineBlock], with_chunk: bool
+    ) -> _Fetched:
+        """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread.
+
+        Arrow decodes without holding up other threads, so that is done here, too.
+        """
         ref, marker = pair
         key = layout.output_key(marker.output)
         try:
@@ -260,6 +270,9 @@ class Reader:
                 f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…"
             )
             return _Fetched(ref, b"", problem=problem)
+        if make is ArrowBlock and isinstance(fetched.output, bytes):
+            blocks = list(_decode(fetched, self._shape, make))
+            fetched = fetched._replace(output=b"", blocks=blocks)
         if not with_chunk:
             return fetched
         local = fetch(self._sources[ref.root], ref, self._scratch)
@@ -279,23 +292,23 @@ class Reader:
         with path.open("rb") as file:
             return _Fetched(ref, path), codec.sha256_file(file)
 
+    @staticmethod
     def _read(
-        self, fetched: _Fetched, marker: Marker, read: Callable[[bytes], dict[str, Any]] | None
+        fetched: _Fetched,
+        marker: Marker,
+        blocks: Iterable[ArrowBlock | LineBlock],
+        read: Callable[[bytes], dict[str, Any]] | None,
     ) -> Iterator[Block]:
         done = 0
-        has_kept = read is not None and fetched.chunk is None
-        make = ArrowBlock if can_read(self._shape) and not has_kept else LineBlock
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(fetched.open())
             chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
-            while data := output.read(_BLOCK_BYTES) + output.readline():
-                block = make(data, self._shape, fetched.ref.first_row + done)
+            for block in blocks:
                 done += block.num_rows
                 source = None
-                if read is not None and isinstance(block, LineBlock) and chunk is None:
-                    source = list(map(read, block.sources()))
-                elif read is not None and chunk is not None:
+                if read is not None and chunk is not None:
                     source = [read(chunk.readline()) for _ in range(block.num_rows)]
+                elif read is not None and isinstance(block, LineBlock):
+                    source = list(map(read, block.sources()))
                 yield Block(fetched.ref.name, block, source)
         if done != marker.rows_ok + marker.rows_error:
             raise InputError(
@@ -303,6 +316,18 @@ class Reader:
                 f"{marker.rows_ok + marker.rows_error} rows",
                 hint="`batchinfer verify` says what mends it",
             )
+
+
+def _decode(
+    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | LineBlock]
+) -> Iterator[ArrowBlock | LineBlock]:
+    """An output's lines, a block at a time."""
+    row = fetched.ref.first_row
+    with fetched.open() as output:
+        while data := output.read(_BLOCK_BYTES) + output.readline():
+            block = make(data, shape, row)
+            row += block.num_rows
+            yield block
 
 
 def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
