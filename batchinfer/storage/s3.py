@@ -28,7 +28,7 @@ from batchinfer.errors import (
     ObjectNotFound,
     PreconditionFailed,
 )
-from batchinfer.storage import Object, ObjectInfo
+from batchinfer.storage import Object, ObjectInfo, s3_listing
 from batchinfer.storage.keys import check_key, check_prefix
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from batchinfer.storage.s3_errors import already_exists, no_such_bucket, of_answer, s3_errors
@@ -215,6 +215,8 @@ class S3Store:
     # ------------------------------------------------------------------ one verb's parts
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with s3_errors(self._url(self._root + prefix), self.bucket):
+            s3_listing.register(self._fs.s3)
         token: dict[str, str] = {}
         while True:
             page = self._retry(
