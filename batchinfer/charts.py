@@ -68,7 +68,9 @@ def time_ticks(extent: Extent, most: int = 6) -> list[tuple[float, str]]:
     step = next((s for s in _STEPS_SECONDS if length / s <= most), _STEPS_SECONDS[-1])
     form = "%H:%M" if length <= 36 * 3600 else "%d %b" if step >= 86400 else "%d %b %Hh"
     if step < 60:
-        form = "%H:%M:%S"
+        # With seconds a label is wide: more than four do not fit on a phone.
+        step = next(s for s in _STEPS_SECONDS if length / s <= min(most, 4))
+        form = "%H:%M:%S" if step < 60 else form
     first = math.ceil(extent.begin / step) * step
     ticks: list[tuple[float, str]] = []
     moment = float(first)

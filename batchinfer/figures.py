@@ -43,11 +43,13 @@ def short(number: float | None) -> str:
 def money(dollars: float | None) -> str:
     """Dollars.
 
-    >>> money(1234.5), money(0.0123)
-    ('$1,234.50', '$0.0123')
+    >>> money(1234.5), money(0.0123), money(2.5e-06)
+    ('$1,234.50', '$0.0123', '< $0.0001')
     """
     if dollars is None:
         return NONE
+    if 0 < dollars < 0.0001:
+        return "< $0.0001"
     return f"${dollars:,.2f}" if dollars >= 0.1 or dollars == 0 else f"${dollars:.3g}"
 
 

@@ -24,13 +24,28 @@ MAX_OBJECT_BYTES = 64 << 20
 MAX_TEXT = 2000
 
 
+SHORT_TEXT = 60
+
+
+class Cell(NamedTuple):
+    """A column of a row and what is in it, as text."""
+
+    name: str
+    text: str
+
+    @property
+    def is_short(self) -> bool:
+        """Whether several of its kind fit on a line."""
+        return len(self.text) <= SHORT_TEXT and "\n" not in self.text
+
+
 class SampleRow(NamedTuple):
     """One row. `source` are its columns, where its chunk could be read; long texts are cut."""
 
     chunk: str
     line: int
     id: str
-    source: list[tuple[str, str]]
+    source: list[Cell]
     is_ok: bool
     texts: list[str]
     finish_reasons: list[str]
@@ -99,7 +114,7 @@ def _chunk_samples(
     return [_row(name, index, answers[index], sources.get(index, [])) for index in sorted(answers)]
 
 
-def _row(chunk: str, index: int, line: bytes, source: list[tuple[str, str]]) -> SampleRow:
+def _row(chunk: str, index: int, line: bytes, source: list[Cell]) -> SampleRow:
     summary = read_line(line)
     return SampleRow(
         chunk=chunk,
@@ -121,7 +136,7 @@ def _sources(
     marker: Marker,
     wanted: set[int],
     folder: Path,
-) -> dict[int, list[tuple[str, str]]]:
+) -> dict[int, list[Cell]]:
     """Columns of the wanted rows, if the job's chunk is there and not too large."""
     chunks = {chunk.name: chunk for chunk in snapshot.job.chunks} if snapshot.job else {}
     chunk = chunks.get(layout.stem(marker.chunk))
@@ -167,18 +182,44 @@ def _plain(path: Path, *, is_compressed: bool) -> Iterator[IO[bytes]]:
             raise ValueError(str(error)) from error
 
 
-def _columns(line: bytes) -> list[tuple[str, str]]:
+def _columns(line: bytes) -> list[Cell]:
     try:
         row: Any = json.loads(line)
     except ValueError:
-        return [("line", cut(line.decode(errors="replace")))]
+        return [Cell("line", cut(line.decode(errors="replace")))]
     if not isinstance(row, dict):
-        return [("line", cut(json.dumps(row, ensure_ascii=False)))]
+        return [Cell("line", cut(json.dumps(row, ensure_ascii=False)))]
     return [
-        (str(name), cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+        Cell(str(name), cut(_readable(value)))
         for name, value in list(row.items())[:20]
         if name not in ("_row", "_id")
     ]
+
+
+def _readable(value: Any) -> str:
+    """A value as text: a conversation by its turns, all else but text as JSON.
+
+    >>> print(
+    ...     _readable([{"role": "user", "content": "Hi"}, {"content": "Yes?", "role": "assistant"}])
+    ... )
+    user: Hi
+    assistant: Yes?
+    >>> _readable([{"role": "user", "content": "Hi", "name": "Jo"}])
+    '[{"role": "user", "content": "Hi", "name": "Jo"}]'
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(map(_is_turn, value)):
+        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_turn(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(isinstance(text, str) for text in value.values())
+    )
 
 
 def cut(text: str, most: int = MAX_TEXT) -> str:

@@ -174,7 +174,15 @@ def _head(seen: Overview) -> Group:
     add("cost", _cost(seen))
     bar = Table.grid()
     if rows.total:
-        bar.add_row(ProgressBar(total=rows.total, completed=min(finished, rows.total), width=72))
+        bar.add_row(
+            ProgressBar(
+                total=rows.total,
+                completed=min(finished, rows.total),
+                width=72,
+                complete_style="cyan",  # the default is the red of failures
+                finished_style="green",
+            )
+        )
     return Group(title, bar, grid)
 
 
