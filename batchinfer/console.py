@@ -18,7 +18,9 @@ from batchinfer.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS = ("model", "engine", "prompt", "sampling", "output", "behaviour", "input")
-"""Keys of a settings file that only group options."""
+"""Keys of a settings file that group the options of a run."""
+RUN_COMMANDS = ("worker", "check")
+"""Commands that take a run's options; for the others these sections are somebody else's."""
 
 
 def common_options(function: F) -> F:
@@ -97,6 +99,8 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and name in COMMANDS and name != command.name:
+            continue
+        if isinstance(value, dict) and name in SECTIONS and command.name not in RUN_COMMANDS:
             continue
         if isinstance(value, dict) and (name in SECTIONS or name == command.name):
             for inner, inner_value in value.items():

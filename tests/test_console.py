@@ -73,6 +73,24 @@ def test_sections_only_group_and_other_commands_sections_are_passed_over(tmp_pat
     )
 
 
+def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
+    """The run's sections are not the splitter's."""
+    from batchinfer.console import read_settings
+    from batchinfer.split import command as split
+    from batchinfer.worker import command as worker
+
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "split: {num_chunks: 4, output: job}\nmodel: {model: m}\nprompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
+    )
+    assert read_settings(path, split) == {"num_chunks": "4", "output": "job"}
+    assert read_settings(path, worker) == {
+        "model": "m",
+        "prompt_column": "p",
+        "output": "job/runs/a",
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
