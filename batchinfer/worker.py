@@ -36,6 +36,8 @@ from batchinfer.shelf import Limits
 from batchinfer.stopping import install_signal_handlers
 from batchinfer.world import WorkerConfig, real_world
 
+YES, NO = ("1", "true", "yes"), ("0", "false", "no")
+
 
 @click.command("worker")
 @input_options
@@ -185,7 +187,11 @@ def _default_worker_id(environment: dict[str, str]) -> str:
 
 
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:
-    """Cloud, region and GPUs as SkyPilot tells them. Never the host's name."""
+    """Cloud, region and GPUs as SkyPilot tells them. Never the host's name.
+
+    Nothing on the machine tells for every cloud whether it is a spot machine; BATCHINFER_SPOT=1 or 0 does. Without
+    BATCHINFER_ACCELERATOR the GPU's name is what the engine's driver says.
+    """
     host: dict[str, Any] = {}
     try:
         info = json.loads(environment.get("SKYPILOT_CLUSTER_INFO") or "{}")
@@ -201,6 +207,9 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
     ):
         if environment.get(name):
             host[key] = environment[name]
+    spot = environment.get("BATCHINFER_SPOT", "").lower()
+    if spot in (*YES, *NO):
+        host["spot"] = spot in YES
     return host
 
 

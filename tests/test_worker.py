@@ -503,3 +503,15 @@ class TestOutputOptions:
         # The engine's own limit, the only task there is, and a limit that nobody needed to change.
         fixed = {"max_logprobs", "task", "max_n"}
         assert set(PromptConfig.__struct_fields__) - names == fixed
+
+
+@pytest.mark.parametrize(
+    ("said", "host"),
+    [("1", {"spot": True}), ("false", {"spot": False}), ("", {}), ("perhaps", {})],
+)
+def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(
+    said: str, host: dict[str, bool]
+) -> None:
+    from batchinfer.worker import describe_host
+
+    assert describe_host({"BATCHINFER_SPOT": said}) == host
