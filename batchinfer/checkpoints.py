@@ -81,6 +81,12 @@ def encode_deaths(lines: list[int]) -> bytes:
     )
 
 
+def chunks_with_segments(store: Store) -> set[str]:
+    """Names of all chunks that have segments: one listing."""
+    found = (layout.parse_segment(info.key) for info in store.list(layout.CHECKPOINTS))
+    return {segment[0] for segment in found if segment is not None}
+
+
 def read_segments(store: Store, name: str, num_lines: int) -> Resumed:
     """Read every segment of a chunk. Read-only.
 

@@ -238,6 +238,9 @@ class Opener:
         self._claims = claims
         self._publisher = publisher
         self._scratch = scratch
+        self.begun: set[str] | None = None
+        """Chunks that had segments when the worker started; None: not known. Who has worked on a chunk since then has
+        left a claim, so a new claim on any other chunk needs no look for segments."""
 
     def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
         """Claim a chunk, fetch it and take up the finished rows that others left.
@@ -248,22 +251,22 @@ class Opener:
         Raises:
             InputError: the chunk is missing, damaged, or not the one that job.json describes.
         """
-        etag = ""
+        claim = Taken("")
         if self._claims is not None:
-            claim = self._take(self._claims, ref.name, take_over)
-            if isinstance(claim, Held):
-                return HeldByOther(claim)
-            etag = claim.etag
-        return self._open_claimed(ref, etag, now=now)
+            found = self._take(self._claims, ref.name, take_over)
+            if isinstance(found, Held):
+                return HeldByOther(found)
+            claim = found
+        return self._open_claimed(ref, claim, now=now)
 
     def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
         """Open a chunk that a slower worker holds, without its claim: the first of the two to publish wins."""
-        opened = self._open_claimed(ref, "", now=now)
+        opened = self._open_claimed(ref, Taken(""), now=now)
         if isinstance(opened, OpenChunk):
             opened.is_backup = True
         return opened
 
-    def _open_claimed(self, ref: ChunkRef, etag: str, *, now: float) -> Opened:
+    def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
         marker = self._publisher.standing_marker(ref.name, ref.generation)
         if marker is not None:
             return AlreadyDone(marker)
@@ -276,7 +279,10 @@ class Opener:
             num_rows=num_rows,
             started=now,
         )
-        chunk.claim_etag = etag
+        chunk.claim_etag = claim.etag
+        is_known = self.begun is not None and chunk.name not in self.begun
+        if claim.is_new and is_known and not chunk.generation:
+            return chunk
         try:
             return self._resume(chunk)
         except BaseException:

@@ -186,9 +186,10 @@ def decode_claim(data: bytes, key: str) -> Claim:
 
 
 class Taken(NamedTuple):
-    """The claim is ours; `etag` is needed to release it."""
+    """The claim is ours; `etag` is needed to release it. `is_new`: nobody had one before."""
 
     etag: str
+    is_new: bool = False
 
 
 class Held(NamedTuple):
@@ -221,7 +222,7 @@ class Claims:
         key = layout.claim_key(name)
         while True:
             try:
-                return Taken(self._store.create(key, self._body()))
+                return Taken(self._store.create(key, self._body()), is_new=True)
             except AlreadyExists:
                 pass
             try:

@@ -197,7 +197,9 @@ def _resolve_in_job(
     lines: list[tuple[str, str]], job: Job, base: str, limit: int | None
 ) -> list[ChunkRef]:
     everything = {ref.key: ref for ref in job_chunks(job, base).values()}
-    wanted = {ref.key: ref for ref in job_chunks(job, base, limit).values()}
+    wanted = everything
+    if limit is not None:
+        wanted = {ref.key: ref for ref in job_chunks(job, base, limit).values()}
     _refuse_repeats(lines)
     for manifest, line in lines:
         if line not in everything:

@@ -17,6 +17,7 @@ import msgspec
 
 from batchinfer import __version__, layout
 from batchinfer.background import Pending
+from batchinfer.checkpoints import chunks_with_segments
 from batchinfer.chunks import Opener
 from batchinfer.claims import Claims, Lease
 from batchinfer.engines import Engine
@@ -274,6 +275,7 @@ class _Worker:
     ) -> None:
         world, config = self.world, self.config
         finished = world.background.submit(partial(finished_chunks, self.store))
+        begun = world.background.submit(partial(chunks_with_segments, self.store))
         stop_loading = WhileLoading(world.stopper)
         loading = world.background.submit(partial(engine.open, stop_loading))
         stack.callback(self._end_loading, loading, stop_loading)
@@ -286,6 +288,7 @@ class _Worker:
         tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
         done = self._await(finished)
         services, claims = self._services(assignment, lease, scratch)
+        services.opener.begun = self._await(begun)
         own = self._own_chunks(assignment, done, services.publisher)
         plan = Plan(
             own,

@@ -95,7 +95,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, json.dumps(counts).encode())
         elif "list-type" in query:
             counts["list"] += 1
-            print(query.get("prefix"), file=sys.stderr) if not query.get("prefix", [""])[0].endswith("outputs/") else None
             self._send(200, list_page(query))
         else:
             self._object(unquote(place.path))

@@ -45,7 +45,15 @@ def start(port: int, number: int) -> Measured:
         AWS_DEFAULT_REGION="us-east-1",
         AWS_EC2_METADATA_DISABLED="true",
     )
-    command = [sys.executable, "-m", "batchinfer.worker", "--engine", "echo", "--log-format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "batchinfer.worker",
+        "--engine",
+        "echo",
+        "--log-format",
+        "json",
+    ]
     command += ["--job", "s3://stub/job", "--prompt-column", "prompt", "--worker-id", f"w{number}"]
     begin = time.monotonic()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Reading pages of S3 listings at the speed of the XML parser.
+"""Reading pages of S3 listings quickly.
 
 botocore builds every field of every object in Python, and dates with dateutil: 85 ms a page, 17 s of CPU for a run of
 100,000 chunks. This takes the objects out of a page before botocore sees it, through the hook that botocore has for that.
@@ -6,16 +6,23 @@ botocore builds every field of every object in Python, and dates with dateutil: 
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any
-from xml.etree import ElementTree as ET
 
 EVENT = "before-parse.s3.ListObjectsV2"
+_KEYS = re.compile(rb"<Key>([^<]*)</Key>")
+_SIZES = re.compile(rb"<Size>([0-9]+)</Size>")
+_ETAGS = re.compile(rb"<ETag>([^<]*)</ETag>")
+_TIMES = re.compile(rb"<LastModified>([^<]*)</LastModified>")
+_BEGIN, _END = b"<Contents>", b"</Contents>"
+# What a page says beside its objects; it must not be among what is cut out.
+_OTHERS = (b"<IsTruncated", b"<NextContinuationToken", b"<EncodingType", b"<CommonPrefixes")
 
 
 def register(client: Any) -> None:
     """Have this client's listings read here. Idempotent."""
-    client.meta.events.register(EVENT, take_contents, unique_id="batchinfer-listing")
+    client.meta.events.register_first(EVENT, take_contents, unique_id="batchinfer-listing")
 
 
 def take_contents(
@@ -24,33 +31,31 @@ def take_contents(
     """Move the objects of a page from its XML to the parsed answer; botocore reads what is left.
 
     Objects have the fields that listings need: Key (still encoded, which botocore undoes), Size, ETag, LastModified.
-    A page of another shape is left to botocore as it is.
+    A page in which anything is out of the ordinary is left to botocore as it is.
     """
-    if response_dict.get("status_code") != 200:
+    body: bytes = response_dict["body"]
+    start, end = body.find(_BEGIN), body.rfind(_END) + len(_END)
+    if response_dict.get("status_code") != 200 or start < 0 or end < start:
+        return
+    cut = body[start:end]
+    columns = [pattern.findall(cut) for pattern in (_KEYS, _SIZES, _ETAGS, _TIMES)]
+    count = cut.count(_BEGIN)
+    is_odd = any(len(column) != count for column in columns) or any(
+        other in cut for other in _OTHERS
+    )
+    if is_odd or b"&" in cut.replace(b"&quot;", b""):
         return
     try:
-        root = ET.fromstring(response_dict["body"])  # noqa: S314 - expat expands no external entity; botocore parses so too
-    except ET.ParseError:
+        contents = [
+            {
+                "Key": key.decode(),
+                "Size": int(size),
+                "ETag": etag.decode().replace("&quot;", '"'),
+                "LastModified": datetime.fromisoformat(time.decode()),
+            }
+            for key, size, etag, time in zip(*columns, strict=True)
+        ]
+    except ValueError:
         return
-    name = root.tag.removesuffix("ListBucketResult")
-    if name == root.tag:
-        return
-    found = root.findall(f"{name}Contents")
-    try:
-        contents = [_read(element, len(name)) for element in found]
-    except (KeyError, ValueError):
-        return
-    for element in found:
-        root.remove(element)
-    response_dict["body"] = ET.tostring(root)
+    response_dict["body"] = body[:start] + body[end:]
     customized_response_dict["Contents"] = contents
-
-
-def _read(element: ET.Element, start: int) -> dict[str, Any]:
-    fields = {child.tag[start:]: child.text or "" for child in element}
-    return {
-        "Key": fields["Key"],
-        "Size": int(fields["Size"]),
-        "ETag": fields["ETag"],
-        "LastModified": datetime.fromisoformat(fields["LastModified"]),
-    }
