@@ -2,7 +2,8 @@
 
     python benchmarks/s3_stub.py CHUNKS MARKERS
 
-Serves s3://stub/job, a job of CHUNKS chunks of one row, and its run, in which MARKERS of them are done. Prints its port.
+Serves s3://stub/job, a job of CHUNKS chunks of one row, and its run, in which MARKERS of them are done.
+Prints its port.
 ``GET /stub-counts`` tells how many requests of each kind came.
 """
 
@@ -71,11 +72,11 @@ def list_page(query: dict[str, list[str]]) -> bytes:
     ]
     if more:
         body.append(f"<NextContinuationToken>{page[-1]}</NextContinuationToken>")
-    for key in page:
-        body.append(
-            f"<Contents><Key>{quote(key)}</Key><LastModified>{_MODIFIED}</LastModified>"
-            f'<ETag>"{"0" * 32}"</ETag><Size>{len(objects[key])}</Size><StorageClass>STANDARD</StorageClass></Contents>'
-        )
+    body += [
+        f"<Contents><Key>{quote(key)}</Key><LastModified>{_MODIFIED}</LastModified>"
+        f'<ETag>"{"0" * 32}"</ETag><Size>{len(objects[key])}</Size><StorageClass>STANDARD</StorageClass></Contents>'
+        for key in page
+    ]
     return "".join([*body, "</ListBucketResult>"]).encode()
 
 

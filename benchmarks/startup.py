@@ -1,7 +1,8 @@
 """Measure a worker's start over a large job: 100,000 chunks in the manifest, 99,000 of them with markers.
 
 CPU seconds of the worker, from its first instruction until its first chunk is open and its rows can be sent, and how
-many listing pages and other requests that took. Pages come from a stub (s3_stub.py), since a test S3 server is slow at this size.
+many listing pages and other requests that took. Pages come from a stub (s3_stub.py), since a test S3 server is slow
+at this size.
 The last line is one JSON object.
 
     python benchmarks/startup.py [--quick] [--chunks 100000] [--markers 99000] [--repeats 3]

@@ -215,8 +215,6 @@ class S3Store:
     # ------------------------------------------------------------------ one verb's parts
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with s3_errors(self._url(self._root + prefix), self.bucket):
-            s3_listing.register(self._fs.s3)
         token: dict[str, str] = {}
         while True:
             page = self._retry(
@@ -359,6 +357,8 @@ class S3Store:
         """Send one S3 request, once. The answer is botocore's."""
         where = self._url(arguments.get("Key", self._root))
         with s3_errors(where, self.bucket):
+            if method == "list_objects_v2":
+                s3_listing.register(self._fs.s3)
             return self._fs.call_s3(method, Bucket=self.bucket, **arguments)
 
     def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
