@@ -139,9 +139,13 @@ class Publisher:
         standing = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
         is_ours = standing.nonce == self._nonce
-        discarded = [] if standing.output == file else [layout.output_key(file)]
-        if discarded:
+        discarded: list[str] = []
+        if standing.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, standing.worker)
+            # Where nothing is refused, a try of ours that seemed to fail may still put our marker there, late:
+            # what it names must not be gone. `clean` removes it in time.
+            if self._is_safe:
+                discarded = [layout.output_key(file)]
         self._store.delete([*discarded, *leftovers])
         return Published(standing, is_ours)
 

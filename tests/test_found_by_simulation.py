@@ -14,7 +14,7 @@ from batchinfer import codec, layout
 from batchinfer.errors import EngineDied, Interrupted, StorageError
 from batchinfer.records import Claim
 from batchinfer.shelf import Limits
-from fakes import worker_record
+from fakes import marker_record, worker_record
 from simulation.stage import Stage, when
 
 
@@ -157,3 +157,33 @@ def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> Non
             ending = stage.run(hook=hook, claims=claims, lease_seconds=6.0, within_seconds=200)
             assert isinstance(ending.error, StorageError)
             assert ending.error.exit_status == 34
+
+
+def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_there() -> None:
+    """Where preconditions are ignored, a marker that timed out may overwrite the standing one long after."""
+    with Stage([["mine"]]) as stage:
+        stage.server.is_safe = False
+        stage.network.attempts = 1
+        stage.network.weather.late_seconds = 0.0
+        theirs: list[bytes] = []
+
+        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
+            if method != "put_object" or ".succeed" not in key or theirs:
+                return None
+            theirs.append(b"")
+            stage.scheduler.after(0.0, other_worker_is_first)
+            stage.network.weather.late_seconds = 500.0
+            return "late"
+
+        def other_worker_is_first() -> None:
+            marker = marker_record(output="part-00000.other.jsonl", nonce="other", worker="w9")
+            stage.put("outputs/part-00000.other.jsonl", b"theirs")
+            stage.put(layout.marker_key("part-00000"), codec.encode(marker))
+
+        limits = Limits(storage_retry_seconds=0.1)
+        assert stage.run(hook=hook, limits=limits).is_success
+        stage.scheduler.run(float("inf"))
+        objects = stage.objects("outputs/")
+        marker = json.loads(objects["outputs/part-00000.jsonl.succeed"])
+        assert marker["worker"] == "w0"
+        assert f"outputs/{marker['output']}" in objects

@@ -185,4 +185,6 @@ def test_without_preconditions_outputs_have_names_of_their_own_and_the_standing_
     )
     assert not second.is_ours
     assert standing(store).worker == "first"
-    assert keys(store) == ["outputs/part-00000.jsonl.succeed", "outputs/part-00000.n1.jsonl"]
+    # The second one's stays: where nothing is refused, its marker might still come, late.
+    names = ("part-00000.jsonl.succeed", "part-00000.n1.jsonl", "part-00000.n2.jsonl")
+    assert keys(store) == [f"outputs/{name}" for name in names]

@@ -132,14 +132,12 @@ class Oracle:
     def listed(self, prefix: str, process: Process) -> None:
         """Note what a process that resumes a chunk is about to find."""
         name = prefix.removeprefix(RUN)
-        if name.startswith(layout.CHECKPOINTS):
+        if name == layout.CHECKPOINTS:
+            for chunk in self._truth.chunks:
+                self._known[process.name, chunk] = self._saved_lines(chunk)
+        elif name.startswith(layout.CHECKPOINTS):
             chunk = name.split("/")[1]
-            self._known[process.name, chunk] = {
-                line
-                for rows in self._segments.get(chunk, {}).values()
-                for line, is_ok in rows.items()
-                if is_ok or not self._generation_of_phase
-            }
+            self._known[process.name, chunk] = self._saved_lines(chunk)
 
     def superseded(self, process: Process) -> None:
         """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
@@ -360,6 +358,15 @@ class Oracle:
         if not generations or not self._generation_of_phase:
             return bool(generations)
         return generations[-1] > 0 or not self._marker(chunk, 0)["rows_error"]
+
+    def _saved_lines(self, chunk: str) -> set[int]:
+        """Lines that segments hold, as far as they count in this phase."""
+        return {
+            line
+            for rows in self._segments.get(chunk, {}).values()
+            for line, is_ok in rows.items()
+            if is_ok or not self._generation_of_phase
+        }
 
     def _generations(self, chunk: str) -> list[int]:
         found = []

@@ -80,7 +80,7 @@ class Stage:
             process,
             self.network,
             engine=lambda: SimEngine(process, self.engine, self),
-            preconditions=Preconditions(create=True, replace=True),
+            preconditions=Preconditions(create=self.server.is_safe, replace=self.server.is_safe),
         )
         self.world = world
         config = WorkerConfig(

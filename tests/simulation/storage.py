@@ -74,7 +74,7 @@ class Server:
         self.objects: dict[str, Held] = {}
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
-        self._is_safe = is_safe
+        self.is_safe = is_safe
         self._page_keys = page_keys
         self._has_content_etags = has_content_etags
         self._version = 0
@@ -108,7 +108,7 @@ class Server:
         IfMatch: str = "",  # noqa: N803
     ) -> dict[str, Any]:
         held = self.objects.get(Key)
-        if self._is_safe:
+        if self.is_safe:
             if IfNoneMatch and held is not None:
                 raise PreconditionFailed(f"{Key}: exists")
             if IfMatch and held is None:
