@@ -1,9 +1,9 @@
 """Measure `--prefix-window`: prompt tokens that an engine has to compute when prefixes are scattered over a data set.
 
-20,000 rows draw one of 500 prefixes of 512 tokens at random, each with a tail of its own. The worker is the real one; the
-engine is a model of vLLM's prefix cache: full blocks, kept until the space is needed, the one longest unused going first, those
-of running requests never. With --vllm a smaller set goes through real vLLM. The least possible is every distinct full block
-once per window, and once in all. The last line is one JSON object.
+20,000 rows draw one of 500 prefixes of 512 tokens at random, each with a tail of its own. The worker is the real one;
+the engine is a model of vLLM's prefix cache: full blocks, kept until the space is needed, the one longest unused going
+first, those of running requests never. With --vllm a smaller set goes through real vLLM. The least possible is every
+distinct full block once per window, and once in all. The last line is one JSON object.
 
     python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000]
 """
@@ -216,7 +216,9 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "prefix", "rows": len(prompts)}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
-        workload.write_job(str(job), [{"prompt": each} for each in prompts], per_chunk=ROWS_PER_CHUNK)
+        workload.write_job(
+            str(job), [{"prompt": each} for each in prompts], per_chunk=ROWS_PER_CHUNK
+        )
         computed = {window: run_model(job, window, step_seconds) for window in windows}
     result["model"] = report("model of the cache", prompts, computed, BLOCK_TOKENS)
     if arguments.vllm:
@@ -234,9 +236,7 @@ def measure_vllm(windows: list[int]) -> dict[str, Any]:
         workload.write_job(str(job), [{"prompt": each} for each in prompts], per_chunk=100)
         model = workload.write_model(Path(folder) / "model")
         runs = {window: run_vllm(job, model, window) for window in windows}
-    table = report(
-        "vLLM on a CPU", prompts, {window: run[0] for window, run in runs.items()}, 32
-    )
+    table = report("vLLM on a CPU", prompts, {window: run[0] for window, run in runs.items()}, 32)
     for window, (_, seconds) in runs.items():
         table[str(window)]["seconds"] = round(seconds, 2)
         print(f"window {window}: {seconds:.1f} s")

@@ -1,9 +1,9 @@
 """Measure the worker with a real model against the ways in which vLLM is used without it.
 
 The same requests for all: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads its
-chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading of
-the engine, which is reported apart. On a CPU the engine computes in the process that drives it; the lines "own process" have it in
-another, as on a GPU, so that the driver's CPU seconds show. The last line is one JSON object.
+chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading
+of the engine, which is reported apart. On a CPU the engine computes in the process that drives it; the lines "own
+process" have it in another, as on a GPU, so that the driver's CPU seconds show. The last line is one JSON object.
 
     python benchmarks/throughput.py [--quick] [--gpu] [--prompts 1000] [--repeats 3] [--model FOLDER]
 """
@@ -30,8 +30,8 @@ WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 class Measured(NamedTuple):
     """One run of one way.
 
-    `steps` is 0 where they cannot be seen. `engine_seconds`: CPU of the process in which the engine computes, 0 where that
-    is none of those that drive it; `driver_seconds`: CPU of the others.
+    `steps` is 0 where they cannot be seen. `engine_seconds`: CPU of the process in which the engine computes, 0 where
+    that is none of those that drive it; `driver_seconds`: CPU of the others.
     """
 
     wall_seconds: float
@@ -150,7 +150,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a model's folder in place of the made one")
-    parser.add_argument("--only", action="append", help="only this way; may be repeated")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only this way; may be repeated"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.prompts, arguments.repeats = 300, 1

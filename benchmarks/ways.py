@@ -123,13 +123,14 @@ def loop(llm: Any, prepared: list[tuple[str, Any]]) -> int:
 
 
 def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
-    """vLLM's own batch runner, from the moment when its engine is loaded. It always has an engine of its own process."""
+    """Run vLLM's own batch runner; its engine always has a process of its own. Time counts from when that is loaded."""
     try:
         from vllm.entrypoints.launchers import run_batch as runner
     except ImportError:  # before 0.30 or so
         from vllm.entrypoints.openai import run_batch as runner
 
     begin = time.monotonic()
+    num_requests = len(path.read_bytes().splitlines())
     work = runner.run_batch
 
     async def timed(*arguments: Any, **options: Any) -> None:
@@ -140,7 +141,7 @@ def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
             "wall_seconds": time.monotonic() - start,
             "cpu_seconds": time.process_time() - cpu,
             "steps": 0,
-            "requests": len(path.read_bytes().splitlines()),
+            "requests": num_requests,
         }
         print(json.dumps(result), flush=True)
 

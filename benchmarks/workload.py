@@ -1,4 +1,4 @@
-"""What the engine benchmarks share: a model with random weights, requests of uneven length, S3 on loopback, processes."""
+"""What the engine benchmarks share: a random model, requests of uneven length, S3 on loopback, processes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3 server on 127.0.0.1 that keeps everything in memory; the environment points to it. Yields a bucket's URL."""
+    """An S3 server on 127.0.0.1, in memory; the environment points to it. Yields a bucket's URL."""
     import socket
 
     import boto3
@@ -275,7 +275,8 @@ def run(
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     watch = Watch(process.pid)
     lines: list[str] = []
 

@@ -1,0 +1,150 @@
+"""Measure two replicas against one on rows of very uneven length, and whether both have work to the end.
+
+With the echo engine (a random latency for each row) on every run; with --vllm also two real engines on the CPU, each
+with one thread. Rows in flight are looked up in the pool a hundred times a second. The last line is one JSON object.
+
+    python benchmarks/replicas.py [--quick] [--vllm] [--rows 8000] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import workload
+
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pool import ProcessPool
+from batchinfer.prompts import PromptConfig
+from batchinfer.records import Sampling
+from batchinfer.session import run_worker
+from batchinfer.world import WorkerConfig, real_world
+
+ECHO_SEQS = 64
+VLLM_SEQS = 32
+
+
+class Sampler:
+    """How many rows each replica holds, again and again, from the first row to the last."""
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self._pool = pool
+        self._samples: list[list[int]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._ended.wait(0.01):
+            self._samples.append([len(each.in_flight) for each in list(self._pool.replicas)])
+
+    def share_busy(self, num_replicas: int, last_rows: int) -> float:
+        """Share of the time in which every replica had a row, until so many rows were left in flight at the end."""
+        self._ended.set()
+        self._thread.join()
+        samples = [each for each in self._samples if len(each) == num_replicas]
+        while samples and not sum(samples[0]):
+            samples.pop(0)
+        while samples and sum(samples[-1]) <= last_rows:
+            samples.pop()
+        return sum(all(each) for each in samples) / max(1, len(samples))
+
+
+def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> tuple[float, float]:
+    """Run the worker once; return its seconds without loading, and the share of them with every replica busy."""
+    pool = ProcessPool(engine)
+    config = WorkerConfig(
+        manifests=[f"{job}/manifests/all.txt"],
+        output=output,
+        engine=engine,
+        prompt=PromptConfig(request_format="completions"),
+        sampling=Sampling(),
+    )
+    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
+    sampler = Sampler(pool)
+    result = run_worker(config, dataclasses.replace(world, create_engine=lambda _: pool))
+    assert isinstance(engine.replicas, int)
+    return result["generate_time_sec"], sampler.share_busy(engine.replicas, last_rows)
+
+
+def compare(name: str, job: str, engine: EngineConfig, seqs: int, repeats: int) -> dict[str, Any]:
+    """One replica and two, turn and turn about."""
+    one, two, busy = [], [], []
+    for index in range(repeats):
+        for replicas in (1, 2):
+            config = with_replicas(engine, replicas)
+            seconds, share = measure(job, f"{job}/runs/{name}-{index}-{replicas}", config, seqs)
+            (one if replicas == 1 else two).append(seconds)
+            if replicas == 2:
+                busy.append(share)
+    ratio = statistics.median(two) / statistics.median(one)
+    print(
+        f"{name:6}one {statistics.median(one):6.2f} s, two {statistics.median(two):6.2f} s: {ratio:.3f} of it; "
+        f"both busy {statistics.median(busy):.1%} of the time"
+    )
+    return {
+        "one_seconds": round(statistics.median(one), 3),
+        "two_seconds": round(statistics.median(two), 3),
+        "ratio": round(ratio, 4),
+        "both_busy": round(statistics.median(busy), 4),
+    }
+
+
+def with_replicas(engine: EngineConfig, replicas: int) -> EngineConfig:
+    """The same engine with another number of replicas."""
+    return msgspec.structs.replace(engine, replicas=replicas)
+
+
+def main() -> None:
+    """Make the job, run both, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rows, one run of each")
+    parser.add_argument("--vllm", action="store_true", help="also real vLLM")
+    parser.add_argument("--rows", type=int, default=8000)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    rows = 4000 if arguments.quick else arguments.rows
+    repeats = 1 if arguments.quick else arguments.repeats
+    result: dict[str, Any] = {"benchmark": "replicas", "rows": rows, "repeats": repeats}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        job = f"{folder}/job"
+        workload.write_job(job, workload.make_requests(rows), per_chunk=200)
+        echo = EngineConfig(engine="echo", max_num_seqs=ECHO_SEQS, echo_latency_seconds=0.1)
+        result["echo"] = compare("echo", job, echo, 2 * ECHO_SEQS, repeats)
+        if arguments.vllm:
+            few = f"{folder}/few"
+            workload.write_job(few, workload.make_requests(min(400, rows)), per_chunk=50)
+            model = workload.write_model(Path(folder) / "model")
+            own = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
+            values = {**workload.CPU_ENGINE, "max_num_seqs": VLLM_SEQS}
+            more = {name: value for name, value in values.items() if name not in own}
+            vllm = EngineConfig(
+                engine="vllm",
+                model=str(model),
+                engine_args=more,
+                **{name: values[name] for name in own},
+            )
+            result["vllm"] = compare("vllm", few, vllm, 2 * VLLM_SEQS, 1)
+    half = abs(2 * result["echo"]["ratio"] - 1)
+    result["reached"] = {"echo_within_10_percent_of_half": half <= 0.1}
+    if "vllm" in result:
+        result["reached"]["vllm_both_busy_95_percent"] = result["vllm"]["both_busy"] >= 0.95
+    print(f"{time.monotonic() - begin:.0f} s in all")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
