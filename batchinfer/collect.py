@@ -1,4 +1,4 @@
-"""`batchinfer collect`: a run's verified answers as one table, in input order, in files or on the Hub."""
+"""`batchinfer collect`: a run's verified answers in input order: a table in files or on the Hub, or the lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import click
 from batchinfer import __version__, codec
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.collecting import Selection, select
-from batchinfer.collection import SHARD_ROWS, CollectConfig, Collection
+from batchinfer.collection import SHARD_ROWS, CollectConfig, Collecting, Collection
+from batchinfer.concatenation import Concatenation
 from batchinfer.console import common_options
 from batchinfer.destinations import (
     Collected,
@@ -27,7 +28,7 @@ from batchinfer.errors import ConfigError, RunUnsound
 from batchinfer.hub_upload import HubDataset, parse_address
 from batchinfer.manifests import OpenStore, split_name
 from batchinfer.scratch import Scratch
-from batchinfer.tables import FORMATS
+from batchinfer.tables import FORMATS, LINES
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,11 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         done = dest.prepare(key)
         if done is not None:
             return _result("UNCHANGED", config, kind, selection, done, clock.monotonic() - started)
-        collection = Collection(config, kind, selection, store, open_store, scratch)
+        collection: Collecting
+        if kind == LINES:
+            collection = Concatenation(config, selection, store, open_store, scratch)
+        else:
+            collection = Collection(config, kind, selection, store, open_store, scratch)
         record = collection.write(dest, key)
         dest.finish(record, lambda: collection.card(record))
         status = "PARTIAL" if selection.gaps or collection.damaged else "SUCCESS"
@@ -79,7 +84,7 @@ def _check(config: CollectConfig) -> str:
     """Check the options against each other and return the format."""
     suffix = suffix_of(config.dest)
     by_name = next((name for name, ending in FORMATS.items() if ending == suffix), "")
-    if config.format and by_name and config.format != by_name:
+    if config.format and suffix and FORMATS[config.format] != suffix:
         raise ConfigError(
             f"--format {config.format}: but DEST is named {config.dest}",
             hint="leave --format out, or name a folder",
@@ -90,7 +95,24 @@ def _check(config: CollectConfig) -> str:
         )
     if config.columns is not None and not config.with_source:
         raise ConfigError("--columns: needs --with-source", hint="add --with-source")
-    return config.format or by_name or "parquet"
+    kind = config.format or by_name or "parquet"
+    if kind == LINES:
+        _check_lines(config)
+    return kind
+
+
+def _check_lines(config: CollectConfig) -> None:
+    """Output lines go out as they are, so nothing that changes them can be asked for."""
+    for option, is_asked in (("--with-source", config.with_source), ("--explode", config.explode)):
+        if is_asked:
+            raise ConfigError(
+                f"{option}: --format {LINES} leaves the output lines as they are",
+                hint="choose another --format; the worker's --keep puts columns into the lines",
+            )
+    if config.dest.startswith("hf://"):
+        raise ConfigError(
+            f"{config.dest}: takes a table, not --format {LINES}", hint="choose another --format"
+        )
 
 
 def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
@@ -197,7 +219,7 @@ def _result(
 @click.option(
     "--format",
     type=click.Choice(list(FORMATS)),
-    help="Default: by DEST's ending, else parquet.",
+    help="lines: the output lines byte for byte.  [default: by DEST's ending, else parquet]",
 )
 @click.option(
     "--with-source", is_flag=True, help="Join the source's columns, read from the job's chunks."
@@ -235,7 +257,7 @@ def _result(
 )
 @common_options
 def command(**options: Any) -> dict[str, Any]:
-    """Collect the verified answers of the run at RUN into DEST, in input order.
+    """Collect the verified answers of the run at RUN into DEST, in input order: as a table, or as they are.
 
     DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
     a marker vouches for are read, and their checksums are compared. An unfinished run is refused without --partial.

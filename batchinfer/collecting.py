@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,21 +21,23 @@ from batchinfer import codec, layout
 from batchinfer.arrow_lines import ArrowBlock, can_read
 from batchinfer.audit import CORRUPT, FOREIGN, MISSING, Audit
 from batchinfer.chunks import fetch
-from batchinfer.errors import InputError, ObjectNotFound, RowError
+from batchinfer.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.formats.columns import LineBlock, Shape
 from batchinfer.inventory import Inventory, in_parallel, take_inventory
-from batchinfer.manifests import ChunkRef, job_chunks, load_job, read_assignment
+from batchinfer.manifests import ChunkRef, OpenStore, job_chunks, load_job, read_assignment
 from batchinfer.prompts import lines
 from batchinfer.records import Job, Marker, Run
 from batchinfer.runconfig import read_run
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 
-OpenStore = Callable[[str], Store]
+logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
 """Larger blocks are slower: they do not fit the processor's caches."""
 _FETCHERS = 2
+_LOG_SECONDS = 10.0
+_ASK_VERIFY = "`batchinfer verify` says what mends it"
 _MEMORY_BYTES = 8 << 20
 """Outputs up to this size stay in memory; a few for each fetcher are there at once."""
 CHUNKS, OUTPUTS = "chunks", "outputs"
@@ -64,6 +68,11 @@ class Selection(NamedTuple):
     def num_chunks(self) -> int:
         """Chunks that the run should have."""
         return len(self.sound) + len(self.gaps)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the chunks that are there."""
+        return sum(marker.rows_ok + marker.rows_error for _, marker in self.sound)
 
 
 def select(
@@ -186,8 +195,13 @@ class _Fetched(NamedTuple):
     chunk: Path | None = None
     problem: str = ""
 
-    def open(self) -> BinaryIO:
-        """The output's lines."""
+    def pieces(self) -> Iterator[bytes]:
+        """The output, some whole lines at a time."""
+        with self._open() as output:
+            while data := output.read(_BLOCK_BYTES) + output.readline():
+                yield data
+
+    def _open(self) -> BinaryIO:
         return io.BytesIO(self.output) if isinstance(self.output, bytes) else self.output.open("rb")
 
     def remove(self) -> None:
@@ -197,15 +211,18 @@ class _Fetched(NamedTuple):
                 path.unlink(missing_ok=True)
 
 
+_Decode = Callable[[_Fetched], Iterable[ArrowBlock | LineBlock]]
+
+
 class Reader:
-    """Reads a selection's rows in input order, as often as one likes.
+    """Reads a selection's rows in input order, as often as one likes. Says now and then how far it is.
 
     Args:
         selection: What counts.
         store: The run's.
         open_store: Opens the stores of chunks.
-        shape: Columns of the answers.
         scratch: Room for a few outputs (and chunks).
+        is_partial: Leave damaged chunks out; otherwise the first one ends the reading.
     """
 
     def __init__(
@@ -213,50 +230,107 @@ class Reader:
         selection: Selection,
         store: Store,
         open_store: OpenStore,
-        shape: Shape,
         scratch: Scratch,
+        *,
+        is_partial: bool,
     ) -> None:
-        self._selection = selection
+        self.selection = selection
         self._store = store
-        self._shape = shape
         self._scratch = scratch
+        self._is_partial = is_partial
         roots = {ref.root for ref, _ in selection.sound}
         self._sources = {root: open_store(root) for root in roots}
         self.damaged: dict[str, Gap] = {}
         """Chunks whose bytes are not what the marker says; found while reading."""
 
-    def blocks(self, source_from: str = "", columns: list[str] | None = None) -> Iterator[Block]:
+    def used(self) -> list[Marker]:
+        """Markers of the chunks that are not known to be damaged."""
+        return [marker for ref, marker in self.selection.sound if ref.name not in self.damaged]
+
+    def blocks(
+        self,
+        shape: Shape,
+        source_from: str = "",
+        columns: list[str] | None = None,
+        *,
+        doing: str = "read",
+    ) -> Iterator[Block]:
         """Yield every row once, in input order.
 
         Args:
+            shape: Columns of the answers.
             source_from: Where to take the source's columns from: "chunks", "outputs" (what ``--keep`` kept) or "".
             columns: Only these of them; None: all.
+            doing: What becomes of the rows, for the log.
 
         Raises:
             InputError: a line cannot be read although its checksum is right.
+            RunUnsound: a chunk is damaged, and a part is not enough.
         """
-        sound = self._selection.sound
-        is_plain = can_read(self._shape) and source_from != OUTPUTS
-        make = ArrowBlock if is_plain else LineBlock
-        bring = partial(self._fetch, make=make, with_chunk=source_from == CHUNKS)
+        is_plain = can_read(shape) and source_from != OUTPUTS
+        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else LineBlock)
+        bring = partial(
+            self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
+        )
         read = _row_reader(columns) if source_from else None
+        progress = _Progress(self.selection.num_rows, doing)
+        for fetched, marker in self._outputs(bring):
+            blocks = fetched.blocks or decode(fetched)
+            for block in self._read(fetched, marker, blocks, read):
+                yield block
+                progress.add(block.num_rows)
+
+    def raw_lines(self) -> Iterator[list[bytes]]:
+        """Yield every output line once, in input order and as it is, with its newline; some at a time.
+
+        Raises:
+            InputError: an output has not as many lines as its marker counts rows.
+            RunUnsound: a chunk is damaged, and a part is not enough.
+        """
+        progress = _Progress(self.selection.num_rows, "written")
+        for fetched, marker in self._outputs(partial(self._fetch, decode=None, with_chunk=False)):
+            done = 0
+            for data in fetched.pieces():
+                if not data.endswith(b"\n"):
+                    raise InputError(
+                        f"{fetched.ref.name}: the last line of its output is cut off",
+                        hint=_ASK_VERIFY,
+                    )
+                found = io.BytesIO(data).readlines()
+                done += len(found)
+                yield found
+                progress.add(len(found))
+            _check_count(fetched, marker, done)
+
+    def _outputs(
+        self, bring: Callable[[tuple[ChunkRef, Marker]], _Fetched]
+    ) -> Iterator[tuple[_Fetched, Marker]]:
+        """Every output that is what its marker says, in input order; each is gone when the next one comes."""
+        sound = self.selection.sound
         waiting = in_parallel(bring, sound, _FETCHERS)
         for fetched, (ref, marker) in zip(waiting, sound, strict=True):
             if fetched.problem:
-                self.damaged[ref.name] = Gap(ref.name, CORRUPT, fetched.problem)
+                self._note_damage(Gap(ref.name, CORRUPT, fetched.problem))
                 continue
             try:
-                blocks = fetched.blocks or _decode(fetched, self._shape, make)
-                yield from self._read(fetched, marker, blocks, read)
+                yield fetched, marker
             finally:
                 fetched.remove()
 
+    def _note_damage(self, gap: Gap) -> None:
+        self.damaged[gap.chunk] = gap
+        if not self._is_partial:
+            raise RunUnsound(
+                f"{gap.chunk}: {gap.problem}",
+                hint="`batchinfer verify --deep` says what mends it; --partial leaves it out",
+            )
+
     def _fetch(
-        self, pair: tuple[ChunkRef, Marker], *, make: type[ArrowBlock | LineBlock], with_chunk: bool
+        self, pair: tuple[ChunkRef, Marker], *, decode: _Decode | None, with_chunk: bool
     ) -> _Fetched:
         """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread.
 
-        Arrow decodes without holding up other threads, so that is done here, too.
+        With `decode`, a small output is decoded here, too: for decoders that hold up no other thread (Arrow's).
         """
         ref, marker = pair
         key = layout.output_key(marker.output)
@@ -270,9 +344,8 @@ class Reader:
                 f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…"
             )
             return _Fetched(ref, b"", problem=problem)
-        if make is ArrowBlock and isinstance(fetched.output, bytes):
-            blocks = list(_decode(fetched, self._shape, make))
-            fetched = fetched._replace(output=b"", blocks=blocks)
+        if decode is not None and isinstance(fetched.output, bytes):
+            fetched = fetched._replace(output=b"", blocks=list(decode(fetched)))
         if not with_chunk:
             return fetched
         local = fetch(self._sources[ref.root], ref, self._scratch)
@@ -310,12 +383,32 @@ class Reader:
                 elif read is not None and isinstance(block, LineBlock):
                     source = list(map(read, block.sources()))
                 yield Block(fetched.ref.name, block, source)
-        if done != marker.rows_ok + marker.rows_error:
-            raise InputError(
-                f"{fetched.ref.name}: its output has {done} lines, the marker counts "
-                f"{marker.rows_ok + marker.rows_error} rows",
-                hint="`batchinfer verify` says what mends it",
-            )
+        _check_count(fetched, marker, done)
+
+
+def _check_count(fetched: _Fetched, marker: Marker, done: int) -> None:
+    if done != marker.rows_ok + marker.rows_error:
+        raise InputError(
+            f"{fetched.ref.name}: its output has {done} lines, the marker counts "
+            f"{marker.rows_ok + marker.rows_error} rows",
+            hint=_ASK_VERIFY,
+        )
+
+
+class _Progress:
+    """Says every few seconds how many rows are done."""
+
+    def __init__(self, total: int, doing: str) -> None:
+        self._total = total
+        self._doing = doing
+        self._seen = 0
+        self._shown = time.monotonic()
+
+    def add(self, num_rows: int) -> None:
+        self._seen += num_rows
+        if time.monotonic() - self._shown >= _LOG_SECONDS:
+            self._shown = time.monotonic()
+            logger.info("%d of %d rows %s", self._seen, self._total, self._doing)
 
 
 def _decode(
@@ -323,11 +416,10 @@ def _decode(
 ) -> Iterator[ArrowBlock | LineBlock]:
     """An output's lines, a block at a time."""
     row = fetched.ref.first_row
-    with fetched.open() as output:
-        while data := output.read(_BLOCK_BYTES) + output.readline():
-            block = make(data, shape, row)
-            row += block.num_rows
-            yield block
+    for data in fetched.pieces():
+        block = make(data, shape, row)
+        row += block.num_rows
+        yield block
 
 
 def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:

@@ -1,17 +1,17 @@
-"""One collection under way: from a run's rows to finished files and the record of them."""
+"""One collection under way: from a run's rows to the finished files of a table and the record of them."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from batchinfer.cards import CardFacts, make_card
 from batchinfer.collecting import CHUNKS, OUTPUTS, Block, Reader, Selection
-from batchinfer.destinations import Collected, CollectedFile, Destination, suffix_of
-from batchinfer.errors import InputError, RunUnsound
+from batchinfer.destinations import Collected, CollectedFile, Destination, put_all, suffix_of
+from batchinfer.errors import InputError
 from batchinfer.formats.columns import shape_of
 from batchinfer.hub_upload import parse_address
 from batchinfer.manifests import OpenStore
@@ -24,7 +24,6 @@ from batchinfer.tables import FORMATS, Columns, Schema, ShardWriter, TableFile, 
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 100_000
-_LOG_SECONDS = 10.0
 
 
 class CollectConfig(Record, frozen=True, kw_only=True):
@@ -45,6 +44,47 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     scratch_dir: str | None = None
 
 
+class Collecting(Protocol):
+    """One collection under way, of whatever kind."""
+
+    @property
+    def damaged(self) -> list[str]:
+        """Chunks that turned out to be damaged when they were read."""
+        ...
+
+    def write(self, dest: Destination, key: str) -> Collected:
+        """Write every row and return the record of it."""
+        ...
+
+    def card(self, record: Collected) -> str:
+        """The card of what was written, for the Hub."""
+        ...
+
+
+def shard_rows_of(config: CollectConfig) -> int | None:
+    """Rows of the job a file; None: all in one."""
+    return None if suffix_of(config.dest) else config.shard_rows or SHARD_ROWS
+
+
+def make_record(
+    reader: Reader, files: list[CollectedFile], *, key: str, kind: str, rows_error: int
+) -> Collected:
+    """The record of everything that `reader` gave; says which chunks turned out to be damaged."""
+    for gap in reader.damaged.values():
+        logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
+    selection, used = reader.selection, reader.used()
+    return Collected(
+        key=key,
+        fingerprint=selection.run.fingerprint,
+        format=kind,
+        rows=sum(marker.rows_ok + marker.rows_error for marker in used),
+        rows_error=rows_error,
+        chunks=len(used),
+        missing=[*(gap.chunk for gap in selection.gaps), *reader.damaged],
+        files=files,
+    )
+
+
 class _Source(NamedTuple):
     """The source's columns: where they come from, and by their own name what they are called and hold."""
 
@@ -54,7 +94,7 @@ class _Source(NamedTuple):
 
 
 class Collection:
-    """One collection under way."""
+    """A table under way. Implements Collecting."""
 
     def __init__(
         self,
@@ -70,11 +110,10 @@ class Collection:
         self._selection = selection
         self._scratch = scratch
         self._shape = shape_of(selection.run.config, explode=config.explode)
-        self._reader = Reader(selection, store, open_store, self._shape, scratch)
-        self._rows = sum(marker.rows_ok + marker.rows_error for _, marker in selection.sound)
+        self._reader = Reader(selection, store, open_store, scratch, is_partial=config.partial)
         self._unshown = 0
         self._schema = Schema(self._shape, {})
-        self._counts = {"rows": 0, "rows_error": 0, "prompt_tokens": 0, "completion_tokens": 0}
+        self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
         self._errors: Counter[str] = Counter()
 
     @property
@@ -91,27 +130,11 @@ class Collection:
             dimension=self._dimension() if self._shape.has_embedding else 0,
             has_chunk=self._selection.job is None,
         )
-        files: list[CollectedFile] = []
-        for file in self._files(source):
-            name = dest.put(file, len(files))
-            files.append(
-                CollectedFile(name=name, rows=file.rows, bytes=file.bytes, sha256=file.sha256)
-            )
+        files = put_all(dest, self._files(source))
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
-        damaged = self._reader.damaged
-        for gap in damaged.values():
-            logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
-        return Collected(
-            key=key,
-            fingerprint=self._selection.run.fingerprint,
-            format=self._kind,
-            rows=self._counts["rows"],
-            rows_error=self._counts["rows_error"],
-            chunks=len(self._selection.sound) - len(damaged),
-            missing=[*(gap.chunk for gap in self._selection.gaps), *damaged],
-            files=files,
-        )
+        rows_error = self._errors.total()
+        return make_record(self._reader, files, key=key, kind=self._kind, rows_error=rows_error)
 
     # -- what is known before the first row
 
@@ -123,7 +146,9 @@ class Collection:
             return _Source("", {}, {})
         logger.info("looking at the types of the source's columns")
         observer = Observer()
-        for block in self._blocks(place, self._config.columns, "looked at"):
+        for block in self._reader.blocks(
+            self._shape, place, self._config.columns, doing="looked at"
+        ):
             for row in block.source or ():
                 observer.see(row)
         kinds = observer.kinds()
@@ -139,7 +164,7 @@ class Collection:
 
     def _dimension(self) -> int:
         """Length of the run's embeddings: that of the first."""
-        for block in self._reader.blocks():
+        for block in self._reader.blocks(self._shape):
             if block.lines.dimension:
                 return block.lines.dimension
         raise InputError(
@@ -149,43 +174,13 @@ class Collection:
 
     # -- rows
 
-    def _blocks(self, place: str, columns: list[str] | None, doing: str) -> Iterator[Block]:
-        """Blocks of rows; a damaged chunk ends it, unless a part is enough. Says now and then how far it is."""
-        shown, seen = time.monotonic(), 0
-        for block in self._reader.blocks(place, columns):
-            self._refuse_damage()
-            yield block
-            seen += block.num_rows
-            if time.monotonic() - shown >= _LOG_SECONDS:
-                shown = time.monotonic()
-                logger.info("%d of %d rows %s", seen, self._rows, doing)
-        self._refuse_damage()
-
-    def _refuse_damage(self) -> None:
-        damaged = self._reader.damaged
-        if damaged and not self._config.partial:
-            gap = next(iter(damaged.values()))
-            raise RunUnsound(
-                f"{gap.chunk}: {gap.problem}",
-                hint="`batchinfer verify --deep` says what mends it; --partial leaves it out",
-            )
-
     def _files(self, source: _Source) -> Iterator[TableFile]:
-        shard_rows = None if suffix_of(self._config.dest) else self._config.shard_rows or SHARD_ROWS
-        with ShardWriter(self._kind, self._schema, self._scratch.folder, shard_rows) as writer:
-            for block in self._blocks(source.place, list(source.names) or None, "written"):
-                start = 0
-                while start < block.num_rows:
-                    room = writer.room()
-                    stop = block.num_rows if room is None else min(block.num_rows, start + room)
-                    part = block.part(start, stop)
-                    file = writer.write(self._columns(part, source), stop - start)
-                    if file is not None:
-                        yield file
-                    start = stop
-            last = writer.finish()
-            if last is not None:
-                yield last
+        rows = shard_rows_of(self._config)
+        with ShardWriter(self._kind, self._schema, self._scratch.folder, rows) as writer:
+            blocks = self._reader.blocks(
+                self._shape, source.place, list(source.names) or None, doing="written"
+            )
+            yield from writer.files(blocks, partial(self._columns, source=source))
 
     def _columns(self, block: Block, source: _Source) -> Columns:
         columns, indices = block.lines.columns()
@@ -205,8 +200,6 @@ class Collection:
         self._unshown += block.lines.num_unshown()
         self._errors.update(found.errors)
         counts = self._counts
-        counts["rows"] += block.num_rows
-        counts["rows_error"] += found.errors.total()
         counts["prompt_tokens"] += found.prompt_tokens
         counts["completion_tokens"] += found.completion_tokens
 

@@ -1,10 +1,10 @@
-"""Where a collected table goes: a folder or one file in any store, or a data set on the Hub."""
+"""Where a collection goes: a folder or one file in any store, or a data set on the Hub."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,16 @@ class Destination(Protocol):
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
         """Everything is there."""
         ...
+
+
+def put_all(dest: Destination, files: Iterable[TableFile]) -> list[CollectedFile]:
+    """Bring files to a destination, each as soon as it is finished."""
+    return [
+        CollectedFile(
+            name=dest.put(file, index), rows=file.rows, bytes=file.bytes, sha256=file.sha256
+        )
+        for index, file in enumerate(files)
+    ]
 
 
 def file_name(index: int, suffix: str) -> str:

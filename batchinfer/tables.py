@@ -1,4 +1,4 @@
-"""Tables in files: typed parquet, JSON Lines and CSV, byte for byte the same from the same rows.
+"""Rows in files: typed parquet, JSON Lines, CSV or lines as they are; the same bytes from the same rows.
 
 The adapter around pyarrow; columns come in as lists of plain Python values.
 """
@@ -6,10 +6,11 @@ The adapter around pyarrow; columns come in as lists of plain Python values.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -18,7 +19,9 @@ from batchinfer.formats.columns import LISTS, Shape
 from batchinfer.scratch import scratch_errors
 from batchinfer.shapes import JSON, Kind
 
-FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv"}
+LINES = "lines"
+"""Not a table but the run's own output lines, as they are."""
+FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", LINES: ".jsonl"}
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
 """A row group is closed at whichever comes first; so much is held in memory."""
@@ -28,6 +31,22 @@ _HASH_BLOCK_BYTES = 1 << 20
 Columns = dict[str, Any]
 """A list or a pyarrow array for each column, all equally long."""
 _encoder = msgspec.json.Encoder()
+
+
+class Rows(Protocol):
+    """Some consecutive rows of the job."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        ...
+
+    def part(self, start: int, stop: int) -> Self:
+        """Rows [start, stop)."""
+        ...
+
+
+R = TypeVar("R", bound=Rows)
 
 
 class TableFile(NamedTuple):
@@ -132,14 +151,15 @@ class ShardWriter:
     """Cuts a stream of columns into files of so many rows each.
 
     Args:
-        kind: parquet, jsonl or csv.
-        schema: The columns.
+        kind: parquet, jsonl or csv; or lines, which has one column of lines as they are, LINES.
+        schema: The columns; None for lines.
         folder: Where the files are built.
         shard_rows: Rows of the job a file; None: one file.
-        name: Makes the name of the file with an index.
     """
 
-    def __init__(self, kind: str, schema: Schema, folder: Path, shard_rows: int | None) -> None:
+    def __init__(
+        self, kind: str, schema: Schema | None, folder: Path, shard_rows: int | None
+    ) -> None:
         if kind not in FORMATS:
             raise ConfigError(f"--format {kind}: expected one of {', '.join(FORMATS)}")
         self._kind = kind
@@ -152,12 +172,23 @@ class ShardWriter:
         self._rows = 0
         self._lines = 0
 
-    def room(self) -> int | None:
-        """Rows that the open file still takes; None: any number."""
-        return None if self._shard_rows is None else self._shard_rows - self._rows
+    def files(self, blocks: Iterable[R], columns_of: Callable[[R], Columns]) -> Iterator[TableFile]:
+        """Write blocks of rows one after the other, and yield each file when it is finished."""
+        for block in blocks:
+            start = 0
+            while start < block.num_rows:
+                stop = block.num_rows
+                if self._shard_rows is not None:
+                    stop = min(stop, start + self._shard_rows - self._rows)
+                self._write(columns_of(block.part(start, stop)), stop - start)
+                if self._rows == self._shard_rows:
+                    yield self._finish()
+                start = stop
+        if self._writer is not None:
+            yield self._finish()
 
-    def write(self, columns: Columns, num_rows: int) -> TableFile | None:
-        """Append columns that stand for `num_rows` rows of the job, at most `room`. Returns a file that is full."""
+    def _write(self, columns: Columns, num_rows: int) -> None:
+        """Append columns that stand for so many rows of the job."""
         if self._writer is None:
             self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
             self._count += 1
@@ -165,13 +196,11 @@ class ShardWriter:
         with scratch_errors(self._folder):
             self._writer.write(columns)
         self._rows += num_rows
-        self._lines += len(columns[self._schema.names[0]])
-        return self.finish() if self._rows == self._shard_rows else None
+        self._lines += len(next(iter(columns.values())))
 
-    def finish(self) -> TableFile | None:
-        """Close the open file, if there is one."""
-        if self._writer is None:
-            return None
+    def _finish(self) -> TableFile:
+        """Close the open file."""
+        assert self._writer is not None
         with scratch_errors(self._folder):
             self._writer.close()
             size, digest = _measure(self._path)
@@ -195,8 +224,10 @@ class ShardWriter:
             self._writer = None
 
 
-def _open_writer(kind: str, path: Path, schema: Schema) -> Writer:
+def _open_writer(kind: str, path: Path, schema: Schema | None) -> Writer:
     with scratch_errors(path.parent):
+        if schema is None:
+            return _LinesWriter(path)
         if kind == "parquet":
             return _ParquetWriter(path, schema)
         return _JsonLinesWriter(path, schema) if kind == "jsonl" else _CsvWriter(path, schema)
@@ -278,6 +309,17 @@ class _ParquetWriter:
 
         table = pa.Table.from_batches(batches, schema=self._schema)
         self._file.write_table(table, row_group_size=table.num_rows)
+
+
+class _LinesWriter:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, columns: Columns) -> None:
+        self._file.writelines(columns[LINES])
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _JsonLinesWriter:

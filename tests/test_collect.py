@@ -341,6 +341,99 @@ def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
         assert columns == {name: values.to_pylist() for name, values in arrays.items()}
 
 
+# --------------------------------------------------------------------------- the lines as they are
+
+
+def lines_of(store: Store, *chunks: str) -> bytes:
+    return b"".join(store.get(f"outputs/{chunk}.jsonl").data for chunk in chunks)
+
+
+ALL = ("part-00000", "part-00001", "part-00002")
+
+
+def test_lines_are_those_of_the_outputs_byte_for_byte(
+    run: str, store: Store, tmp_path: Path
+) -> None:
+    result = collect(run, tmp_path / "out.jsonl", format="lines")
+    assert (result["status"], result["rows"], result["files"]) == ("SUCCESS", ROWS, 1)
+    assert (tmp_path / "out.jsonl").read_bytes() == lines_of(store, *ALL)
+    assert result["bytes"] == (tmp_path / "out.jsonl").stat().st_size
+    with pytest.raises(InputError, match="there already"):
+        collect(run, tmp_path / "out.jsonl", format="lines")
+
+
+def test_lines_in_files_of_the_chosen_size_cross_the_borders_of_chunks(
+    run: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "_MEMORY_BYTES", 100)  # over the disk
+    monkeypatch.setattr(collecting, "_BLOCK_BYTES", 1000)  # and not in step with the files
+    collect(run, tmp_path / "out", format="lines", shard_rows=7)
+    files = sorted((tmp_path / "out").glob("part-*.jsonl"))
+    assert [len(file.read_bytes().splitlines()) for file in files] == [7, 7, 7, 4]
+    assert b"".join(file.read_bytes() for file in files) == lines_of(store, *ALL)
+    again = collect(run, tmp_path / "out", format="lines", shard_rows=7)
+    assert again["status"] == "UNCHANGED"
+    with pytest.raises(InputError, match="another collection"):
+        collect(run, tmp_path / "out", format="jsonl", shard_rows=7)
+
+
+def test_lines_of_an_unsound_run_are_refused_and_a_part_leaves_them_out(
+    run: str, store: Store, tmp_path: Path
+) -> None:
+    store.create("outputs/part-00002.orphan.jsonl", b"a line of nobody\n")
+    key = "outputs/part-00001.jsonl"
+    overwrite(store, key, store.get(key).data.replace(b"hello row 13", b"HELLO ROW 13"))
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(RunUnsound, match="sha256"):
+        collect(run, out, format="lines")
+    assert not out.exists()
+    result = collect(run, out, format="lines", partial=True)
+    assert (result["status"], result["missing"], result["rows"]) == ("PARTIAL", ["part-00001"], 15)
+    assert out.read_bytes() == lines_of(store, "part-00000", "part-00002")
+    store.delete([layout.marker_key("part-00000")])
+    with pytest.raises(RunUnsound, match="1 of 3 chunks"):
+        collect(run, tmp_path / "other.jsonl", format="lines")
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"), [(-1, "is cut off"), (-2, "is cut off"), (None, "the marker counts")]
+)
+def test_lines_that_are_not_as_many_as_the_rows_are_refused(
+    run: str, store: Store, tmp_path: Path, cut: int | None, message: str
+) -> None:
+    data = lines_of(store, "part-00001")
+    data = data[:cut] if cut else data + data.splitlines(keepends=True)[-1]
+    overwrite(store, "outputs/part-00001.jsonl", data)
+    change_marker(store, "part-00001", output_sha256=codec.sha256(data), output_bytes=len(data))
+    with pytest.raises(InputError, match=message):
+        collect(run, tmp_path / "out.jsonl", format="lines")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_lines_of_a_batch_run_are_a_file_that_openai_clients_read(tmp_path: Path) -> None:
+    from openai.types.chat import ChatCompletion
+
+    def request(index: int) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": texts_of(index)}], "max_tokens": 50}
+        if index == 5:
+            body["temperature"] = -1
+        url = "/v1/chat/completions"
+        return {"custom_id": f"r{index}", "method": "POST", "url": url, "body": body}
+
+    job = str(tmp_path / "job")
+    make_job(job, rows=12, per_chunk=5, make_row=request)
+    options = ("--prompt-column", "", "--request-format", "openai-batch")
+    run_worker_here(job, f"{job}/runs/a", *options, "--output-format", "openai-batch")
+    command = ["collect", f"{job}/runs/a", str(tmp_path / "batch.jsonl"), "--format", "lines"]
+    done = run_process(command)
+    assert (done.status, done.result["rows"], done.result["rows_error"]) == (0, 12, 1)
+    lines = [json.loads(line) for line in (tmp_path / "batch.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r{index}" for index in range(12)]
+    assert [line["response"]["status_code"] for line in lines] == [200] * 5 + [400] + [200] * 6
+    answer = ChatCompletion.model_validate(lines[3]["response"]["body"])
+    assert texts_of(3).strip() in str(answer.choices[0].message.content)
+
+
 # --------------------------------------------------------------------------- what counts
 
 
@@ -521,6 +614,10 @@ def test_files_of_a_killed_collect_are_replaced_and_strangers_are_not(
         ("x.csv", {"format": "parquet"}, "--format"),
         ("x.csv", {"shard_rows": 3}, "--shard-rows"),
         ("x", {"columns": ["a"]}, "--with-source"),
+        ("x.csv", {"format": "lines"}, "--format lines"),
+        ("x", {"format": "lines", "with_source": True}, "--with-source"),
+        ("x", {"format": "lines", "explode": True}, "--explode"),
+        ("hf://datasets/a/b", {"format": "lines"}, "takes a table"),
         ("job/runs/a/out", {}, "lies inside"),
         ("job/out", {}, "lies inside"),
         ("hf://models/a/b", {}, "hf://datasets/org/name"),
