@@ -34,8 +34,13 @@ check: setup ## lint, format, types, import layers, generated docs
 	.venv/bin/lint-imports
 	$(PY) scripts/write_cli_docs.py --check
 
-bench: setup ## measure the splitter and the worker
-	$(PY) benchmarks/split.py $(ARGS)
+bench: setup ## measure everything, in a quick form (minutes); docs/performance.md has the full one
+	$(PY) benchmarks/split.py --rows 20000 --repeats 1
+	$(PY) benchmarks/pipeline.py --quick
+	$(PY) benchmarks/startup.py --quick
+	$(PY) benchmarks/prefix.py --quick
+	$(PY) benchmarks/replicas.py --quick
+	$(PY) benchmarks/throughput.py --quick
 
 simulate: setup ## the real worker on simulated time, storage and failures, SEEDS of them
 	PYTHONPATH=tests $(PY) -m simulation --seeds $(SEEDS) $(ARGS)

@@ -61,6 +61,8 @@ class Bench:
         self.batch = self._write(
             "batch.jsonl", [_chat(each, i) for i, each in enumerate(self.requests)]
         )
+        self.one = self._write("one.jsonl", [{**self.requests[0], "max_tokens": 1}])
+        self.ray_python = arguments.ray_python
         self._runs = 0
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> Path:
@@ -92,6 +94,19 @@ class Bench:
             driver_seconds=cpu if is_own else 0.0,
         )
 
+    def ray(self, python: str) -> Measured:
+        """Ray Data LLM. What it takes for a single request is its loading."""
+        script = str(Path(__file__).with_name("ray_data_llm.py"))
+
+        def seconds(requests: Path) -> float:
+            command = [python, script, str(requests), str(self.model), json.dumps(self.engine)]
+            env = workload.environment(RAY_USAGE_STATS_ENABLED="0")
+            found = workload.last_object(workload.run(command, env=env).stdout)
+            return float(found["wall_seconds"])
+
+        load = seconds(self.one)
+        return Measured(seconds(self.all) - load, load, len(self.requests), 0, 0.0, 0.0)
+
     def worker(self, where: dict[str, str]) -> Measured:
         """The worker, everything on."""
         self._runs += 1
@@ -119,6 +134,8 @@ class Bench:
             "batchinfer, own process": partial(self.worker, OWN),
             "run_batch, own process": partial(self.plain, "run_batch", OWN, self.batch),
         }
+        if self.ray_python:
+            own["Ray Data LLM, own process"] = partial(self.ray, self.ray_python)
         if self.is_gpu:
             return own | {
                 "LLM.generate per chunk, own process": partial(self.plain, "chunks", OWN, self.all),
@@ -231,6 +248,7 @@ def ratios(table: dict[str, dict[str, float]]) -> dict[str, float]:
     for name, other, key in (
         ("driver_of_bare_loop", "bare loop, own process", "driver_us"),
         ("wall_of_run_batch", "run_batch, own process", "wall_seconds"),
+        ("wall_of_ray_data_llm", "Ray Data LLM, own process", "wall_seconds"),
     ):
         if ours and other in table:
             found[name] = ours[key] / table[other][key]

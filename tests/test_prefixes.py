@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ def in_order(many: list[list[int]], size: int = 100) -> list[list[int]]:
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    return len(os.path.commonprefix([one, other]))
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len(list(pairs))
 
 
 @given(st.lists(prompts, max_size=12))
@@ -117,7 +118,7 @@ def run(job: str, window: int) -> tuple[list[str], list[str]]:
 
 def num_changes(prompts: list[str]) -> int:
     beginnings = [prompt.split()[1] for prompt in prompts]
-    return sum(one != other for one, other in zip(beginnings, beginnings[1:], strict=False))
+    return sum(one != other for one, other in itertools.pairwise(beginnings))
 
 
 def test_a_window_groups_beginnings_over_chunks_and_changes_no_output(job: str) -> None:
