@@ -1,37 +1,27 @@
 """What a look at a run adds up to: progress, rates, workers, time left, cost. Pure; `status` and `report` show it.
 
-Clocks: a worker's own times are compared with each other only, or shifted by how far its clock is from storage's
-(the time of its record's last write there, less the heartbeat in it). A worker whose clock is hours off counts as any
-other.
+Workers' own times are shifted by how far their clocks are from storage's; see worker_views.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
 
-from batchinfer.claims import ENDED_STATES
-from batchinfer.prices import Machine, PriceSource, accelerator_count, accelerator_name
-from batchinfer.records import Job, Record, Run, Worker
-from batchinfer.snapshot import SeenWorker, Snapshot
+from batchinfer.prices import PriceSource
+from batchinfer.records import Job, Record, Worker
+from batchinfer.snapshot import Snapshot
+from batchinfer.worker_views import (
+    ALIVE_STATES,
+    RECENT_MINUTES,
+    Rate,
+    Timed,
+    WorkerView,
+    rate_of,
+    view_of,
+)
 
-RECENT_MINUTES = 5
-"""Whole minutes before the current one that count as recent."""
-STALL_SECONDS = 600.0
-"""A worker with open chunks that finishes no row for so long is stalled."""
-CLOCK_TOLERANCE_SECONDS = 5.0
 NOTED_CLOCK_SECONDS = 60.0
-ALIVE_STATES = ("loading", "running", "waiting", "stalled")
-
-
-class Rate(Record, frozen=True, kw_only=True):
-    """Per second, over `seconds`."""
-
-    seconds: float
-    rows: float
-    input_tokens: float
-    output_tokens: float
 
 
 class Progress(Record, frozen=True, kw_only=True):
@@ -44,37 +34,6 @@ class Progress(Record, frozen=True, kw_only=True):
     done: int
     in_progress: int
     waiting: int | None
-
-
-class WorkerView(Record, frozen=True, kw_only=True):
-    """One worker, every start of it together."""
-
-    id: str
-    state: str
-    """loading, running, waiting (nothing to do now), stalled, gone, done, stopped or failed."""
-    reason: str
-    cloud: str
-    region: str
-    accelerator: str
-    gpus: int
-    is_spot: bool | None
-    epoch: int
-    open_chunks: list[str]
-    chunks_done: int
-    rows_done: int
-    rows_error: int
-    rows_resumed: int
-    prompt_tokens: int
-    completion_tokens: int
-    recent: Rate
-    overall: Rate
-    heartbeat_age_seconds: float
-    clock_offset_seconds: float
-    """How far storage's clock is ahead of the worker's; 0 within a few seconds."""
-    up_seconds: float
-    price_per_hour: float | None
-    price_source: str
-    cost: float | None
 
 
 class Cost(Record, frozen=True, kw_only=True):
@@ -116,22 +75,6 @@ class Overview(Record, frozen=True, kw_only=True):
     notes: list[str]
 
 
-class _Timed(NamedTuple):
-    """A worker with what its times mean here."""
-
-    seen: SeenWorker
-    offset: float
-    age: float
-
-
-def clock_offset(seen: SeenWorker) -> float:
-    """Seconds to add to a worker's own times to have storage's; 0 where they agree or storage tells no time."""
-    if not seen.modified:
-        return 0.0
-    offset = seen.modified - seen.record.heartbeat
-    return offset if abs(offset) > CLOCK_TOLERANCE_SECONDS else 0.0
-
-
 def time_now(snapshot: Snapshot) -> float:
     """Our time, or the newest time in the listing where our clock is behind it."""
     times = [snapshot.taken, *(seen.modified for seen in snapshot.workers)]
@@ -143,10 +86,9 @@ def overview(snapshot: Snapshot, prices: PriceSource, *, is_spot: bool | None = 
     """Add everything up. `is_spot` says what all machines are, where their records do not."""
     now = time_now(snapshot)
     timed = [
-        _Timed(seen, clock_offset(seen), _age(seen, now))
-        for seen in sorted(snapshot.workers, key=lambda seen: seen.record.id)
+        Timed.of(seen, now) for seen in sorted(snapshot.workers, key=lambda seen: seen.record.id)
     ]
-    views = [_view(one, snapshot.run, prices, is_spot=is_spot) for one in timed]
+    views = [view_of(one, snapshot.run, prices, is_spot=is_spot) for one in timed]
     alive = [one for one, view in zip(timed, views, strict=True) if view.state in ALIVE_STATES]
     chunks, rows, notes = _progress(snapshot, [one.seen.record for one in alive])
     recent = _sum_rates([view.recent for view in views], RECENT_MINUTES * 60.0)
@@ -210,131 +152,6 @@ def rows_by_chunk(job: Job, limit: int | None) -> dict[str, int]:
         for chunk in job.chunks
         if limit is None or chunk.first_row < limit
     }
-
-
-# --------------------------------------------------------------------------- one worker
-
-
-def _age(seen: SeenWorker, now: float) -> float:
-    """Seconds since a worker's last heartbeat."""
-    if seen.age_seconds is not None:
-        return seen.age_seconds
-    return max(0.0, now - (seen.modified or seen.record.heartbeat))
-
-
-def _state(record: Worker, age: float) -> str:
-    """What a worker is, from what it says and how long ago it said it."""
-    if record.state in ENDED_STATES:
-        return record.state
-    if age >= record.lease_seconds:
-        return "gone"
-    if age >= 0.6 * record.lease_seconds:
-        return "stalled"  # two heartbeats are missing
-    if record.state != "running":
-        return record.state
-    if not record.open_chunks:
-        return "waiting"
-    last = max((minute.minute + minute.length for minute in record.minutes), default=0) * 60.0
-    since = max(last, _ready(record))
-    return "stalled" if record.heartbeat - since >= STALL_SECONDS else "running"
-
-
-def _ready(record: Worker) -> float:
-    """When its engine was ready in this start, by the worker's clock."""
-    begun = record.starts[-1] if record.starts else record.started
-    return begun + float(record.engine.get("load_seconds") or 0.0)
-
-
-def _recent(record: Worker, state: str) -> Rate:
-    """Its rate over the last minutes, by its own clock."""
-    first = int(record.heartbeat // 60) - RECENT_MINUTES
-    begin = max(first * 60.0, min(_ready(record), record.heartbeat))
-    seconds = max(record.heartbeat - begin, 1.0)
-    minutes = [minute for minute in record.minutes if minute.minute >= int(begin // 60)]
-    if state not in ALIVE_STATES:
-        minutes = []
-    return _rate(
-        seconds,
-        sum(minute.rows for minute in minutes),
-        sum(minute.prompt_tokens for minute in minutes),
-        sum(minute.completion_tokens for minute in minutes),
-    )
-
-
-def _rate(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int) -> Rate:
-    if seconds <= 0:
-        return Rate(seconds=0.0, rows=0.0, input_tokens=0.0, output_tokens=0.0)
-    return Rate(
-        seconds=seconds,
-        rows=rows / seconds,
-        input_tokens=prompt_tokens / seconds,
-        output_tokens=completion_tokens / seconds,
-    )
-
-
-def _machine(record: Worker, run: Run | None, is_spot: bool | None) -> Machine:
-    host, engine = record.host, record.engine
-    name = str(host.get("accelerator") or "")
-    recorded: dict[str, Any] = run.recorded if run is not None else {}
-    parallel = [recorded.get("tensor_parallel_size"), recorded.get("pipeline_parallel_size")]
-    gpus = _whole(host.get("gpus")) or accelerator_count(name)
-    if not gpus:
-        gpus = _whole(engine.get("num_replicas")) or 1
-        for factor in parallel:
-            gpus *= _whole(factor) or 1
-    accelerator = accelerator_name(name or str(engine.get("device") or ""))
-    spot = host.get("spot") if isinstance(host.get("spot"), bool) else is_spot
-    return Machine(
-        cloud=str(host.get("cloud") or ""),
-        region=str(host.get("region") or ""),
-        accelerator=accelerator,
-        gpus=gpus if accelerator else 0,
-        is_spot=bool(spot),
-    )
-
-
-def _whole(value: object) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        return 0
-
-
-def _view(one: _Timed, run: Run | None, prices: PriceSource, *, is_spot: bool | None) -> WorkerView:
-    record = one.seen.record
-    state = _state(record, one.age)
-    machine = _machine(record, run, is_spot)
-    price = prices.price(machine)
-    up_seconds = record.up_seconds or record.busy_seconds + record.load_seconds
-    host_spot = record.host.get("spot")
-    return WorkerView(
-        id=record.id,
-        state=state,
-        reason=record.reason,
-        cloud=machine.cloud,
-        region=machine.region,
-        accelerator=machine.accelerator,
-        gpus=machine.gpus,
-        is_spot=host_spot if isinstance(host_spot, bool) else is_spot,
-        epoch=record.epoch,
-        open_chunks=record.open_chunks,
-        chunks_done=record.chunks_done,
-        rows_done=record.rows_done,
-        rows_error=record.rows_error,
-        rows_resumed=record.rows_resumed,
-        prompt_tokens=record.prompt_tokens,
-        completion_tokens=record.completion_tokens,
-        recent=_recent(record, state),
-        overall=_rate(
-            record.busy_seconds, record.rows_done, record.prompt_tokens, record.completion_tokens
-        ),
-        heartbeat_age_seconds=one.age,
-        clock_offset_seconds=one.offset,
-        up_seconds=up_seconds,
-        price_per_hour=price.per_hour if price else None,
-        price_source=price.source if price else "",
-        cost=price.per_hour * up_seconds / 3600 if price else None,
-    )
 
 
 # --------------------------------------------------------------------------- the run
@@ -421,17 +238,17 @@ def _sum_rates(rates: list[Rate], seconds: float) -> Rate:
     )
 
 
-def _overall(timed: list[_Timed], views: list[WorkerView], now: float) -> Rate:
+def _overall(timed: list[Timed], views: list[WorkerView], now: float) -> Rate:
     """Everything over the time from the first start until now, or until the last heartbeat if nobody is alive."""
     if not timed:
-        return _rate(0.0, 0, 0, 0)
+        return rate_of(0.0, 0, 0, 0)
     begin = min(one.seen.record.started + one.offset for one in timed)
     if any(view.state in ALIVE_STATES for view in views):
         end = now
     else:
         end = max(one.seen.record.heartbeat + one.offset for one in timed)
     records = [one.seen.record for one in timed]
-    return _rate(
+    return rate_of(
         max(end - begin, 1e-3),
         sum(record.rows_done for record in records),
         sum(record.prompt_tokens for record in records),
@@ -456,7 +273,7 @@ def _cost(views: list[WorkerView], eta: float | None) -> Cost:
     )
 
 
-def _clock_notes(timed: list[_Timed]) -> list[str]:
+def _clock_notes(timed: list[Timed]) -> list[str]:
     off = [one for one in timed if abs(one.offset) > NOTED_CLOCK_SECONDS]
     if not off:
         return []

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from batchinfer import charts, figures, overview
+from batchinfer import charts, figures
 from batchinfer.charts import Band, Count
 from batchinfer.overview import Overview
 from batchinfer.records import Worker
@@ -28,6 +28,7 @@ from batchinfer.series import (
     life_of,
 )
 from batchinfer.snapshot import SeenWorker, Snapshot
+from batchinfer.worker_views import RECENT_MINUTES
 
 MAX_BANDS = 7
 """So many workers have a colour of their own in a stacked chart; more are shown row by row."""
@@ -112,7 +113,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
             "output tokens/s",
             figures.short(rate.output_tokens),
             f"{figures.short(rate.input_tokens)} input, {figures.short(rate.rows)} rows/s "
-            + ("over all" if is_over else f"(last {overview.RECENT_MINUTES} min)"),
+            + ("over all" if is_over else f"(last {RECENT_MINUTES} min)"),
         ),
         ("took", figures.duration(seen.overall.seconds), f"from {figures.moment(seen.started)}")
         if is_over

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from batchinfer.claims import ENDED_STATES
-from batchinfer.overview import clock_offset
 from batchinfer.records import Minute, Span, Worker
 from batchinfer.snapshot import SeenWorker
+from batchinfer.worker_views import clock_offset
 
 MAX_BINS = 180
 

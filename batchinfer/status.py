@@ -13,11 +13,12 @@ import click
 from batchinfer import figures
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
-from batchinfer.overview import Overview, WorkerView, overview
+from batchinfer.overview import Overview, overview
 from batchinfer.prices import PriceSource, price_options, price_source
 from batchinfer.records import Record
 from batchinfer.snapshot import RunReader
 from batchinfer.storage import Store
+from batchinfer.worker_views import WorkerView
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,27 +13,14 @@ from batchinfer.chunks import OpenChunk
 from batchinfer.claims import ENDED_STATES
 from batchinfer.clock import Clock
 from batchinfer.events import event
-from batchinfer.records import EngineInfo, EngineStats, ErrorExample, Failure, Minute, Span, Worker
+from batchinfer.records import EngineInfo, EngineStats, ErrorExample, Failure, Span, Worker
+from batchinfer.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-MAX_MINUTES = 1440
 MAX_SPANS = 2000
 MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
-MAX_CODES = 50
-MAX_MESSAGE = 500
-OTHER = "other"
-"""Where codes are counted that come after the first MAX_CODES."""
-
-
-def length_bucket(tokens: int) -> str:
-    """Upper bound of the histogram bucket of a length: the next power of two, inclusive.
-
-    >>> [length_bucket(n) for n in (0, 1, 2, 3, 1000)]
-    ['0', '1', '2', '4', '1024']
-    """
-    return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
 
 
 class Telemetry:
@@ -65,12 +51,7 @@ class Telemetry:
         self._engine: dict[str, Any] = {}
         self._open: dict[str, OpenChunk] = {}
         self._counts: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._examples: dict[str, ErrorExample] = {}
-        self._finish_reasons: Counter[str] = Counter()
-        self._prompt_lengths: Counter[str] = Counter()
-        self._completion_lengths: Counter[str] = Counter()
-        self._minutes: dict[int, list[int]] = {}
+        self._tally = Tally()
         self._spans: list[Span] = []
         self._running_since: float | None = None
         self._load_seconds = 0.0
@@ -125,11 +106,11 @@ class Telemetry:
 
     def log_end(self) -> None:
         """Say how this start ended. The last line of a worker's log."""
-        if self._errors:
+        if self._tally.errors:
             logger.info(
                 "failed rows: %s",
-                ", ".join(f"{count} x {code}" for code, count in self._errors.most_common()),
-                extra=event("row_errors", errors=dict(self._errors)),
+                ", ".join(f"{count} x {code}" for code, count in self._tally.errors.most_common()),
+                extra=event("row_errors", errors=self.errors),
             )
         logger.info(
             "worker %s: %s after %.0f s, %d rows, %d failed%s",
@@ -179,7 +160,8 @@ class Telemetry:
         if stats.preemptions and not self._stats.preemptions:
             logger.warning(
                 "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
-                "more memory: --gpu-memory-utilization, --tensor-parallel-size, on a CPU --engine-arg kv_cache_memory_bytes",
+                "more memory: --gpu-memory-utilization, --tensor-parallel-size, "
+                "on a CPU --engine-arg kv_cache_memory_bytes",
                 extra=event("engine_preempted", preemptions=stats.preemptions),
             )
         self._stats = stats
@@ -234,36 +216,20 @@ class Telemetry:
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """See shelf.Observer."""
         self._attempts = 0
-        prompt_tokens = sum([row.prompt_tokens for row in rows])
-        completion_tokens = sum([row.completion_tokens for row in rows])
-        self._counts["rows_done"] += len(rows)
-        self._counts["prompt_tokens"] += prompt_tokens
-        self._counts["completion_tokens"] += completion_tokens
-        self._counts["cached_tokens"] += sum([row.cached_tokens for row in rows])
-        ok = [row for row in rows if row.ok]
-        minute = self._minutes.setdefault(int(self._clock.now() // 60), [0, 0, 0, 0])
-        for place, number in enumerate(
-            (len(rows), prompt_tokens, completion_tokens, len(rows) - len(ok))
-        ):
-            minute[place] += number
-        _count(self._finish_reasons, [row.finish_reason for row in ok])
-        _count(self._errors, [row.code for row in rows if not row.ok])
-        _count_lengths(self._prompt_lengths, [row.prompt_tokens for row in ok])
-        _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
+        self._tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """See shelf.Observer."""
-        if failure.code not in self._examples and len(self._examples) < MAX_CODES:
-            message = failure.message[:MAX_MESSAGE]
-            self._examples[failure.code] = ErrorExample(chunk=chunk, line=line, message=message)
+        example = self._tally.note(chunk, line, failure)
+        if example is not None:
             logger.warning(
                 "%s line %d: %s: %s",
                 chunk,
                 line,
                 failure.code,
-                message,
+                example.message,
                 extra=event(
-                    "row_error", code=failure.code, chunk=chunk, line=line, example=message
+                    "row_error", code=failure.code, chunk=chunk, line=line, example=example.message
                 ),
             )
 
@@ -272,12 +238,12 @@ class Telemetry:
     @property
     def rows_done(self) -> int:
         """Rows finished in this epoch, resumed ones left out."""
-        return self._counts["rows_done"]
+        return self._tally.rows
 
     @property
     def rows_error(self) -> int:
         """Error rows of this epoch."""
-        return sum(self._errors.values())
+        return self._tally.errors.total()
 
     @property
     def rows_resumed(self) -> int:
@@ -292,17 +258,17 @@ class Telemetry:
     @property
     def cached_tokens(self) -> int:
         """Of `prompt_tokens`, those that the engine had in its prefix cache."""
-        return self._counts["cached_tokens"]
+        return self._tally.cached_tokens
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of this epoch's rows."""
-        return self._counts["prompt_tokens"]
+        return self._tally.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
         """Generated tokens of this epoch's rows."""
-        return self._counts["completion_tokens"]
+        return self._tally.completion_tokens
 
     @property
     def chunks_done(self) -> int:
@@ -322,12 +288,12 @@ class Telemetry:
     @property
     def errors(self) -> dict[str, int]:
         """Error rows of this epoch by code."""
-        return dict(self._errors)
+        return dict(self._tally.errors)
 
     @property
     def examples(self) -> dict[str, ErrorExample]:
         """First error row of each code."""
-        return dict(self._examples)
+        return dict(self._tally.examples)
 
     def count_skipped(self, number: int) -> None:
         """Chunks found done at the start."""
@@ -347,7 +313,7 @@ class Telemetry:
 
     def snapshot(self) -> Worker:
         """Make and remember the record as of now: this epoch's numbers on top of the earlier ones'."""
-        base = self._base
+        base = self._tally.on_top_of(self._base)
         self.latest = msgspec.structs.replace(
             base,
             state=self._state,
@@ -357,22 +323,10 @@ class Telemetry:
             open_chunks=list(self._open),
             chunks_done=base.chunks_done + self.chunks_done,
             chunks_skipped=self.chunks_skipped,
-            rows_done=base.rows_done + self.rows_done,
-            rows_ok=base.rows_ok + self.rows_done - self.rows_error,
-            rows_error=base.rows_error + self.rows_error,
             rows_resumed=base.rows_resumed + self.rows_resumed,
-            prompt_tokens=base.prompt_tokens + self.prompt_tokens,
-            cached_tokens=base.cached_tokens + self._counts["cached_tokens"],
-            completion_tokens=base.completion_tokens + self.completion_tokens,
             engine_steps=base.engine_steps + self._stats.steps,
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
-            errors=_sum(base.errors, self._errors),
-            examples=_first_examples(base.examples, self._examples),
-            finish_reasons=_sum(base.finish_reasons, self._finish_reasons),
-            prompt_lengths=_sum(base.prompt_lengths, self._prompt_lengths),
-            completion_lengths=_sum(base.completion_lengths, self._completion_lengths),
-            minutes=merge_minutes(base.minutes, self._minutes),
             spans=[*base.spans, *self._spans][-MAX_SPANS:],
             open_spans=[
                 self._span(chunk, "open") for chunk in list(self._open.values())[:MAX_OPEN_SPANS]
@@ -393,69 +347,9 @@ class Telemetry:
         )
 
 
-def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
-    """Join two series; where there are too many points, the older half is thinned by joining neighbours. Pure."""
-    points = {minute.minute: minute for minute in before}
-    for number, (rows, prompt, completion, errors) in now.items():
-        old = points.get(
-            number, Minute(minute=number, rows=0, prompt_tokens=0, completion_tokens=0, errors=0)
-        )
-        points[number] = Minute(
-            minute=number,
-            rows=old.rows + rows,
-            prompt_tokens=old.prompt_tokens + prompt,
-            completion_tokens=old.completion_tokens + completion,
-            errors=old.errors + errors,
-            length=old.length,
-        )
-    series = [points[number] for number in sorted(points)]
-    while len(series) > MAX_MINUTES:
-        half = len(series) // 2
-        series = [_join(*series[i : i + 2]) for i in range(0, half - 1, 2)] + series[
-            half - half % 2 :
-        ]
-    return series
-
-
-def _join(first: Minute, second: Minute) -> Minute:
-    return Minute(
-        minute=first.minute,
-        rows=first.rows + second.rows,
-        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
-        completion_tokens=first.completion_tokens + second.completion_tokens,
-        errors=first.errors + second.errors,
-        length=second.minute + second.length - first.minute,
-    )
-
-
 def _killed(before: Worker) -> list[Span]:
     """The chunks that a start had open when it ended without a word."""
     return [
         msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
         for span in before.open_spans
     ]
-
-
-def _first_examples(
-    before: dict[str, ErrorExample], now: dict[str, ErrorExample]
-) -> dict[str, ErrorExample]:
-    new = {code: example for code, example in now.items() if code not in before}
-    return dict(list((before | new).items())[:MAX_CODES])
-
-
-def _count(counter: Counter[str], codes: list[str]) -> None:
-    """Count codes. An engine or a server may invent any number of them; the record must not grow with them."""
-    for code, count in Counter(codes).items():
-        counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
-
-
-def _count_lengths(counter: Counter[str], lengths: list[int]) -> None:
-    for tokens, count in Counter(lengths).items():
-        counter[length_bucket(tokens)] += count
-
-
-def _sum(before: dict[str, int], now: Counter[str]) -> dict[str, int]:
-    total = Counter(before)
-    for code, count in now.items():
-        total[code if code in total or len(total) < MAX_CODES else OTHER] += count
-    return dict(total)

@@ -25,7 +25,7 @@ from batchinfer.records import (
     Worker,
 )
 from batchinfer.storage import Store
-from batchinfer.telemetry import length_bucket
+from batchinfer.tally import length_bucket
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 

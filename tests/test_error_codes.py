@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchinfer.prompts import Code
-from batchinfer.telemetry import OTHER
+from batchinfer.tally import OTHER
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8").split("## Error codes")[1]

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from batchinfer import codec
-from batchinfer.overview import RECENT_MINUTES, STALL_SECONDS, Overview, overview
+from batchinfer.overview import Overview, overview
 from batchinfer.prices import FixedPrice, price_source
 from batchinfer.records import Job, Minute, Run, Span, Worker
 from batchinfer.snapshot import SeenMarker, SeenWorker, Snapshot
+from batchinfer.worker_views import RECENT_MINUTES, STALL_SECONDS
 from big_run import Shape, make_job, make_run, make_workers
 from fakes import worker_record
 

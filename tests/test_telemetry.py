@@ -10,22 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer import codec, telemetry
+from batchinfer import codec, tally
 from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import LocalChunk, OpenChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.records import EngineInfo, EngineStats, Failure, Minute, Worker
 from batchinfer.scratch import Spool
-from batchinfer.telemetry import (
-    MAX_CODES,
-    MAX_MESSAGE,
-    MAX_MINUTES,
-    MAX_SPANS,
-    MAX_STARTS,
-    OTHER,
-    Telemetry,
-    merge_minutes,
-)
+from batchinfer.tally import MAX_CODES, MAX_MESSAGE, MAX_MINUTES, OTHER, merge_minutes
+from batchinfer.telemetry import MAX_SPANS, MAX_STARTS, Telemetry
 from fakes import FakeClock
 
 
@@ -230,7 +222,7 @@ def test_a_record_is_bounded_whatever_happens(tmp_path: Path) -> None:
 
 def test_codes_of_earlier_epochs_do_not_push_the_bound() -> None:
     before = {f"old_{index}": 1 for index in range(MAX_CODES)}
-    total = telemetry._sum(before, telemetry.Counter({"new": 2}))
+    total = tally._sum(before, tally.Counter({"new": 2}))
     assert total[OTHER] == 2
     assert len(total) == MAX_CODES + 1
 
