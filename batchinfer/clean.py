@@ -24,6 +24,7 @@ from batchinfer.console import common_options
 from batchinfer.errors import InputError, ObjectNotFound, PreconditionFailed
 from batchinfer.inventory import Inventory, take_inventory
 from batchinfer.records import Claim, Record
+from batchinfer.runconfig import refuse_newer
 from batchinfer.storage import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def run_clean(
         show: Takes what is (or would be) removed, a line at a time.
 
     Raises:
-        InputError: there is no run, or a chunk to do again has nothing that could be removed.
+        InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
+            be removed.
     """
     inventory = take_inventory(store, now=clock.now(), patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
@@ -103,6 +105,7 @@ def run_clean(
             f"{store.url}: no run there",
             hint="give the --output of the workers, e.g. JOB/runs/default",
         )
+    refuse_newer(store)  # what may go there, only its own version knows
     plan = make_plan(inventory, config)
     for what, infos in plan.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")

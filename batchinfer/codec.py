@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from batchinfer.errors import InputError
+from batchinfer.records import FORMAT_VERSION
 
 T = TypeVar("T")
 
@@ -30,16 +31,39 @@ def decode(data: bytes, kind: type[T], *, name: str) -> T:
     """Decode one stored record.
 
     Raises:
-        InputError: `data` is no such record; the message names `name` and the offending field.
+        InputError: `data` is no such record, or one of a newer format version that no longer looks like ours; the
+            message names `name` and the offending field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        check_version(data, name=name)
         what = "empty" if not data else str(error)
         raise InputError(
             f"{name}: not a readable {kind.__name__.lower()} record ({what})",
             hint="if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it",
         ) from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int = 0
+
+
+def check_version(data: bytes, *, name: str) -> None:
+    """Refuse a record of a newer format version, whatever else it holds. What cannot be read passes.
+
+    Raises:
+        InputError: it says that it is newer than this program.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format_version
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+        return
+    if version > FORMAT_VERSION:
+        raise InputError(
+            f"{name}: format version {version}, this batchinfer reads up to {FORMAT_VERSION}",
+            hint="upgrade batchinfer",
+        )
 
 
 def sha256(data: bytes) -> str:

@@ -6,16 +6,20 @@ otherwise.
 
 from __future__ import annotations
 
+import difflib
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from batchinfer import codec, layout
-from batchinfer.errors import InputError, ObjectNotFound
+from batchinfer.errors import ConfigError, InputError, ObjectNotFound
 from batchinfer.records import FORMAT_VERSION, Job
 from batchinfer.storage import Store
 
 OpenStore = Callable[[str], Store]
+
+_TABLES = ("parquet", "csv")
+"""Formats in which every row has the same columns, so that job.json knows them all."""
 
 
 class ChunkRef(NamedTuple):
@@ -68,6 +72,33 @@ def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
                 hint="somebody changed job.json; split again with --overwrite",
             )
     return job, codec.sha256(data)
+
+
+def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
+
+    Says nothing where a source is JSON Lines: there each row has columns of its own.
+
+    Args:
+        job: What `split` made.
+        wanted: Names of columns by the option that gave them.
+
+    Raises:
+        ConfigError: a column is not among the job's.
+    """
+    if not job.sources or any(source.format not in _TABLES for source in job.sources):
+        return
+    known = {*job.columns, "_row", "_id"}
+    for option, names in wanted.items():
+        for name in names:
+            if name and name != "*" and name not in known:
+                near = difflib.get_close_matches(name, job.columns, n=1)
+                raise ConfigError(
+                    f"{option} {name}: no column of the job, expected one of: {', '.join(job.columns)}",
+                    hint=f"did you mean {option} {near[0]}?"
+                    if near
+                    else "if `split --columns` left it out, split again with it",
+                )
 
 
 def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:

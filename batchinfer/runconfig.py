@@ -38,6 +38,19 @@ def read_run(store: Store) -> Run | None:
     return run
 
 
+def refuse_newer(store: Store) -> None:
+    """Refuse a run of a newer format version; one whose run.json is gone or damaged passes.
+
+    Raises:
+        InputError: it is newer.
+    """
+    try:
+        data = store.get(layout.RUN_KEY).data
+    except ObjectNotFound:
+        return
+    codec.check_version(data, name=f"{store.url}/{layout.RUN_KEY}")
+
+
 def join_run(
     store: Store, config: dict[str, Any], recorded: dict[str, Any], *, nonce: str, is_safe: bool
 ) -> Run:

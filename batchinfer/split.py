@@ -414,10 +414,11 @@ def command(**options: Any) -> dict[str, Any]:
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
     JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
     """
-    from batchinfer.storage.opening import open_store
+    from batchinfer.storage.opening import check_writable, open_store
 
     config = SplitConfig(**{**options, "sources": list(options["sources"])})
     _check_options(config)
+    check_writable(config.output, option="--output")
     return run_split(config, store=open_store(config.output))
 
 

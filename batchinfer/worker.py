@@ -97,6 +97,9 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     if not manifests:
         manifests = _manifests_by_rank(job, environment)
     output = options["output"] or _default_output(job, manifests)
+    from batchinfer.storage.opening import check_writable
+
+    check_writable(output, option="--output")
     job = job or _job_of_run(output, manifests)
     seed = options["seed"]
     return WorkerConfig(
@@ -167,8 +170,8 @@ def _default_output(job: str | None, manifests: list[str]) -> str:
 
 def _job_of_run(output: str, manifests: list[str]) -> str | None:
     """The job above a run at JOB/runs/<name>, for a manifest that was copied to the worker's machine."""
-    job, slash, _ = output.rstrip("/").rpartition("/runs/")
-    if not slash or not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
+    job = layout.job_above(output)
+    if not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
         return None
     from batchinfer.storage.opening import open_store
 

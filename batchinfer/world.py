@@ -89,7 +89,14 @@ def real_world(
 
 
 def identify_model(config: EngineConfig) -> str:
-    """The model's commit, or a hash of its local folder. Reads its small files only."""
+    """The model's commit, or a hash of its local folder. Reads its small files only.
+
+    Raises:
+        ConfigError: there is no such engine or model, or the configuration cannot work.
+    """
+    from batchinfer.engines.registry import check_engine
+
+    check_engine(config)
     if config.engine == "echo":
         return "echo"
     from batchinfer.engines.models import describe_model

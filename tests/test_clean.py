@@ -305,6 +305,14 @@ def test_no_run_there(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- what stores leave
 
 
+def test_a_run_of_a_newer_format_version_is_not_touched(run: Store) -> None:
+    overwrite(run, layout.RUN_KEY, b'{"format_version": 2}')
+    before = keys(run)
+    with pytest.raises(InputError, match="format version 2"):
+        clean(run, yes=True)
+    assert keys(run) == before
+
+
 def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
     job = str(tmp_path / "job")
     make_job(job, rows=10, per_chunk=10)

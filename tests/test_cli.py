@@ -6,10 +6,12 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
+from batchinfer.cli import main
 from batchinfer.commands import COMMANDS
 from making import make_job, run_process, worker_arguments
 
@@ -97,3 +99,39 @@ def test_a_users_mistake_is_exit_2_and_no_traceback(arguments: list[str], messag
     assert done.status == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["splt"]) == 2
+    assert "Did you mean 'split'?" in capsys.readouterr().err
+
+
+def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
+    code = (
+        "from batchinfer.console import configure_logging; configure_logging()\n"
+        "from batchinfer.storage.retrying import RetryPolicy, TransientError, retried\n"
+        "tries = iter([TransientError('x: no answer'), None])\n"
+        "def ask():\n"
+        "    if error := next(tries): raise error\n"
+        "retried(RetryPolicy(first_pause_seconds=0.01), ask)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line.split(" ", 1)[1] for line in done.stderr.splitlines()] == [
+        "WARNING x: no answer (attempt 1 of 7)"
+    ]
+
+
+@pytest.mark.parametrize("url", ["hf://datasets/org/name", "https://127.0.0.1/x"])
+@pytest.mark.parametrize("command", ["split", "worker"])
+def test_a_place_that_can_only_be_read_is_refused_before_any_request(
+    command: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path / "job", rows=1, per_chunk=1)
+    rest = {
+        "split": [str(tmp_path / "job/chunks"), "--num-chunks", "1"],
+        "worker": ["--job", str(tmp_path / "job"), "--engine", "echo", "--prompt-column", "prompt"],
+    }[command]
+    assert main([command, *rest, "--output", url]) == 2
+    assert "can only be read" in capsys.readouterr().err

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.errors import InputError
-from batchinfer.manifests import Assignment, job_chunks, load_job, rank_manifests, read_assignment
-from batchinfer.records import FORMAT_VERSION
+from batchinfer.errors import ConfigError, InputError
+from batchinfer.manifests import (
+    Assignment,
+    check_columns,
+    job_chunks,
+    load_job,
+    rank_manifests,
+    read_assignment,
+)
+from batchinfer.records import FORMAT_VERSION, Job, Source
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from making import make_job
@@ -162,3 +169,27 @@ def test_a_limit_without_a_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.jsonl\n")
     with pytest.raises(InputError, match="--limit"):
         read(str(tmp_path / "list.txt"), limit=3)
+
+
+@pytest.mark.parametrize("source_format", ["parquet", "csv"])
+def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
+    job = job_of(source_format)
+    with pytest.raises(ConfigError, match="--prompt-column promt: no column of the job") as caught:
+        check_columns(job, {"--prompt-column": ["promt"]})
+    assert "--prompt-column prompt" in caught.value.hint
+    check_columns(job, {"--prompt-column": ["prompt"], "--keep": ["*"], "--messages-column": [""]})
+
+
+def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know() -> None:
+    check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]})
+
+
+def job_of(source_format: str) -> Job:
+    return Job(
+        format_version=1,
+        sources=[Source(url="data", format=source_format, files=[])],
+        columns=["prompt", "answer"],
+        rows=0,
+        chunks=[],
+        num_workers=1,
+    )

@@ -620,6 +620,11 @@ def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
         resolve([str(path)], view=View())
 
 
+def test_a_scheme_that_wants_more_than_a_name_is_refused():
+    with pytest.raises(InputError, match="ftp://: no filesystem"):
+        resolve(["ftp://host/x"], view=View())
+
+
 def test_unknown_schemes_are_refused():
     with pytest.raises(InputError, match="nope://: no filesystem"):
         resolve(["nope://x/y"], view=View())

@@ -474,6 +474,14 @@ def test_a_damaged_job_json_is_named_and_overwrite_mends_it(source, tmp_path):
     assert run(source, tmp_path / "job", overwrite=True)["status"] == "done"
 
 
+def test_a_job_of_a_newer_version_is_named_as_such_even_if_it_looks_different(source, tmp_path):
+    run(source, tmp_path / "job")
+    (tmp_path / "job/job.json").write_text('{"format_version": 2, "inputs": []}')
+    with pytest.raises(InputError, match=r"job\.json: format version 2") as caught:
+        run(source, tmp_path / "job")
+    assert caught.value.hint == "upgrade batchinfer"
+
+
 # --------------------------------------------------------------------------- the command
 
 

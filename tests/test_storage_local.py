@@ -257,6 +257,14 @@ def test_folder_that_cannot_be_made_is_access_denied():
         LocalStore("/sys/batchinfer").create("k", b"1")
 
 
+def test_folder_below_a_file_is_access_denied_not_a_missing_object(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(AccessDenied, match="cannot be made"):
+        LocalStore(tmp_path / "file/run").create("outputs/k", b"1")
+    with pytest.raises(AccessDenied, match="cannot be made"):
+        LocalStore("/proc/batchinfer").create("k", b"1")
+
+
 def test_full_disk_is_a_storage_error_and_leaves_nothing(store: LocalStore, monkeypatch):
     store.create("a/b", b"1")
 

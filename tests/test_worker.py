@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer import codec, layout
+from batchinfer.cli import main
 from batchinfer.errors import (
     AccessDenied,
     ConfigError,
@@ -515,3 +516,20 @@ def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_t
     from batchinfer.worker import describe_host
 
     assert describe_host({"BATCHINFER_SPOT": said}) == host
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--engine", "foo", "--model", "x"], "'foo' is not an engine"),
+        (["--engine", "vllm"], "--model: is missing"),
+    ],
+)
+def test_a_missing_model_or_unknown_engine_is_named_as_what_it_is(
+    options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path / "job", rows=2, per_chunk=1)
+    rest = ["--output", str(tmp_path / "run"), "--prompt-column", "prompt"]
+    assert main(["worker", "--job", str(tmp_path / "job"), *rest, *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -18,13 +18,7 @@ def create_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigError: no such engine, its package is not installed, or the configuration cannot work.
     """
-    if config.engine not in ENGINES:
-        near = difflib.get_close_matches(config.engine.lower(), ENGINES, n=1, cutoff=0.4)
-        raise ConfigError(
-            f"--engine: {config.engine!r} is not an engine, expected one of {', '.join(ENGINES)}",
-            hint=f"did you mean --engine {near[0]}?" if near else "the default is --engine vllm",
-        )
-    check_config(config)
+    check_engine(config)
     if config.engine == "echo":
         if config.in_process or config.replicas in {1, "auto"}:
             from batchinfer.engines.echo import EchoEngine
@@ -35,6 +29,21 @@ def create_engine(config: EngineConfig) -> Engine:
     from batchinfer.engines.pool import ProcessPool
 
     return ProcessPool(config)
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Refuse an engine that does not exist, and what no engine could run. Pure.
+
+    Raises:
+        ConfigError: the message names the option.
+    """
+    if config.engine not in ENGINES:
+        near = difflib.get_close_matches(config.engine.lower(), ENGINES, n=1, cutoff=0.4)
+        raise ConfigError(
+            f"--engine: {config.engine!r} is not an engine, expected one of {', '.join(ENGINES)}",
+            hint=f"did you mean --engine {near[0]}?" if near else "the default is --engine vllm",
+        )
+    check_config(config)
 
 
 def require_vllm() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import glob
 import gzip
+import inspect
 import io
 import os
 import stat
@@ -100,8 +101,10 @@ def _filesystem(scheme: str) -> Any:
     # hf:// knows a commit by then, and what a commit holds does not change.
     options = {} if scheme in {"hf", "memory"} else {"use_listings_cache": False}
     try:
+        # One that cannot do without an argument (ftp:// wants a host) would fail half made, with noise at its end.
+        inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise InputError(
             f"{scheme}://: no filesystem of this name can be used here ({error})",
             hint="plain paths, s3://, gs:// (pip install 'batchinfer[gcs]') and hf:// work",

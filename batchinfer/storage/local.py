@@ -198,7 +198,7 @@ class LocalStore:
     ) -> str:
         path = self._path(key, writes=True)
         with self._errors(key):
-            _make_folder(path.parent)
+            self._make_folder(path.parent)
             with _temp(path) as temp:
                 fill(temp)
                 etag = _touch(temp)
@@ -210,6 +210,18 @@ class LocalStore:
                     raise AlreadyExists(f"{path}: exists with other bytes, expected none") from None
             _fsync_folder(path.parent)
         return etag
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            _make_folder(folder)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            # A parent that is a file, or a system folder that takes none: not an object that is missing.
+            raise AccessDenied(
+                f"{folder}: cannot be made ({error.strerror}), expected a place for a folder",
+                hint=f"check {self.root}, or use another folder",
+            ) from error
 
     def _walk(
         self, folder: Path, start: str, prefix: str, above: tuple[tuple[int, int], ...]

@@ -89,6 +89,20 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
     return ReadOnlyStore(url, retries=retries)
 
 
+def check_writable(url: str, *, option: str) -> None:
+    """Refuse a place that can only be read, before a request is sent to it.
+
+    Raises:
+        ConfigError: the scheme is one of `READ_ONLY_SCHEMES`.
+    """
+    scheme, _ = split_url(url)
+    if scheme in READ_ONLY_SCHEMES:
+        raise ConfigError(
+            f"{option} {url}: {scheme}:// can only be read, expected a place to write to",
+            hint="use a plain path, s3:// or gs://",
+        )
+
+
 def _open_local(url: str, path: str) -> Store:
     from batchinfer.storage.local import LocalStore
 
