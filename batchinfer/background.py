@@ -41,8 +41,12 @@ class Repeating(Protocol):
 class Background(Protocol):
     """Runs work beside its caller."""
 
-    def submit(self, work: Callable[[], T]) -> Pending[T]:
-        """Start `work` as soon as there is a free hand."""
+    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
+        """Start `work` as soon as there is a free hand.
+
+        One hand is kept for what is `urgent`: what the engine waits for must not queue behind writes to a bucket that
+        hangs.
+        """
         ...
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -88,6 +92,9 @@ class _Job(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
+_Queue = queue.SimpleQueue["_Job[object] | None"]
+
+
 class _Timer:
     """A daemon thread that runs a function each interval."""
 
@@ -99,7 +106,11 @@ class _Timer:
 
     def _loop(self) -> None:
         while not self._cancelled.wait(self._interval_seconds):
-            self._work()
+            try:
+                self._work()
+            except Exception:
+                # A heart that stopped for good, because of a mistake of ours, would stop the whole worker.
+                logger.exception("work that is repeated every %g s failed", self._interval_seconds)
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -113,16 +124,20 @@ class ThreadBackground:
     """
 
     def __init__(self, num_threads: int = 8) -> None:
-        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._jobs: _Queue = queue.SimpleQueue()
+        self._urgent_jobs: _Queue = queue.SimpleQueue()
         self._finished = threading.Event()
         self._num_threads = num_threads
         for index in range(num_threads):
-            threading.Thread(target=self._loop, name=f"batchinfer-{index}", daemon=True).start()
+            jobs = self._jobs if index else self._urgent_jobs
+            name = f"batchinfer-{index}"
+            threading.Thread(target=self._loop, args=(jobs,), name=name, daemon=True).start()
 
-    def submit(self, work: Callable[[], T]) -> Pending[T]:
+    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
         """See Background."""
         job = _Job(work)
-        self._jobs.put(job)  # type: ignore[arg-type]
+        jobs = self._urgent_jobs if urgent else self._jobs
+        jobs.put(job)  # type: ignore[arg-type]
         return job
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -136,10 +151,11 @@ class ThreadBackground:
 
     def close(self) -> None:
         """See Background."""
-        for _ in range(self._num_threads):
+        self._urgent_jobs.put(None)
+        for _ in range(self._num_threads - 1):
             self._jobs.put(None)
 
-    def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _loop(self, jobs: _Queue) -> None:
+        while (job := jobs.get()) is not None:
             job.run()
             self._finished.set()

@@ -5,6 +5,7 @@ Opening happens in the background and ends in an `OpenChunk`, which from then on
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import itertools
@@ -17,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 from batchinfer import codec, layout
 from batchinfer.checkpoints import FinishedRow, encode_row, read_segments
 from batchinfer.claims import Claims, Held, Taken
-from batchinfer.errors import InputError, ObjectNotFound
+from batchinfer.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.formats import read_line
 from batchinfer.manifests import ChunkRef
 from batchinfer.prompts import RawRow
@@ -251,13 +252,29 @@ class Opener:
         Raises:
             InputError: the chunk is missing, damaged, or not the one that job.json describes.
         """
-        claim = Taken("")
-        if self._claims is not None:
-            found = self._take(self._claims, ref.name, take_over)
-            if isinstance(found, Held):
-                return HeldByOther(found)
-            claim = found
-        return self._open_claimed(ref, claim, now=now)
+        if ref.generation:
+            # Most chunks of a finished run have nothing to repair: that is seen without a claim.
+            before = self._publisher.standing_marker(ref.name, ref.generation - 1)
+            if before is None:
+                ref = ref._replace(generation=ref.generation - 1)
+            elif not before.rows_error:
+                return AlreadyDone(before)
+        if self._claims is None:
+            return self._open_claimed(ref, Taken(""), now=now)
+        claim = self._take(self._claims, ref.name, take_over)
+        if isinstance(claim, Held):
+            return HeldByOther(claim)
+        try:
+            opened = self._open_claimed(ref, claim, now=now)
+        except BaseException:
+            # Kept, it would keep everybody else from the chunk for as long as this worker lives.
+            with contextlib.suppress(BatchinferError):
+                self._claims.release(ref.name, claim.etag)
+            raise
+        if isinstance(opened, AlreadyDone):
+            with contextlib.suppress(BatchinferError):
+                self._run.delete([layout.claim_key(ref.name)])
+        return opened
 
     def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
         """Open a chunk that a slower worker holds, without its claim: the first of the two to publish wins."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from batchinfer import layout
 from batchinfer.background import Background, Pending
 from batchinfer.claims import Claims, Held, decode_claim
 from batchinfer.clock import Clock
-from batchinfer.errors import ObjectNotFound
+from batchinfer.errors import ObjectNotFound, StorageError
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.records import Worker
@@ -71,12 +71,13 @@ class Scout:
         self._store = store
         self._claims = claims
 
-    def survey(self, generations: dict[str, int]) -> Survey:
-        """Find out which chunks (name: generation wanted) are done, and who holds the others."""
+    def survey(self, generations: dict[str, int], own: Collection[str] = ()) -> Survey:
+        """Find out which chunks (name: generation wanted) are done, and who holds those that are not `own`."""
         survey = Survey(self._done(generations), {}, {}, [])
         if self._claims is None:
             return survey
-        wanted = list(generations)
+        wanted = [name for name in generations if name not in own]
+        owners: dict[tuple[str, int], Worker | None] = {}
         claimed: set[str] | None = None
         if len(wanted) > _FEW:
             claimed = {
@@ -85,7 +86,7 @@ class Scout:
             }
         for name in wanted:
             if name not in survey.done:
-                self._look(self._claims, name, claimed, survey)
+                self._look(self._claims, name, claimed, survey, owners)
         return survey
 
     def _done(self, generations: dict[str, int]) -> set[str]:
@@ -100,7 +101,14 @@ class Scout:
             if read_marker(self._store, name, wanted)[0] is not None
         }
 
-    def _look(self, claims: Claims, name: str, claimed: set[str] | None, survey: Survey) -> None:
+    def _look(
+        self,
+        claims: Claims,
+        name: str,
+        claimed: set[str] | None,
+        survey: Survey,
+        owners: dict[tuple[str, int], Worker | None],
+    ) -> None:
         if claimed is not None and name not in claimed:
             survey.unclaimed.append(name)
             return
@@ -114,7 +122,10 @@ class Scout:
         if not held.claim.worker:
             survey.lapsed[name] = held  # released
             return
-        owner = claims.look(held)
+        key_of_owner = (held.claim.worker, held.claim.epoch)
+        if key_of_owner not in owners:
+            owners[key_of_owner] = claims.look(held)
+        owner = owners[key_of_owner]
         if owner is None:
             survey.lapsed[name] = held
         else:
@@ -146,6 +157,8 @@ class Plan:
         self._worker_id = worker_id
         self._busy: set[str] = set()
         self._done = set(done)
+        self._own_left = self._own.keys() - self._done
+        self._has_changed = True
         self._helped: set[str] = set()
         self._others: dict[str, ChunkRef] | None = None
         self._first_beats: dict[str, int] = {}
@@ -163,16 +176,21 @@ class Plan:
         """A chunk has its marker, whoever wrote it."""
         self._busy.discard(name)
         self._done.add(name)
+        self._own_left.discard(name)
+        self._has_changed = True
 
     def gave_up(self, name: str) -> None:
         """A chunk failed here for good. It counts as neither done nor waiting."""
         self._busy.discard(name)
         self._own.pop(name, None)
+        self._own_left.discard(name)
         self._helped.add(name)
+        self._has_changed = True
 
     def held_by_other(self, name: str) -> None:
         """A chunk's claim is somebody else's."""
         self._busy.discard(name)
+        self._has_changed = True
 
     # -- what the stream asks
 
@@ -190,9 +208,9 @@ class Plan:
         return bool(self._todo)
 
     @property
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self) -> set[str]:
         """Own chunks that others hold."""
-        return [name for name in self._own if name not in self._done and name not in self._busy]
+        return self._own_left - self._busy
 
     @property
     def is_finished(self) -> bool:
@@ -209,18 +227,24 @@ class Plan:
         published: list[str] = []
         if self._pending is not None and self._pending.is_done():
             pending, self._pending = self._pending, None
-            published = self._take_in(pending.result(), set(open_names), rows_per_second)
-        if self._pending is None and not self._todo:
+            try:
+                published = self._take_in(pending.result(), set(open_names), rows_per_second)
+            except StorageError as error:
+                logger.warning("cannot look at the other workers (%s); trying again", error)
+        is_due = self._is_due()
+        if self._pending is None and not self._todo and (is_due or self._has_changed):
+            self._has_changed = False
             names = self._unsettled()
             if not names:
                 self._has_nothing_to_help = True
-            elif self._is_due():
-                self._look(names | set(open_names))
+            # The open ones too: a helper may have published what this worker is slow with.
+            if is_due and (names or open_names):
+                self._look(names, set(open_names))
         return published
 
     def _unsettled(self) -> set[str]:
         """Chunks that are not done, and not being worked on here: own ones, and with helping all others."""
-        names = set(self.waiting_for)
+        names = self.waiting_for
         if self._everything is not None:
             if self._others is None:
                 self._others = self._everything()
@@ -230,15 +254,19 @@ class Plan:
     def _is_due(self) -> bool:
         return self._clock.monotonic() - self._looked >= self._look_seconds
 
-    def _look(self, names: set[str]) -> None:
+    def _look(self, names: set[str], open_names: set[str]) -> None:
         self._looked = self._clock.monotonic()
         refs = {**(self._others or {}), **self._own}
-        wanted = {name: refs[name].generation for name in sorted(names) if name in refs}
-        self._pending = self._background.submit(lambda: self._scout.survey(wanted))
+        wanted = {
+            name: refs[name].generation for name in sorted(names | open_names) if name in refs
+        }
+        self._pending = self._background.submit(lambda: self._scout.survey(wanted, open_names))
 
     def _take_in(self, survey: Survey, open_names: set[str], rows_per_second: float) -> list[str]:
         published = [name for name in survey.done if name in open_names]
         self._done |= survey.done
+        self._own_left -= survey.done
+        self._has_changed = True
         refs = {**(self._others or {}), **self._own}
         found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
         # Helpers that arrive together start at different places, so that they do not queue for the same claims.
@@ -268,6 +296,4 @@ class Plan:
     def _is_slow(owner: Worker, rows_per_second: float) -> bool:
         if owner.busy_seconds <= 0 or rows_per_second <= 0 or not owner.rows_done:
             return False
-        return (
-            rows_per_second > SLOWER * (owner.rows_done - owner.rows_resumed) / owner.busy_seconds
-        )
+        return rows_per_second > SLOWER * owner.rows_done / owner.busy_seconds

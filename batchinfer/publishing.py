@@ -19,7 +19,14 @@ from typing import NamedTuple
 import msgspec
 
 from batchinfer import codec, layout
-from batchinfer.errors import AlreadyExists, InputError, ObjectNotFound, PreconditionFailed
+from batchinfer.errors import (
+    AccessDenied,
+    AlreadyExists,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+)
 from batchinfer.events import event
 from batchinfer.records import Marker
 from batchinfer.scratch import scratch_errors
@@ -146,7 +153,11 @@ class Publisher:
             # what it names must not be gone. `clean` removes it in time.
             if self._is_safe:
                 discarded = [layout.output_key(file)]
-        self._store.delete([*discarded, *leftovers])
+        try:
+            self._store.delete([*discarded, *leftovers])
+        except (StorageError, AccessDenied) as error:
+            # The marker stands: the chunk is done, whatever is left lying about.
+            logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
         return Published(standing, is_ours)
 
     def standing_marker(self, chunk: str, generation: int) -> Marker | None:

@@ -33,7 +33,13 @@ from batchinfer.errors import (
 )
 from batchinfer.events import event
 from batchinfer.formats import encoder_for
-from batchinfer.manifests import Assignment, ChunkRef, job_chunks, read_assignment
+from batchinfer.manifests import (
+    Assignment,
+    ChunkRef,
+    check_columns,
+    job_chunks,
+    read_assignment,
+)
 from batchinfer.outcome import check_error_rate, make_result
 from batchinfer.plan import Plan, Scout, finished_chunks
 from batchinfer.prompts import Code, PromptBuilder, Tokenizer
@@ -54,6 +60,7 @@ _SNAPSHOT_SECONDS = 2.0
 _LEASES_WITHOUT_STORAGE = 10.0
 """After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
 _END_LOADING_SECONDS = 15.0
+_ROWS_WHILE_LOADING = 256
 _ANY_NUMBER = 2**31
 
 
@@ -101,6 +108,14 @@ class _Worker:
         if self.standing is not None:
             check_same(self.standing, self._run_config(assignment, None), url=self.store.url)
         # Options that cannot work are found before a GPU waits for them.
+        if assignment.job is not None:
+            prompt = self.config.prompt
+            wanted = {
+                "--prompt-column": [prompt.prompt_column],
+                "--messages-column": [prompt.messages_column],
+                "--keep": prompt.keep,
+            }
+            check_columns(assignment.job, wanted)
         self._make_builder(None, None)
         preconditions = self.world.probe(self.store)
         self.is_safe = preconditions.is_safe
@@ -115,15 +130,18 @@ class _Worker:
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
             lease = self._take_lease(stack)
-            engine = self.world.create_engine(self.config.engine)
-            stack.callback(engine.close)
             try:
+                engine = self.world.create_engine(self.config.engine)
+                stack.callback(engine.close)
                 self._work(assignment, engine, lease, scratch, stack)
                 self.telemetry.set_state("done")
             except BatchinferError as error:
                 is_asked = isinstance(error, PolicyStop) or error.exit_status == 75
                 reason = f"{type(error).__name__}: {error.message}"[:500]
                 self.telemetry.set_state("stopped" if is_asked else "failed", reason)
+                raise
+            except Exception as error:
+                self.telemetry.set_state("failed", f"{type(error).__name__}: {error}"[:500])
                 raise
 
     # -- set-up
@@ -289,7 +307,7 @@ class _Worker:
         done = self._await(finished)
         services, claims = self._services(assignment, lease, scratch)
         services.opener.begun = self._await(begun)
-        own = self._own_chunks(assignment, done, services.publisher)
+        own = self._own_chunks(assignment, done)
         plan = Plan(
             own,
             everything=self._everything(assignment, claims),
@@ -340,7 +358,8 @@ class _Worker:
             known = getattr(error, "in_flight", None)
             self._save(shelf, deaths=stream.rows_in_flight() if known is None else _by_chunk(known))
             raise
-        except BatchinferError:
+        except Exception:
+            # A mistake of ours, too: what is finished is worth keeping.
             self._save(shelf, deaths={})
             raise
         self._raise_failures(shelf)
@@ -379,23 +398,15 @@ class _Worker:
         )
         return services, claims
 
-    def _own_chunks(
-        self, assignment: Assignment, done: dict[str, int], publisher: Publisher
-    ) -> list[ChunkRef]:
+    def _own_chunks(self, assignment: Assignment, done: dict[str, int]) -> list[ChunkRef]:
         """What is left to do of the manifests."""
         if not self.config.retry_errors:
             left = [ref for ref in assignment.chunks if ref.name not in done]
         else:
-            left = []
-            for ref in assignment.chunks:
-                generation = done.get(ref.name, -1)
-                marker = (
-                    publisher.standing_marker(ref.name, generation) if generation >= 0 else None
-                )
-                if marker is None:
-                    left.append(ref)
-                elif marker.rows_error:
-                    left.append(ref._replace(generation=generation + 1))
+            # Whether a chunk has error rows at all is seen when it is opened, in the background.
+            left = [
+                ref._replace(generation=done.get(ref.name, -1) + 1) for ref in assignment.chunks
+            ]
         self.telemetry.count_skipped(len(assignment.chunks) - len(left))
         self.telemetry.rows_skipped = sum(_num_rows(ref) for ref in assignment.chunks) - sum(
             map(_num_rows, left)
@@ -437,8 +448,9 @@ class _Worker:
                     return None
                 shelf.tick(
                     rows_ahead=shelf.num_unread,
-                    rows_wanted=1,
+                    rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
                     rows_per_second=0.0,
+                    own_rate=0.0,
                     is_building=False,
                 )
             self.world.progress(self.telemetry, None)
@@ -475,7 +487,9 @@ class _Worker:
                             stopper.error,
                             extra=event("stop_requested", reason=str(stopper.error)),
                         )
-                    shelf.is_closing = True
+                        shelf.is_closing = True
+                        # At once: whoever asked may not wait for the rows in flight.
+                        shelf.checkpoint()
                     if not stream.num_in_flight or stopper.is_set():
                         break
                 elif stream.is_complete:
@@ -533,10 +547,12 @@ class _Worker:
             shelf.checkpoint()
             while shelf.is_writing and self.clock.monotonic() < deadline:
                 self.world.background.wait(_POLL_SECONDS)
-                shelf.tick(rows_ahead=0, rows_wanted=0, rows_per_second=0.0, is_building=True)
+                shelf.tick(
+                    rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=0.0, is_building=True
+                )
                 # Again: a chunk whose segment was on its way has rows that came after it.
                 shelf.checkpoint()
-            shelf.release_all()
+            shelf.release_all(deadline)
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
 

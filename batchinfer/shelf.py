@@ -8,6 +8,7 @@ nor generation: it is tried again, then kept in `failures` for the end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
 
+_RELEASE_POLL_SECONDS = 0.1
+_MAX_WRITING = 4
+"""Checkpoint segments written at once: a bucket that hangs must leave hands for everything else."""
+_MOST_OPEN_CHUNKS = 1000
+
 
 class Limits(Record, frozen=True, kw_only=True):
     """What bounds memory and disk beside the engine's own `max_in_flight`."""
@@ -48,6 +54,8 @@ class Limits(Record, frozen=True, kw_only=True):
     """Rows that are put in order of their prompts' beginnings; 0: none."""
     max_build_rows: int = 512
     max_build_bytes: int = 8 << 20
+    max_waiting_tokens: int = 4 << 20
+    """Of prompts that are built and not yet in the engine; a token is some 36 bytes here."""
     row_attempts: int = 3
     storage_attempts: int = 4
     storage_retry_seconds: float = 5.0
@@ -136,6 +144,7 @@ class Shelf:
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
         self._checkpointing: list[_Checkpointing] = []
+        self._to_checkpoint: list[OpenChunk] = []
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
         self._opening_seconds = 0.5
@@ -168,22 +177,32 @@ class Shelf:
     @property
     def is_writing(self) -> bool:
         """Whether checkpoints or outputs are on their way."""
-        return bool(self._checkpointing or self._publishing)
+        return bool(self._checkpointing or self._to_checkpoint or self._publishing)
 
     # -- the round
 
     def tick(
-        self, *, rows_ahead: int, rows_wanted: int, rows_per_second: float, is_building: bool
+        self,
+        *,
+        rows_ahead: int,
+        rows_wanted: int,
+        rows_per_second: float,
+        own_rate: float,
+        is_building: bool,
     ) -> list[str]:
         """Collect what has finished in the background and start what is due. Return chunks that others published.
+
+        `rows_per_second` is what the engine eats now, `own_rate` what this worker did on the average: a slower one is
+        helped.
 
         Raises:
             BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
         """
         self._collect_checkpoints()
+        self._start_checkpoints()
         self._collect_publishing()
         self._collect_openings()
-        lost = [] if self.is_closing else self._plan.tick(list(self.open), rows_per_second)
+        lost = [] if self.is_closing else self._plan.tick(list(self.open), own_rate)
         publishing = {entry.chunk.name for entry in self._publishing}
         for name in lost:
             # What is being published finds the other's marker by itself, and needs its files until then.
@@ -210,12 +229,18 @@ class Shelf:
 
     def checkpoint(self) -> None:
         """Start writing a segment for every open chunk that has rows no segment holds yet."""
+        self._to_checkpoint = list(self.open.values())
+        self._start_checkpoints()
+
+    def _start_checkpoints(self) -> None:
         busy = {id(entry.chunk) for entry in self._checkpointing}
         busy |= {id(entry.chunk) for entry in self._publishing}
-        for chunk in self.open.values():
+        while self._to_checkpoint and len(self._checkpointing) < _MAX_WRITING:
+            chunk = self._to_checkpoint.pop()
             # A complete chunk is about to be published, unless the worker ends before it can be.
             if (
                 id(chunk) not in busy
+                and self.open.get(chunk.name) is chunk
                 and (chunk.num_left or self.is_closing)
                 and chunk.spool.size_bytes > chunk.checkpointed_bytes
             ):
@@ -230,20 +255,29 @@ class Shelf:
                 data = checkpoints.encode_deaths(lines)
                 self._write_segment(chunk, partial(bytes, data), -1)
 
-    def release_all(self) -> None:
-        """Give the claims of unfinished chunks back. Blocks for a request a chunk; called once, at the end."""
-        claims = self._services.claims
+    def release_all(self, deadline: float) -> None:
+        """Give the claims of unfinished chunks back, until `deadline` at the latest; what is left lapses by itself."""
+        pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
-            if claims is not None and chunk.claim_etag:
-                try:
-                    claims.release(chunk.name, chunk.claim_etag)
-                except StorageError as error:
-                    error_text = str(error)
-                    logger.warning(
-                        "%s: claim not released (%s); it lapses by itself", chunk.name, error_text
-                    )
             self._close(chunk, "released")
+        clock, background = self._services.clock, self._services.background
+        while not all(job.is_done() for job in pending) and clock.monotonic() < deadline:
+            background.wait(_RELEASE_POLL_SECONDS)
         self._clean_retired()
+
+    def _give_back(self, chunk: OpenChunk) -> Pending[None]:
+        """Release a chunk's claim in the background."""
+        claims, name, etag = self._services.claims, chunk.name, chunk.claim_etag
+
+        def work() -> None:
+            if claims is None or not etag:
+                return
+            try:
+                claims.release(name, etag)
+            except BatchinferError as error:
+                logger.warning("%s: claim not released (%s); it lapses by itself", name, error)
+
+        return self._services.background.submit(work)
 
     # -- opening
 
@@ -251,10 +285,13 @@ class Shelf:
         if self.is_closing:
             return
         rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
+        # A chunk stays open for its slowest row: small ones need many to keep the engine full.
+        many = min(_MOST_OPEN_CHUNKS, 8 * rows_wanted // self._rows_per_chunk)
+        most = max(self._limits.max_open_chunks, many)
         while (
             rows_ahead < rows_wanted
             and len(self._openings) < self._limits.max_openings
-            and len(self.open) + len(self._openings) < self._limits.max_open_chunks
+            and len(self.open) + len(self._openings) < most
             and self._has_disk_left()
         ):
             candidate = self._plan.next()
@@ -489,6 +526,7 @@ class Shelf:
                     )
                     self.failures[chunk.name] = error
                     self._plan.gave_up(chunk.name)
+                    self._give_back(chunk)
                     self._close(chunk, "released")
                 continue
             self._close(chunk, "done" if published.is_ours else "lost")
@@ -500,6 +538,10 @@ class Shelf:
         self._waiting = [entry for entry in self._waiting if entry.chunk is not chunk]
         if outcome in ("done", "lost"):
             self._plan.finished(chunk.name)
+        if outcome == "lost" and chunk.segment_keys:
+            # Its publisher has removed those that it knew.
+            keys = list(chunk.segment_keys)
+            self._services.background.submit(partial(_delete_quietly, self._services.run, keys))
         self._services.observer.chunk_closed(chunk, outcome)
         self._retired.append(chunk)
 
@@ -511,3 +553,8 @@ class Shelf:
         for chunk in [chunk for chunk in self._retired if id(chunk) not in busy]:
             self._retired.remove(chunk)
             chunk.close()
+
+
+def _delete_quietly(store: Store, keys: list[str]) -> None:
+    with contextlib.suppress(BatchinferError):
+        store.delete(keys)

@@ -73,6 +73,9 @@ class RowStream:
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
+        self._active_seconds = 0.0
+        self._ticked = services.clock.monotonic()
+        self._tokens_per_row = 0.0
 
     # -- what the engine asks
 
@@ -138,6 +141,7 @@ class RowStream:
             rows_ahead=num_ahead,
             rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
+            own_rate=self.rows_per_second,
             is_building=self._building is not None,
         )
         if lost:
@@ -147,7 +151,7 @@ class RowStream:
     @property
     def rows_per_second(self) -> float:
         """Smoothed rate of finished rows."""
-        return self._rate
+        return self._num_finished / self._active_seconds if self._active_seconds > 0 else 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -209,13 +213,16 @@ class RowStream:
             return
         if self._window.is_full and self._num_waiting >= self._max_in_flight:
             return
+        if self._num_waiting * self._tokens_per_row >= self._limits.max_waiting_tokens:
+            return
         chunks = [chunk for chunk in self._shelf.open.values() if chunk.num_unread]
         if not chunks:
             return
         limits, builder = self._limits, self._builder
         self._num_building = min(limits.max_build_rows, sum(chunk.num_unread for chunk in chunks))
         self._building = self._services.background.submit(
-            lambda: build(builder, chunks, limits.max_build_rows, limits.max_build_bytes)
+            lambda: build(builder, chunks, limits.max_build_rows, limits.max_build_bytes),
+            urgent=True,
         )
 
     def _collect_built(self) -> None:
@@ -224,6 +231,12 @@ class RowStream:
         building, self._building = self._building, None
         self._num_building = 0
         for chunk, prepared_rows in building.result():
+            requests = [
+                prepared.request for prepared in prepared_rows if prepared.request is not None
+            ]
+            if requests:
+                tokens = sum(len(request.token_ids or ()) for request in requests)
+                self._tokens_per_row = tokens / len(requests)
             failed = []
             for prepared in prepared_rows:
                 if prepared.request is None:
@@ -277,11 +290,15 @@ class RowStream:
             self._alone = None
 
     def _update_rate(self) -> None:
+        """Keep two rates, both of the time in which rows were in the engine: the recent one, and that of all of it."""
         now = self._services.clock.monotonic()
+        if self._in_flight:
+            self._active_seconds += now - self._ticked
+        else:
+            self._rate_since = None
+        self._ticked = now
         if self._rate_since is None:
-            if self._num_finished:
-                self._rate_since = (now, self._num_finished)
-            return
+            self._rate_since = (now, self._num_finished)
         since, count = self._rate_since
         if now - since >= _RATE_SECONDS or (self._rate == 0.0 and now - since >= 1.0):
             rate = (self._num_finished - count) / (now - since)

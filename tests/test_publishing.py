@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer import codec, layout
-from batchinfer.errors import StorageError, Superseded
+from batchinfer.errors import AccessDenied, StorageError, Superseded
 from batchinfer.publishing import Built, Publisher, build_output
 from batchinfer.records import Marker
 from batchinfer.storage.memory import MemoryStore
@@ -63,7 +63,7 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
 
 
-@pytest.mark.parametrize("failing", ["create_file", "create", "delete"])
+@pytest.mark.parametrize("failing", ["create_file", "create"])
 def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -80,6 +80,23 @@ def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     again = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
     assert again.marker.output == "part-00000.jsonl"
     assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
+
+
+@pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
+def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Some buckets grant no right to delete; segments left behind do no harm."""
+
+    def refuse(_keys: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store, "delete", refuse)
+    published = publisher(store, "n1").publish(
+        built(tmp_path), marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
+    )
+    assert published.is_ours
+    assert standing(store).output == "part-00000.jsonl"
 
 
 def _fail(*_: object, **__: object) -> None:

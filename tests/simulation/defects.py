@@ -244,7 +244,7 @@ def stop_forgets_rows() -> Defect:
 
     def save(self: Any, shelf: shelf.Shelf, *, deaths: dict[str, list[int]]) -> None:
         shelf.is_closing = True
-        shelf.release_all()
+        shelf.release_all(self.clock.monotonic() + 5)
 
     return mock.patch.object(_Worker, "_save", save)
 

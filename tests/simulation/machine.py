@@ -96,7 +96,8 @@ class SimBackground:
         self._has_finished = False
         self._waiting: tuple[Any, int] | None = None
 
-    def submit(self, work: Callable[[], T]) -> Pending[T]:
+    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
+        del urgent  # hands are as many as they are; which one is free does not matter to any promise
         job = _Job(work)
         self._queue.append(job)
         if self._num_idle:
