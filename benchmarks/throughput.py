@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a model's folder in place of the made one")
+    parser.add_argument("--ray-python", help="a Python that has ray[data] beside vLLM")
     parser.add_argument(
         "--only", action="append", default=[], help="only this way; may be repeated"
     )
