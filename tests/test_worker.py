@@ -533,3 +533,14 @@ def test_a_missing_model_or_unknown_engine_is_named_as_what_it_is(
     assert main(["worker", "--job", str(tmp_path / "job"), *rest, *options]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_column_ends_before_the_run_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\nhello,1\n")
+    job = str(tmp_path / "job")
+    assert main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"]) == 0
+    assert main(["worker", "--job", job, "--engine", "echo", "--prompt-column", "promt"]) == 2
+    assert "did you mean --prompt-column prompt?" in capsys.readouterr().err
+    assert not (tmp_path / "job/runs").exists()
