@@ -166,3 +166,13 @@ def worker_key(worker_id: str) -> str:
 def run_url(job_url: str, run_name: str) -> str:
     """Default place of a run below its job."""
     return f"{job_url.rstrip('/')}/runs/{run_name}"
+
+
+def job_above(run_url: str) -> str:
+    """The job that a run at its default place lies in; empty for a run that lies elsewhere.
+
+    >>> job_above("s3://bucket/job/runs/llama"), job_above("s3://bucket/answers")
+    ('s3://bucket/job', '')
+    """
+    job, slash, name = run_url.rstrip("/").rpartition(f"/{RUNS}")
+    return job if slash and name and "/" not in name else ""
