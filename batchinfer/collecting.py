@@ -19,15 +19,15 @@ import msgspec
 
 from batchinfer import codec, layout
 from batchinfer.arrow_lines import ArrowBlock, can_read
-from batchinfer.audit import CORRUPT, FOREIGN, MISSING, Audit
+from batchinfer.audit import CORRUPT, FOREIGN, MISSING
 from batchinfer.chunks import fetch
 from batchinfer.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.formats.columns import LineBlock, Shape
-from batchinfer.inventory import Inventory, in_parallel, take_inventory
-from batchinfer.manifests import ChunkRef, OpenStore, job_chunks, load_job, read_assignment
+from batchinfer.inventory import in_parallel, take_inventory
+from batchinfer.manifests import ChunkRef, OpenStore
 from batchinfer.prompts import lines
 from batchinfer.records import Job, Marker, Run
-from batchinfer.runconfig import read_run
+from batchinfer.scope import find_scope
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 
@@ -96,71 +96,28 @@ def select(
         InputError: no run there, one of a newer format version, or its job cannot be found.
     """
     inventory = take_inventory(store, now=now)
-    run = _read_run(store, inventory)
-    limit = run.config.get("limit")
-    if manifests:
-        assignment = read_assignment(
-            manifests, job_url=job_url, allow_absolute=True, limit=limit, open_store=open_store
-        )
-        job, url, sha256 = assignment.job, assignment.job_url, assignment.job_sha256
-        expected = {ref.name: ref for ref in assignment.chunks}
-    else:
-        job, url, sha256 = _find_job(run, store.url, job_url, open_store)
-        expected = job_chunks(job, url, limit)
-    audit = Audit(
-        run=run,
-        job_sha256=sha256,
-        expected=expected,
-        known=None if job is None else [chunk.name for chunk in job.chunks],
-        inventory=inventory,
+    scope = find_scope(
+        store,
+        inventory,
+        open_store,
+        usage="batchinfer collect {} DEST",
+        job_url=job_url,
+        manifests=manifests,
     )
+    audit = scope.audit(inventory)
     sound = audit.check_all()
     if any(found.mend == "job" for found in audit.findings):
         raise InputError(
-            f"{store.url}: was made from another job.json than the one at {url}",
+            f"{store.url}: was made from another job.json than the one at {scope.job_url}",
             hint="name the run's own job with --job",
         )
     gaps = {
         found.subject: Gap(found.subject, found.kind, found.problem)
         for found in audit.findings
-        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in expected
+        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in scope.expected
     }
-    return Selection(run, job, url, sound, list(gaps.values()), len(inventory.unknown))
-
-
-def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store)
-    if run is not None:
-        return run
-    if inventory.is_empty:
-        raise InputError(
-            f"{store.url}: no run there",
-            hint="give the --output of the workers, e.g. JOB/runs/default",
-        )
-    raise InputError(
-        f"{store.url}: has no run.json, so no worker's engine has been ready so far",
-        hint=f"see how it goes: batchinfer status {store.url}",
-    )
-
-
-def _find_job(
-    run: Run, run_url: str, job_url: str | None, open_store: OpenStore
-) -> tuple[Job, str, str]:
-    if not run.config.get("job_sha256"):
-        raise InputError(
-            f"{run_url}: made from a list of chunks without a job.json, which must be given",
-            hint=f"batchinfer collect --manifest LIST {run_url} DEST",
-        )
-    base, runs, name = run_url.rpartition("/" + layout.RUNS)
-    near = base if runs and name and "/" not in name else ""
-    places = [job_url] if job_url else [near, str(run.recorded.get("job") or "")]
-    for place in filter(None, places):
-        found = load_job(place.rstrip("/"), open_store)
-        if found is not None:
-            return found[0], place.rstrip("/"), found[1]
-    raise InputError(
-        f"{run_url}: its job is not at {', '.join(filter(None, places)) or 'any place that is known'}",
-        hint=f"batchinfer collect --job JOB {run_url} DEST",
+    return Selection(
+        scope.run, scope.job, scope.job_url, sound, list(gaps.values()), len(inventory.unknown)
     )
 
 

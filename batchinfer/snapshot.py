@@ -17,6 +17,7 @@ from batchinfer.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.manifests import load_job
 from batchinfer.records import Job, Run, Worker
 from batchinfer.runconfig import read_run
+from batchinfer.scope import job_places, job_sha256_of
 from batchinfer.storage import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class RunReader:
         store: The run's.
         open_store: Opens the job's.
         clock: Time now, against which records are fresh or old.
-        job_url: Where the job lies; by default where run.json says, else two folders up from RUN.
+        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class RunReader:
         found = load_job(url, self._open_store)
         if found is None:
             raise InputError(f"{url}: no job.json there", hint="pass the URL that `split` wrote to")
-        wanted = self._wanted_job()
+        wanted = job_sha256_of(self._run)
         if wanted and wanted != found[1]:
             raise InputError(
                 f"{url}: is another job than the run's (its job.json has the sha256 {found[1][:12]}…, "
@@ -225,13 +226,9 @@ class RunReader:
         return found[0], url
 
     def _guess_job(self) -> tuple[Job | None, str]:
-        """The job that run.json names, or that the run lies in; only if its checksum is the run's."""
-        above, _, name = self._store.url.rpartition(f"/{layout.RUNS}")
-        guesses = [] if self._run is None else [str(self._run.recorded.get("job") or "")]
-        if above and "/" not in name.strip("/"):
-            guesses.append(above)
-        wanted = self._wanted_job()
-        for url in filter(None, guesses):
+        """The job that the run lies in, or that run.json names; only if its checksum is the run's."""
+        wanted = job_sha256_of(self._run)
+        for url in job_places(self._run, self._store.url):
             try:
                 found = load_job(url, self._open_store)
             except BatchinferError as error:
@@ -240,9 +237,6 @@ class RunReader:
             if found is not None and wanted in ("", found[1]):
                 return found[0], url
         return None, ""
-
-    def _wanted_job(self) -> str:
-        return "" if self._run is None else str(self._run.config.get("job_sha256") or "")
 
     def _no_run(self) -> InputError:
         url = self._store.url

@@ -15,24 +15,21 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from batchinfer import layout
 from batchinfer.alignment import Alignment
 from batchinfer.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, counts_by_kind
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
-from batchinfer.errors import InputError, RunUnsound
-from batchinfer.inventory import Inventory, in_parallel, take_inventory
-from batchinfer.manifests import ChunkRef, job_chunks, load_job, read_assignment
+from batchinfer.errors import RunUnsound
+from batchinfer.inventory import in_parallel, take_inventory
+from batchinfer.manifests import ChunkRef, OpenStore
 from batchinfer.records import Marker, Record, Run
-from batchinfer.runconfig import read_run
+from batchinfer.scope import Scope, find_scope
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 
 NUM_COMPARISONS = 4
 _SHOWN = 10
 """Findings of one kind and cure that are shown one by one."""
-
-OpenStore = Callable[[str], Store]
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
@@ -100,15 +97,6 @@ class Verdict(NamedTuple):
 _ORDER_OF_CURES = ("job", "chunk", "redo", "clean", "worker", "hand", "resume")
 
 
-class _Scope(NamedTuple):
-    """The chunks of a run. `known` names all chunks of the job, None for lists from elsewhere."""
-
-    expected: dict[str, ChunkRef]
-    known: list[str] | None
-    job_url: str
-    job_sha256: str
-
-
 def run_verify(
     config: VerifyConfig,
     *,
@@ -129,20 +117,19 @@ def run_verify(
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
-    run = _read_run(store, inventory)
-    limit = run.config.get("limit")
-    scope = _find_scope(config, run, store.url, limit, open_store)
-    audit = Audit(
-        run=run,
-        job_sha256=scope.job_sha256,
-        expected=scope.expected,
-        known=scope.known,
-        inventory=inventory,
+    scope = find_scope(
+        store,
+        inventory,
+        open_store,
+        usage="batchinfer verify {}",
+        job_url=config.job,
+        manifests=config.manifests,
     )
+    audit = scope.audit(inventory)
     sound = audit.check_all()
     if config.is_deep:
         show(f"reading {len(sound)} chunks and their outputs")
-        with_problems = _compare(config, run, store, sound, open_store)
+        with_problems = _compare(config, scope.run, store, sound, open_store)
     else:
         with_problems = ((ref, marker, []) for ref, marker in sound)
     for ref, marker, problems in with_problems:
@@ -151,73 +138,8 @@ def run_verify(
         for problem in problems:
             mend = "chunk" if problem.startswith("the chunk itself") else "redo"
             audit.add(CORRUPT, ref.name, problem, mend)
-    result = _result(config, store.url, scope, run, audit)
+    result = _result(config, store.url, scope, audit)
     return Verdict(result, audit.findings, store.url, scope.job_url)
-
-
-def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store)
-    if run is not None:
-        return run
-    if inventory.is_empty:
-        raise InputError(
-            f"{store.url}: no run there",
-            hint="give the --output of the workers, e.g. JOB/runs/default",
-        )
-    if inventory.marker_infos:
-        raise InputError(
-            f"{store.url}: has markers but no run.json, which says what they are of",
-            hint="restore run.json; without it nothing tells these outputs from another run's",
-        )
-    raise InputError(
-        f"{store.url}: nothing is done yet; no worker's engine has been ready so far",
-        hint="wait for the first worker, or look at its log",
-    )
-
-
-def _find_scope(
-    config: VerifyConfig, run: Run, run_url: str, limit: int | None, open_store: OpenStore
-) -> _Scope:
-    if config.manifests:
-        found = read_assignment(
-            config.manifests,
-            job_url=config.job,
-            allow_absolute=True,
-            limit=limit,
-            open_store=open_store,
-        )
-        known = None if found.job is None else [chunk.name for chunk in found.job.chunks]
-        expected = {ref.name: ref for ref in found.chunks}
-        return _Scope(expected, known, found.job_url, found.job_sha256)
-    if not run.config.get("job_sha256"):
-        raise InputError(
-            f"{run_url}: made from a list of chunks without a job.json, which must be given",
-            hint=f"batchinfer verify --manifest LIST {run_url}",
-        )
-    for url in _job_urls(config, run, run_url):
-        loaded = load_job(url, open_store)
-        if loaded is not None:
-            job, sha256 = loaded
-            expected = job_chunks(job, url, limit)
-            return _Scope(expected, [chunk.name for chunk in job.chunks], url, sha256)
-        if config.job:
-            raise InputError(f"{config.job}: no job.json there", hint="check --job")
-    raise InputError(
-        f"{run_url}: neither run.json nor its place tells where its job lies",
-        hint=f"batchinfer verify --job JOB {run_url}",
-    )
-
-
-def _job_urls(config: VerifyConfig, run: Run, run_url: str) -> Iterator[str]:
-    """Where the job may lie, the surest first: a job that was moved has its runs with it."""
-    if config.job:
-        yield config.job.rstrip("/")
-    base, runs, name = run_url.rpartition("/" + layout.RUNS)
-    if runs and name and "/" not in name:
-        yield base
-    recorded = str(run.recorded.get("job") or "")
-    if recorded:
-        yield recorded
 
 
 def _compare(
@@ -244,15 +166,13 @@ def _compare(
         scratch.close()
 
 
-def _result(
-    config: VerifyConfig, url: str, scope: _Scope, run: Run, audit: Audit
-) -> dict[str, Any]:
+def _result(config: VerifyConfig, url: str, scope: Scope, audit: Audit) -> dict[str, Any]:
     counts = counts_by_kind(audit.findings)
     return {
         "status": "SOUND" if not sum(counts[kind] for kind in KINDS[:-1]) else "UNSOUND",
         "run": url,
         "job": scope.job_url,
-        "fingerprint": run.fingerprint,
+        "fingerprint": scope.run.fingerprint,
         "is_deep": config.is_deep,
         "chunks_total": len(scope.expected),
         "chunks_sound": audit.totals.chunks,
