@@ -33,6 +33,9 @@ from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
 
+_WRITES = 5
+"""Tries of one heartbeat against another writer of the same record."""
+
 ENDED_STATES = ("done", "stopped", "failed")
 
 
@@ -50,9 +53,12 @@ class Lease:
         *,
         lease_seconds: float,
         nonce: str,
+        is_safe: bool = True,
     ) -> None:
         self._store = store
         self._clock = clock
+        self._is_safe = is_safe
+        self._is_closed = False
         self._key = layout.worker_key(worker_id)
         self._etag = ""
         self._beat = 0
@@ -82,12 +88,10 @@ class Lease:
                 return None
             before = codec.decode(data, Worker, name=self._key)
             self.epoch = before.epoch + 1
-            try:
-                self._etag = self._store.replace(self._key, self._body(describe(before)), etag)
-            except PreconditionFailed:
-                continue
-            self._renewed = self._clock.monotonic()
-            return before
+            self._etag = etag
+            if self._write(describe(before)):
+                self._renewed = self._clock.monotonic()
+                return before
 
     def renew(self, record: Worker) -> None:
         """Write the record once more. A storage failure is kept in `error`, and tried again at the next renewal.
@@ -97,14 +101,26 @@ class Lease:
         """
         started = self._clock.monotonic()
         try:
-            while not self._write(record):
+            for _ in range(_WRITES):
+                if self._is_closed or self._write(record):
+                    break
                 self._settle()
+            else:
+                raise StorageError(f"{self._key}: the store keeps refusing its own etag")
         except StorageError as error:
             self.error = error
             logger.warning("heartbeat not written (%s); trying again", error)
             return
         self.error = None
         self._renewed = started
+
+    def close(self, record: Worker) -> None:
+        """Write the record for the last time: a renewal of another thread that is under way then gives up."""
+        self._is_closed = True
+        for _ in range(_WRITES):
+            if self._write(record):
+                return
+            self._settle()
 
     @property
     def silent_seconds(self) -> float:
@@ -127,7 +143,7 @@ class Lease:
         if self._superseded:
             raise Superseded(
                 f"worker {self.worker_id}: epoch {self.epoch} was superseded by a newer start of the same worker",
-                hint="nothing to do: the newer one goes on",
+                hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
             )
         if not self.is_held():
             raise LeaseLapsed(
@@ -137,7 +153,11 @@ class Lease:
     def _write(self, record: Worker) -> bool:
         """Write the record if it is still as we know it."""
         try:
-            if self._etag:
+            if not self._is_safe:
+                # Nothing is refused there, or the right etag is too: without claims it is a mere sign of life.
+                self._store.delete([self._key])
+                self._etag = self._store.create(self._key, self._body(record))
+            elif self._etag:
                 self._etag = self._store.replace(self._key, self._body(record), self._etag)
             else:
                 self._etag = self._store.create(self._key, self._body(record))

@@ -51,9 +51,14 @@ class Scratch:
         with scratch_errors(base):
             base.mkdir(parents=True, exist_ok=True)
             _sweep(base)
-            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-            self._lock = (self.folder / _LOCK).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            while True:
+                self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+                with contextlib.suppress(FileNotFoundError):
+                    self._lock = (self.folder / _LOCK).open("wb")
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    if (self.folder / _LOCK).exists():
+                        break
+                # Another worker's sweep came between making the folder and locking it.
         self._numbers = itertools.count(1)  # next() is atomic; threads share this
 
     def new_path(self, name: str) -> Path:

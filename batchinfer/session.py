@@ -62,6 +62,22 @@ _LEASES_WITHOUT_STORAGE = 10.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
 _ANY_NUMBER = 2**31
+_ANSWER_ARGS = frozenset(
+    {
+        "generation_config",
+        "hf_overrides",
+        "kv_cache_dtype",
+        "load_format",
+        "logits_processors",
+        "model_impl",
+        "override_generation_config",
+        "rope_scaling",
+        "rope_theta",
+        "speculative_config",
+        "tokenizer_mode",
+    }
+)
+"""Engine arguments of vLLM that change answers; the others (memory, batching, kernels) may differ between workers."""
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -177,6 +193,14 @@ class _Worker:
             "model": config.engine.model or config.engine.engine,
             "model_identity": self.model_identity,
             "tokenizer": config.engine.tokenizer or "",
+            "hf_config_path": config.engine.hf_config_path or "",
+            "engine_args": {
+                key: value
+                for key, value in config.engine.engine_args.items()
+                if key in _ANSWER_ARGS
+            },
+            # Without a job there is nothing else to tell one data set's run from another's.
+            "folders": [] if assignment.job else sorted({ref.root for ref in assignment.chunks}),
             "dtype": info.dtype if info else UNKNOWN,
             "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
@@ -230,6 +254,7 @@ class _Worker:
             self.clock,
             lease_seconds=self.config.lease_seconds,
             nonce=self.nonce,
+            is_safe=self.is_safe,
         )
         before = lease.take(self.telemetry.begin)
         self.telemetry.log_start(before)
@@ -278,7 +303,7 @@ class _Worker:
 
     def _last_beat(self, lease: Lease) -> None:
         with contextlib.suppress(BatchinferError):
-            lease.renew(self.telemetry.snapshot())
+            lease.close(self.telemetry.snapshot())
         self.telemetry.log_end()
 
     # -- the work

@@ -66,9 +66,13 @@ class WhileLoading:
 
 def install_signal_handlers(stopper: Stopper) -> None:
     """Let SIGTERM and SIGINT set `stopper`. A second one ends the grace. Call from the main thread."""
+    num_signals = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if stopper.is_requested:
+        # Signals only: a cloud's notice, or `batchinfer stop`, often comes together with the first one.
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
             stopper.end_grace()
         stopper.request(
             Interrupted(

@@ -43,6 +43,18 @@ def test_the_first_reason_stands() -> None:
 
 
 @pytest.mark.usefixtures("handlers")
+def test_the_first_signal_after_a_notice_leaves_the_grace() -> None:
+    """A cloud announces the end of a machine and sends its signal at about the same time."""
+    stopper = Stopper(FakeClock(), grace_seconds=20)
+    install_signal_handlers(stopper)
+    stopper.request(Interrupted("the cloud takes the machine"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not stopper.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopper.is_set()
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_grace(number: signal.Signals) -> None:
     stopper = Stopper(FakeClock(), grace_seconds=20)

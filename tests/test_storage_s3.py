@@ -365,6 +365,7 @@ def scripted(
         (409, "ConditionalRequestConflict"),
         (500, "InternalError"),
         (503, "SlowDown"),
+        (403, "RequestTimeTooSkewed"),
         (429, "TooManyRequests"),
         (400, "RequestTimeout"),
         (502, "BadGateway"),
@@ -381,7 +382,6 @@ def test_passing_trouble_is_tried_again(scripted, status: int, code: str):
     [
         (403, "AccessDenied", AccessDenied),
         (403, "SignatureDoesNotMatch", AccessDenied),
-        (403, "RequestTimeTooSkewed", AccessDenied),
         (400, "ExpiredToken", AccessDenied),
         (400, "AuthorizationHeaderMalformed", ConfigError),
         (404, "NoSuchBucket", InputError),

@@ -390,6 +390,46 @@ class TestBadInput:
         assert "sampling.temperature: the run has 0.5, this worker 0.7" in caught.value.message
         assert "--output" in caught.value.hint
 
+    def test_another_data_set_in_the_same_run_is_refused(self, tmp_path: Path) -> None:
+        """Lists from elsewhere have no job.json; files of one name must not pass for each other's answers."""
+        from batchinfer.worker import command
+
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "data.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
+            (tmp_path / folder / "list.txt").write_text("data.jsonl\n")
+        arguments = [
+            "--output",
+            str(tmp_path / "run"),
+            "--engine",
+            "echo",
+            "--prompt-column",
+            "prompt",
+        ]
+        command.main(
+            ["--manifest", str(tmp_path / "a/list.txt"), *arguments], standalone_mode=False
+        )
+        with pytest.raises(RunMismatch, match="folders"):
+            command.main(
+                ["--manifest", str(tmp_path / "b/list.txt"), *arguments], standalone_mode=False
+            )
+
+    def test_two_workers_that_give_up_different_chunks_do_not_wait_for_each_other(
+        self, job: str
+    ) -> None:
+        """A claim that was kept on a chunk given up held the other worker for ever."""
+        for index in (0, 1):
+            path = Path(job) / f"chunks/part-{index:05d}.jsonl"
+            path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+        run = f"{job}/runs/a"
+        slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
+        results = [finish_process(process, timeout_seconds=90) for process in processes]
+        assert [result.status for result in results] == [34, 34], results
+        assert len(outputs(run)) == 8
+
     def test_a_manifest_that_names_a_missing_chunk(self, job: str, tmp_path: Path) -> None:
         (tmp_path / "m.txt").write_text("chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n")
         from batchinfer.worker import command

@@ -49,6 +49,8 @@ CLOSE_SECONDS = 8.0
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
 # A row that was in this many replicas when they died goes to no other one.
 MAX_DEATHS = 2
+# Whoever looked at the engines so long ago was not running meanwhile.
+FROZEN_SECONDS = 5.0
 
 
 class ProcessPool:
@@ -67,6 +69,7 @@ class ProcessPool:
         self._orphans: list[Request] = []
         self._lost_stats = EngineStats()
         self._failure: EngineError | None = None
+        self._looked = time.monotonic()
 
     # ------------------------------------------------------------------ life
 
@@ -164,6 +167,7 @@ class ProcessPool:
         if self._failure:
             raise self._failure
         exhausted = False
+        self._looked = time.monotonic()
         poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
@@ -185,7 +189,9 @@ class ProcessPool:
                     continue
                 hungry = not exhausted and room > len(taken or [])
                 # Towards the end there is room and never anything to fill it.
-                poll_seconds = POLL_SECONDS if taken else min(2 * poll_seconds, SLOWEST_POLL_SECONDS)
+                poll_seconds = (
+                    POLL_SECONDS if taken else min(2 * poll_seconds, SLOWEST_POLL_SECONDS)
+                )
                 pause = 0.0 if finished else poll_seconds if hungry else LONGEST_WAIT_SECONDS
                 finished += self._collect(pause)
                 self._check_stalls()
@@ -279,6 +285,12 @@ class ProcessPool:
         return known
 
     def _check_stalls(self) -> None:
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > FROZEN_SECONDS:
+            # This process itself stood still (a frozen machine): that is no fault of the engines.
+            for replica in self.replicas:
+                replica.forgive(gap)
         for replica in list(self.replicas):
             if replica.stalled_seconds() > self.config.stall_seconds:
                 waiting = f"{len(replica.in_flight)} requests in flight"

@@ -107,6 +107,11 @@ class Replica:
             self._last_token = now
         self._progress = (stats.steps, max(tokens, before), self._num_finished)
 
+    def forgive(self, seconds: float) -> None:
+        """Leave out time in which nobody ran."""
+        self._last_step += seconds
+        self._last_token += seconds
+
     def stalled_seconds(self) -> float:
         """Since when nothing moves although there is work; 0 while there is none."""
         if not self.in_flight:

@@ -64,7 +64,6 @@ _BAD_CREDENTIAL_CODES = {
     "ExpiredTokenException",
     "InvalidAccessKeyId",
     "InvalidToken",
-    "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
     "TokenRefreshRequired",
 }
@@ -121,9 +120,12 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
     if code == "NoSuchBucket":
         return no_such_bucket(bucket)
     if code in _BAD_CREDENTIAL_CODES:
-        skewed = code == "RequestTimeTooSkewed"
-        hint = "set this machine's clock" if skewed else CREDENTIALS_HINT
-        return AccessDenied(f"{url}: the store refused the credentials ({said})", hint=hint)
+        return AccessDenied(
+            f"{url}: the store refused the credentials ({said})", hint=CREDENTIALS_HINT
+        )
+    if code == "RequestTimeTooSkewed":
+        # A machine that was frozen and thawed has this for a moment, until its clock is set.
+        return TransientError(f"{url}: the store refused this machine's clock ({said})")
     if code in _WRONG_REGION_CODES or status in {301, 307}:
         return ConfigError(
             f"{url}: the bucket is in another region or at another endpoint ({said})",
