@@ -1,4 +1,4 @@
-"""An order of rows in which those whose prompts begin alike run next to each other, so that an engine's prefix cache helps.
+"""An order of rows in which those whose prompts begin alike run side by side, so that a prefix cache helps.
 
 Rows wait until there are so many of them, and leave sorted by their tokens: neighbours then share the longest prefix
 that they can, and of a prefix and its extension the shorter comes first. Outputs keep their own order, and answers

@@ -123,7 +123,8 @@ class _Worker:
         self._settle_model()
         if self.standing is not None:
             check_same(self.standing, self._run_config(assignment, None), url=self.store.url)
-        # Options that cannot work are found before a GPU waits for them.
+        # Options that cannot work are found before a GPU waits for them, and before the run has them for good.
+        self.world.check_sampling(self.config)
         if assignment.job is not None:
             prompt = self.config.prompt
             wanted = {
@@ -151,6 +152,13 @@ class _Worker:
                 stack.callback(engine.close)
                 self._work(assignment, engine, lease, scratch, stack)
                 self.telemetry.set_state("done")
+                if (
+                    self.telemetry.rows_done
+                    and self.telemetry.rows_error == self.telemetry.rows_done
+                ):
+                    logger.warning(
+                        "every row failed; see `errors` in the result, and --max-error-rate"
+                    )
             except BatchinferError as error:
                 is_asked = isinstance(error, PolicyStop) or error.exit_status == 75
                 reason = f"{type(error).__name__}: {error.message}"[:500]
@@ -171,6 +179,12 @@ class _Worker:
             limit=config.limit,
             open_store=self.world.open_store,
         )
+        own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
+        if assignment.job is not None and self.store.url.rstrip("/") in own_places:
+            raise ConfigError(
+                f"--output {self.store.url}: is the job's own place",
+                hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",
+            )
         self.telemetry.num_chunks = len(assignment.chunks)
         self.telemetry.num_rows = sum(_num_rows(ref) for ref in assignment.chunks)
         return assignment
@@ -359,6 +373,8 @@ class _Worker:
         )
         shelf.fingerprint = self.standing.fingerprint
         self.telemetry.engine_ready(info)
+        self.telemetry.snapshot()
+        world.background.submit(partial(self._beat, lease))  # whoever looks sees that it runs
         logger.info(
             "engine ready: %s %s, %.1f s to load",
             info.name,

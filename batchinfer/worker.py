@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from batchinfer.session import run_worker
 from batchinfer.shelf import Limits
 from batchinfer.stopping import install_signal_handlers
 from batchinfer.world import WorkerConfig, real_world
+
+_FILES = 65_536
 
 YES, NO = ("1", "true", "yes"), ("0", "false", "no")
 
@@ -68,6 +71,7 @@ def command(**options: Any) -> dict[str, Any]:
             config, options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
         )
     world = real_world(grace_seconds=config.grace_seconds, progress=progress_for(sys.stderr))
+    _raise_file_limit()
     install_signal_handlers(world.stopper)
     service = find_service(config.host, environment) if options["notices"] else None
     with contextlib.ExitStack() as stack:
@@ -84,6 +88,14 @@ def _parts(options: dict[str, Any]) -> dict[str, Any]:
         "prompt": prompt_config(options),
         "sampling": sampling_config(options),
     }
+
+
+def _raise_file_limit() -> None:
+    """Small chunks are open by the hundreds, each with two files; the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:

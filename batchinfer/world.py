@@ -59,6 +59,7 @@ class World:
     create_engine: Callable[[EngineConfig], Engine]
     load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
     identify_model: Callable[[EngineConfig], str]
+    check_sampling: Callable[[WorkerConfig], None]
     stopper: Stopper
     new_nonce: Callable[[], str]
     progress: Callable[[Telemetry, RowStream | None], None]
@@ -82,10 +83,19 @@ def real_world(
         create_engine=create_engine,
         load_tokenizer=tokenizer_for,
         identify_model=identify_model,
+        check_sampling=check_sampling,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
         new_nonce=lambda: secrets.token_hex(8),
         progress=progress,
     )
+
+
+def check_sampling(config: WorkerConfig) -> None:
+    """Refuse sampling parameters that the engine does not know. Starts and imports nothing heavy."""
+    if config.engine.engine == "vllm" and config.sampling.extra:
+        from batchinfer.engines.vllm_requests import check_parameter_names
+
+        check_parameter_names(config.sampling.extra)
 
 
 def identify_model(config: EngineConfig) -> str:

@@ -136,3 +136,13 @@ def test_files_that_transformers_misses_are_a_configuration_error_with_the_optio
     assert isinstance(found, ConfigError)
     assert "--tokenizer" in found.hint
     assert "no tokenizer found" in found.message
+
+
+def test_a_sampling_parameter_that_vllm_does_not_have_is_refused_without_importing_it():
+    from batchinfer.engines.vllm_requests import check_parameter_names
+    from batchinfer.errors import ConfigError
+
+    check_parameter_names(["min_tokens", "bad_words", "ignore_eos"])
+    with pytest.raises(ConfigError, match="vLLM has no such") as caught:
+        check_parameter_names(["min_token"])
+    assert "min_tokens" in caught.value.hint

@@ -430,6 +430,11 @@ class TestBadInput:
         assert [result.status for result in results] == [34, 34], results
         assert len(outputs(run)) == 8
 
+    @pytest.mark.parametrize("place", ["", "/chunks", "/manifests"])
+    def test_a_run_in_the_jobs_own_place(self, job: str, place: str) -> None:
+        with pytest.raises(ConfigError, match="the job's own place"):
+            run_worker_here(job, job + place)
+
     def test_a_manifest_that_names_a_missing_chunk(self, job: str, tmp_path: Path) -> None:
         (tmp_path / "m.txt").write_text("chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n")
         from batchinfer.worker import command

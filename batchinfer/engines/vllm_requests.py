@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from batchinfer.errors import RowError
+from batchinfer.errors import ConfigError, RowError
 from batchinfer.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
 # What vLLM says of a request that ended without an answer; another try may go better.
@@ -237,3 +241,40 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
     return [
         position_of(token_id, each, most) if each is not None else None for token_id, each in pairs
     ]
+
+
+def known_parameters() -> frozenset[str]:
+    """Fields of the installed vLLM's SamplingParams, read from its source: importing vLLM takes seconds.
+
+    Empty where that cannot be read; then only the engine itself can tell.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    try:
+        tree = ast.parse(Path(spec.origin).with_name("sampling_params.py").read_bytes())
+    except (OSError, SyntaxError):
+        return frozenset()
+    return frozenset(
+        field.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+def check_parameter_names(names: Iterable[str]) -> None:
+    """Refuse sampling parameters that vLLM does not have, before a model is loaded for them.
+
+    Raises:
+        ConfigError: with a near match.
+    """
+    known = known_parameters()
+    for name in names:
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"--sampling {name}: vLLM has no such sampling parameter",
+                hint=f"did you mean {near[0]}?" if near else "see docs/cli.md for the options",
+            )

@@ -97,7 +97,9 @@ class SimBackground:
         self._waiting: tuple[Any, int] | None = None
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        del urgent  # hands are as many as they are; which one is free does not matter to any promise
+        del (
+            urgent
+        )  # hands are as many as they are; which one is free does not matter to any promise
         job = _Job(work)
         self._queue.append(job)
         if self._num_idle:
@@ -302,6 +304,7 @@ def make_world(
         create_engine=lambda _config: engine(),
         load_tokenizer=load_tokenizer,
         identify_model=lambda _config: "sim",
+        check_sampling=lambda _config: None,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
         new_nonce=lambda: f"{chance.getrandbits(64):016x}",
         progress=lambda _telemetry, _stream: None,
