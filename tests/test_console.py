@@ -81,7 +81,8 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
 
     path = tmp_path / "run.yaml"
     path.write_text(
-        "split: {num_chunks: 4, output: job}\nmodel: {model: m}\nprompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
+        "split: {num_chunks: 4, output: job}\nmodel: {model: m}\n"
+        "prompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
     )
     assert read_settings(path, split) == {"num_chunks": "4", "output": "job"}
     assert read_settings(path, worker) == {
