@@ -244,10 +244,11 @@ class Watch:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 command = (folder / "cmdline").read_bytes().decode().split("\0")
                 seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                if fields[0] != "Z":
+                if any(command):  # one that is ending has none any more
                     self._seen[pid] = (_name(command), seconds)
                 for task in (folder / "task").iterdir():
-                    waiting += map(int, (task / "children").read_text().split())
+                    with contextlib.suppress(OSError):  # a thread may end meanwhile
+                        waiting += map(int, (task / "children").read_text().split())
 
 
 def _name(command: list[str]) -> str:
