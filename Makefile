@@ -10,8 +10,11 @@ PY := .venv/bin/python
 ARGS ?=
 # How many seeds `make simulate` runs; one failing seed again: ARGS="--seed 42".
 SEEDS ?= 3000
+# Of `make chaos`.
+KILLS ?= 60
+FREEZES ?= 10
 
-.PHONY: help setup demo test check bench simulate docs
+.PHONY: help setup demo test check bench simulate chaos docs
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -41,9 +44,14 @@ bench: setup ## measure everything, in a quick form (minutes); docs/performance.
 	$(PY) benchmarks/prefix.py --quick
 	$(PY) benchmarks/replicas.py --quick
 	$(PY) benchmarks/throughput.py --quick
+	$(PY) benchmarks/recovery.py --quick
+	$(PY) benchmarks/collect.py
 
 simulate: setup ## the real worker on simulated time, storage and failures, SEEDS of them
 	PYTHONPATH=tests $(PY) -m simulation --seeds $(SEEDS) $(ARGS)
+
+chaos: setup ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
+	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)
 
 docs: setup ## write docs/cli.md anew from the commands
 	$(PY) scripts/write_cli_docs.py
