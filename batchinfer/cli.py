@@ -106,6 +106,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
     ending. By then every result is durable and the streams are flushed.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    if "split" in given[:1]:
+        from batchinfer.sources import light
+
+        light.is_alone = True
     status = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
