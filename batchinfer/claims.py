@@ -155,8 +155,11 @@ class Lease:
         try:
             if not self._is_safe:
                 # Nothing is refused there, or the right etag is too: without claims it is a mere sign of life.
-                self._store.delete([self._key])
-                self._etag = self._store.create(self._key, self._body(record))
+                try:
+                    self._etag = self._store.create(self._key, self._body(record))
+                except AlreadyExists:
+                    self._store.delete([self._key])
+                    self._etag = self._store.create(self._key, self._body(record))
             elif self._etag:
                 self._etag = self._store.replace(self._key, self._body(record), self._etag)
             else:

@@ -275,6 +275,6 @@ def check_parameter_names(names: Iterable[str]) -> None:
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"--sampling {name}: vLLM has no such sampling parameter",
+                f"sampling options: vLLM has no {name}",
                 hint=f"did you mean {near[0]}?" if near else "see docs/cli.md for the options",
             )
