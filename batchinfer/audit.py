@@ -223,10 +223,10 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
         return known is not None and name not in known
 
     for name, info in inventory.orphans():
+        if inventory.damaged_markers.get(name):
+            continue  # the marker may name it; once that is mended, it is a leftover or not
         if inventory.standing(name) is not None:
             problem = "an output that no marker names"
-        elif inventory.damaged_markers.get(name):
-            problem = "an output whose marker cannot be read"
         elif is_stranger(name):
             problem = "an output of no chunk of the job"
         else:
@@ -238,12 +238,15 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
                 LEFTOVER, infos[0].key, f"{len(infos)} segments of a done chunk", "clean"
             )
         elif is_stranger(name):
-            yield _finding(LEFTOVER, infos[0].key, f"{len(infos)} segments of no chunk", "clean")
+            for (
+                info
+            ) in infos:  # `clean` does not know the job, so to it they are an unfinished chunk's
+                yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
     for name, owner in inventory.claims.items():
         if inventory.standing(name) is not None and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
         elif is_stranger(name):
-            yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "clean")
+            yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
     for name, generations in inventory.damaged_markers.items():
         for generation, damaged in generations.items():
             if generation != inventory.newest(name):

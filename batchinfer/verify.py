@@ -19,6 +19,7 @@ from batchinfer.alignment import Alignment
 from batchinfer.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, counts_by_kind
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
+from batchinfer.continuation import worker_command
 from batchinfer.errors import RunUnsound
 from batchinfer.inventory import in_parallel, take_inventory
 from batchinfer.manifests import ChunkRef, OpenStore
@@ -48,7 +49,8 @@ class Verdict(NamedTuple):
     result: dict[str, Any]
     findings: list[Finding]
     run: str
-    job: str
+    worker: str
+    """The command that does what is missing."""
 
     @property
     def is_sound(self) -> bool:
@@ -64,9 +66,9 @@ class Verdict(NamedTuple):
                 yield f"{kind}: {finding.subject}: {finding.problem}"
             if len(found) > _SHOWN:
                 yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
-            yield f"  mend: {cure(mend, (f.subject for f in found), self.run, self.job)}"
+            yield f"  mend: {cure(mend, (f.subject for f in found), self.run, self.worker)}"
             if mend == "redo":
-                yield f"  then: {cure('worker', (), self.run, self.job)}"
+                yield f"  then: {self.worker}"
 
     def as_json(self) -> dict[str, Any]:
         """The result with all findings, each with its own cure."""
@@ -75,7 +77,7 @@ class Verdict(NamedTuple):
             "findings": [
                 {
                     **msgspec.to_builtins(finding),
-                    "mend": cure(finding.mend, [finding.subject], self.run, self.job),
+                    "mend": cure(finding.mend, [finding.subject], self.run, self.worker),
                 }
                 for finding in self.findings
             ],
@@ -90,7 +92,7 @@ class Verdict(NamedTuple):
         subjects = (finding.subject for finding in grave if finding.mend == first)
         return RunUnsound(
             f"{self.run}: {done}; {', '.join(counts)}",
-            hint=cure(first, subjects, self.run, self.job),
+            hint=cure(first, subjects, self.run, self.worker),
         )
 
 
@@ -139,7 +141,8 @@ def run_verify(
             mend = "chunk" if problem.startswith("the chunk itself") else "redo"
             audit.add(CORRUPT, ref.name, problem, mend)
     result = _result(config, store.url, scope, audit)
-    return Verdict(result, audit.findings, store.url, scope.job_url)
+    worker = worker_command(scope.run, store.url, scope.job_url, config.manifests)
+    return Verdict(result, audit.findings, store.url, worker)
 
 
 def _compare(
@@ -189,17 +192,16 @@ def _result(config: VerifyConfig, url: str, scope: Scope, audit: Audit) -> dict[
 # --------------------------------------------------------------------------- what mends what
 
 
-def cure(mend: str, subjects: Iterable[str], run: str, job: str) -> str:
-    """The command that mends findings of one kind.
+def cure(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
+    """The command that mends findings of one kind. `worker` is the one that does what is missing.
 
-    >>> cure("redo", ["part-00001"], "s3://b/run", "s3://b/job")
+    >>> cure("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
     'batchinfer clean s3://b/run --redo part-00001 --yes'
     """
     names = list(dict.fromkeys(subjects))
     place = shlex.quote(run)
     if mend == "worker":
-        where = f"--job {shlex.quote(job)}" if job else "--manifest LIST"
-        return f"batchinfer worker {where} --output {place}  # and the run's other options"
+        return worker
     if mend == "redo":
         flags = " ".join(f"--redo {shlex.quote(name)}" for name in names)
         return f"batchinfer clean {place} {flags} --yes"

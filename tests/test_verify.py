@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 
 from batchinfer import codec, layout
+from batchinfer.clean import DEFAULT_AGE_SECONDS
 from batchinfer.clock import SystemClock
 from batchinfer.errors import InputError, RunUnsound
 from batchinfer.records import Claim
@@ -73,12 +78,18 @@ def verify(run: str | Store, **options: Any) -> Verdict:
     return run_verify(VerifyConfig(run=url, **options), open_store=open_store, clock=SystemClock())
 
 
+def in_bash(text: str) -> list[str]:
+    """The command as a user pastes it, with this Python's batchinfer."""
+    python = shlex.quote(sys.executable)
+    return ["bash", "-c", f'batchinfer() {{ {python} -m batchinfer "$@"; }}; {text}']
+
+
 def kinds(verdict: Verdict) -> set[tuple[str, str]]:
     return {(finding.kind, finding.subject) for finding in verdict.findings}
 
 
 def mend(verdict: Verdict, job: str) -> None:
-    """Run every command that the verdict names, as a user would paste them."""
+    """Run every command that the verdict names, as a user would paste them, and nothing else."""
     from batchinfer.clean import command as clean
     from batchinfer.stop import command as stop
 
@@ -88,8 +99,6 @@ def mend(verdict: Verdict, job: str) -> None:
         if not marked or not line.startswith("  "):
             continue
         name, *arguments = shlex.split(text, comments=True)
-        if name == "worker":
-            arguments += ECHO
         commands[name].main(arguments, standalone_mode=False)
 
 
@@ -387,6 +396,7 @@ class TestForeign:
 LEFTOVERS: dict[str, tuple[str, bytes]] = {
     "orphan output": ("outputs/part-00001.aaaa.jsonl", b"{}\n"),
     "output of no chunk": ("outputs/part-00077.jsonl", b"{}\n"),
+    "segment of no chunk": (layout.segment_key("part-00077", 1, "w", 1), b"{}\n"),
     "segment": (layout.segment_key(CHUNK, 1, "w", 1), b"{}\n"),
     "claim": (layout.claim_key(CHUNK), codec.encode(Claim(worker="w", epoch=1, nonce="n"))),
     "claim of no chunk": (
@@ -409,6 +419,33 @@ def test_leftovers_are_named_and_do_no_harm(run: Store, left: str) -> None:
     assert kinds(verdict) == {("leftover", key)}
     assert verdict.is_sound
     assert any("mend: " in line for line in verdict.lines())
+
+
+@pytest.mark.parametrize("left", sorted(LEFTOVERS.keys() - {"probe"}))
+def test_the_command_named_for_a_leftover_removes_it(local_job: str, left: str) -> None:
+    run = open_store(f"{local_job}/runs/a")
+    run_worker_here(local_job, run.url)
+    key, data = LEFTOVERS[left]
+    put_raw(run, key, data)
+    old = time.time() - 2 * DEFAULT_AGE_SECONDS
+    for path in Path(run.url).rglob("*.*"):
+        os.utime(path, (old, old))
+    for line in verify(run).lines():
+        _, marked, text = line.partition("  mend: ")
+        if marked:
+            subprocess.run(in_bash(text), check=True, capture_output=True)
+    assert not verify(run).findings
+
+
+def test_an_output_whose_marker_cannot_be_read_is_no_leftover(run: Store, job: str) -> None:
+    """`clean` leaves it where it is: the marker may name it."""
+    overwrite(run, MARKER, b"{")
+    verdict = verify(run)
+    assert kinds(verdict) == {("corrupt", CHUNK)}
+    assert [line for line in verdict.lines() if line.startswith("  ")] == [
+        f"  mend: batchinfer clean {run.url} --redo {CHUNK} --yes",
+        f"  then: {verdict.worker}",
+    ]
 
 
 def test_a_worker_record_that_cannot_be_read_does_matter(run: Store, job: str) -> None:
@@ -555,3 +592,95 @@ def test_ten_thousand_chunks_are_verified_by_one_listing(tmp_path: Path) -> None
     assert verdict.is_sound, verdict.findings[:3]
     assert verdict.result["chunks_sound"] == 10_000
     assert listings == [""]
+
+
+# --------------------------------------------------------------------------- the command that goes on with a run
+
+HARD = "it's \"so\" $HOME `x` {{ prompt }}\nsecond, 'line' \N{SNOWMAN} "
+OPTIONS: dict[str, list[str]] = {
+    "none": [],
+    "limit and seed": ["--limit", "13", "--seed", "none"],
+    "a seed": ["--seed", "7", "--temperature", "0.5"],
+    "model and length": ["--model", "an echo", "--max-model-len", "4096"],
+    "a system prompt": ["--as-chat", "--system-prompt", HARD, "--chat-template", f"-{HARD}"],
+    "output": ["--output-format", "completions", "--keep", "prompt,_row", "--keep-prompt"],
+    "more output": ["--id-column", "prompt", "--no-timing", "--strip", "--keep", "*"],
+    "sampling": ["--max-tokens", "5", "--top-k", "-1", "--n", "2", "--stop", HARD, "--stop", "-"],
+    "named sampling": [
+        "--stop-token-ids",
+        "1,2",
+        "--sampling",
+        'logit_bias={"5": -1.5},min_tokens=2,bad_words=["a,b=c"],odd=it\'s',
+    ],
+    "continued": ["--as-chat", "--continue-final", HARD, "--chat-template-kwargs", '{"a": "b\'c"}'],
+    "engine": [
+        "--trust-remote-code",
+        "--tensor-parallel-size",
+        "2",
+        "--engine-arg",
+        "load_format=x",
+    ],
+}
+
+
+def _undo_a_chunk(run: str) -> str:
+    """Return the command that verify names for it."""
+    store = open_store(run)
+    store.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
+    (finding,) = verify(run).as_json()["findings"]
+    return str(finding["mend"])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, options: str) -> None:
+    run = f"{local_job}/runs/it's a"
+    run_worker_here(local_job, run, *OPTIONS[options])
+    _, _, *arguments = shlex.split(_undo_a_chunk(run))
+    worker_command.main(arguments, standalone_mode=False)
+    assert verify(run).is_sound
+
+
+def test_it_goes_on_where_options_named_files(local_job: str, tmp_path: Path) -> None:
+    template, shots, system = tmp_path / "t.jinja", tmp_path / "shots.jsonl", tmp_path / "s"
+    system.write_text(f"@{HARD}")  # looks as if it named a file
+    template.write_text(f"{{% for row in examples %}}{{{{ row.prompt }}}}{{% endfor %}}{HARD}\n")
+    shots.write_text(json.dumps({"prompt": HARD}) + "\n" + json.dumps({"prompt": "2"}) + "\n")
+    run = f"{local_job}/runs/a"
+    arguments = worker_arguments(local_job, run, "--prompt-template", str(template))
+    at = arguments.index("--prompt-column")
+    del arguments[at : at + 2]
+    worker_command.main(
+        [
+            *arguments[1:],
+            *("--few-shot", str(shots), "--blank-columns", "prompt"),
+            *("--as-chat", "--system-prompt", f"@{system}"),
+        ],
+        standalone_mode=False,
+    )
+    for path in (template, shots, system):
+        path.unlink()
+    command = _undo_a_chunk(run)
+    done = subprocess.run(in_bash(command), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert verify(run).is_sound
+
+
+def test_it_goes_on_with_a_list_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "part-00000.jsonl").write_text('{"prompt": "one"}\n')
+    manifest = tmp_path / "a list.txt"
+    manifest.write_text("part-00000.jsonl\n")
+    run = str(tmp_path / "run")
+    worker_command.main(
+        ["--manifest", str(manifest), "--output", run, *ECHO], standalone_mode=False
+    )
+    open_store(run).delete([layout.marker_key("part-00000")])
+    verdict = verify(run, manifests=[str(manifest)])
+    assert subprocess.run(in_bash(verdict.worker), capture_output=True, check=False).returncode == 0
+    assert verify(run, manifests=[str(manifest)]).is_sound
+
+
+def test_a_run_json_that_was_edited_gives_a_command_with_a_gap(run: Store) -> None:
+    edited = json.loads(run.get(layout.RUN_KEY).data)
+    edited["config"]["sampling"] = {"max_tokens": "many"}
+    overwrite(run, layout.RUN_KEY, json.dumps(edited).encode())
+    assert "…" in verify(run).worker
