@@ -14,6 +14,7 @@ from batchinfer import layout
 from batchinfer.inventory import Inventory
 from batchinfer.manifests import ChunkRef
 from batchinfer.records import Marker, Record, Run
+from batchinfer.storage import ObjectInfo
 
 MISSING = "missing"
 CORRUPT = "corrupt"
@@ -30,7 +31,7 @@ class Finding(Record, frozen=True, kw_only=True):
     """The chunk, or the key of the object."""
     problem: str
     mend: str
-    """What mends it: one of the keys of `verify.MENDS`."""
+    """What mends it: what `verify.cure` knows."""
 
 
 @dataclass(slots=True)
@@ -232,27 +233,33 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
         else:
             problem = "an output whose marker did not follow"
         yield _finding(LEFTOVER, info.key, problem, "clean")
+    for name, owner in inventory.claims.items():
+        if inventory.standing(name) is not None and not owner.is_alive:
+            yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
+        elif is_stranger(name):
+            yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
     for name, infos in inventory.segments.items():
         if inventory.standing(name) is not None:
             yield _finding(
                 LEFTOVER, infos[0].key, f"{len(infos)} segments of a done chunk", "clean"
             )
         elif is_stranger(name):
-            for (
-                info
-            ) in infos:  # `clean` does not know the job, so to it they are an unfinished chunk's
-                yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
-    for name, owner in inventory.claims.items():
-        if inventory.standing(name) is not None and not owner.is_alive:
-            yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
-        elif is_stranger(name):
-            yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
+            yield from _segments_of_no_chunk(infos)
+    yield from _superseded(inventory)
+
+
+def _segments_of_no_chunk(infos: Iterable[ObjectInfo]) -> Iterator[Finding]:
+    """To `clean`, which does not know the job, they are an unfinished chunk's; so each is named."""
+    for info in infos:
+        yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
+
+
+def _superseded(inventory: Inventory) -> Iterator[Finding]:
     for name, generations in inventory.damaged_markers.items():
         for generation, damaged in generations.items():
             if generation != inventory.newest(name):
-                yield _finding(
-                    LEFTOVER, damaged.info.key, f"superseded, and {damaged.problem}", "hand"
-                )
+                problem = f"superseded, and {damaged.problem}"
+                yield _finding(LEFTOVER, damaged.info.key, problem, "hand")
 
 
 def _finding(kind: str, subject: str, problem: str, mend: str) -> Finding:
