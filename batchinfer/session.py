@@ -47,7 +47,8 @@ from batchinfer.publishing import Publisher
 from batchinfer.records import Completion, EngineInfo, RowKey, Run
 from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
 from batchinfer.scratch import Scratch
-from batchinfer.shelf import Services, Shelf
+from batchinfer.services import Services
+from batchinfer.shelf import Shelf
 from batchinfer.stopping import WhileLoading
 from batchinfer.stream import RowStream
 from batchinfer.telemetry import Telemetry
@@ -371,7 +372,7 @@ class _Worker:
             nonce=self.nonce,
             is_safe=self.is_safe,
         )
-        shelf.fingerprint = self.standing.fingerprint
+        shelf.allow_publishing(self.standing.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
         world.background.submit(partial(self._beat, lease))  # whoever looks sees that it runs

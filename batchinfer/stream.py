@@ -21,7 +21,8 @@ from batchinfer.formats import Encoder
 from batchinfer.prefixes import PrefixWindow
 from batchinfer.prompts import Prepared, PromptBuilder
 from batchinfer.records import Completion, Failure, Request, RowKey
-from batchinfer.shelf import Limits, Services, Shelf
+from batchinfer.services import Limits, Services
+from batchinfer.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 

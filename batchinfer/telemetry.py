@@ -24,7 +24,7 @@ MAX_STARTS = 200
 
 
 class Telemetry:
-    """Counts on the main thread; `latest` is an immutable record for any thread. Implements shelf.Observer."""
+    """Counts on the main thread; `latest` is an immutable record for any thread. Implements services.Observer."""
 
     def __init__(
         self, worker_id: str, clock: Clock, *, host: dict[str, Any], num_chunks: int
@@ -169,7 +169,7 @@ class Telemetry:
     # -- Observer
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
-        """See shelf.Observer."""
+        """See services.Observer."""
         self._open[chunk.name] = chunk
         self._counts["rows_resumed"] += chunk.counts.resumed
         self._counts["chunks_resumed"] += chunk.counts.resumed > 0
@@ -184,7 +184,7 @@ class Telemetry:
         )
 
     def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
-        """See shelf.Observer."""
+        """See services.Observer."""
         self._open.pop(chunk.name, None)
         if outcome == "done":
             self._counts["chunks_done"] += 1
@@ -209,17 +209,17 @@ class Telemetry:
         )
 
     def chunk_skipped(self, name: str) -> None:
-        """See shelf.Observer."""
+        """See services.Observer."""
         self._counts["chunks_skipped"] += 1
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
-        """See shelf.Observer."""
+        """See services.Observer."""
         self._attempts = 0
         self._tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
-        """See shelf.Observer."""
+        """See services.Observer."""
         example = self._tally.note(chunk, line, failure)
         if example is not None:
             logger.warning(

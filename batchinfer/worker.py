@@ -32,8 +32,8 @@ from batchinfer.progress import progress_for
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Sampling
 from batchinfer.sampling import make_sampling, read_pairs
+from batchinfer.services import Limits
 from batchinfer.session import run_worker
-from batchinfer.shelf import Limits
 from batchinfer.stopping import install_signal_handlers
 from batchinfer.world import WorkerConfig, real_world
 

@@ -13,7 +13,7 @@ from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig, Tokenizer
 from batchinfer.records import Record, Sampling
-from batchinfer.shelf import Limits
+from batchinfer.services import Limits
 from batchinfer.stopping import Stopper
 from batchinfer.storage import Preconditions, Store
 from batchinfer.stream import RowStream

@@ -29,8 +29,8 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
+from batchinfer.services import Limits
 from batchinfer.session import run_worker
-from batchinfer.shelf import Limits
 from batchinfer.world import WorkerConfig, real_world
 
 NUM_PREFIXES = 500

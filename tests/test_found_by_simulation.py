@@ -13,7 +13,7 @@ import making
 from batchinfer import codec, layout
 from batchinfer.errors import EngineDied, Interrupted, StorageError
 from batchinfer.records import Claim
-from batchinfer.shelf import Limits
+from batchinfer.services import Limits
 from fakes import marker_record, worker_record
 from simulation.stage import Stage, when
 

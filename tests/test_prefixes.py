@@ -18,8 +18,8 @@ from batchinfer.engines.echo import EchoEngine
 from batchinfer.prefixes import PrefixWindow, prefix_key
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Request, Sampling
+from batchinfer.services import Limits
 from batchinfer.session import run_worker
-from batchinfer.shelf import Limits
 from batchinfer.world import WorkerConfig, real_world
 from making import make_job
 

@@ -131,8 +131,8 @@ class TestRunsTheRealWorker:
     """No copy, no shortcut: what is simulated is the world, never the worker."""
 
     WORKER = (
-        "session", "stream", "shelf", "chunks", "plan", "claims", "publishing", "checkpoints",
-        "manifests", "runconfig", "scratch", "stopping", "telemetry", "codec", "layout",
+        "session", "stream", "shelf", "checkpointing", "publish_queue", "chunks", "plan", "claims",
+        "publishing", "checkpoints", "manifests", "runconfig", "scratch", "stopping", "telemetry", "codec", "layout",
         "storage/s3", "storage/probing", "prompts/builder", "formats/native",
     )  # fmt: skip
 

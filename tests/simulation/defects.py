@@ -14,6 +14,7 @@ from unittest import mock
 import msgspec
 
 from batchinfer import checkpoints, chunks, codec, layout, plan, runconfig, shelf, stream
+from batchinfer.checkpointing import Checkpointer
 from batchinfer.checkpoints import FinishedRow, Resumed
 from batchinfer.claims import Claims, Lease, Taken
 from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
@@ -181,7 +182,7 @@ def published_too_early() -> Defect:
         chunk = self.open.get(name)
         real(self, name, rows)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
-            self._publish_when_possible(chunk, attempts=0)
+            self._publish_queue.add(chunk)
 
     return mock.patch.object(shelf.Shelf, "finish", finish)
 
@@ -230,12 +231,12 @@ def answers_swapped() -> Defect:
 
 def torn_segment() -> Defect:
     """A checkpoint that does not begin where the last one ended."""
-    real = shelf.Shelf._write_segment
+    real = Checkpointer._write
 
-    def write(self: shelf.Shelf, chunk: Any, read: Callable[[], bytes], end: int) -> None:
+    def write(self: Checkpointer, chunk: Any, read: Callable[[], bytes], end: int) -> None:
         real(self, chunk, lambda: read()[:-1].rpartition(b"\n")[0] + b"\n", end)
 
-    return mock.patch.object(shelf.Shelf, "_write_segment", write)
+    return mock.patch.object(Checkpointer, "_write", write)
 
 
 def stop_forgets_rows() -> Defect:

@@ -36,7 +36,7 @@ from batchinfer.errors import (
 )
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import FORMAT_VERSION, Chunk, Job
-from batchinfer.shelf import Limits
+from batchinfer.services import Limits
 from batchinfer.storage import Preconditions, probing
 from batchinfer.verify import VerifyConfig, run_verify
 from batchinfer.world import WorkerConfig, World

@@ -1,0 +1,136 @@
+"""Writing checkpoints of open chunks in the background, a few segments at once.
+
+Belongs to the main thread; nothing here blocks. A segment that cannot be written is no loss yet: the chunk's next one
+holds its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from batchinfer import checkpoints, layout
+from batchinfer.background import Pending
+from batchinfer.chunks import OpenChunk
+from batchinfer.errors import ScratchFull, StorageError
+from batchinfer.events import event
+from batchinfer.services import Services
+
+logger = logging.getLogger(__name__)
+
+_MAX_WRITING = 4
+"""Segments written at once: a bucket that hangs must leave hands for everything else."""
+_NO_ROWS = -1
+"""Where the rows end in a segment that has none."""
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A segment on its way. It holds the chunk's spool up to `end`, with which `rows_done` rows are safe."""
+
+    chunk: OpenChunk
+    pending: Pending[int]
+    key: str
+    end: int
+    rows_done: int
+
+    def describe(self, num_records: int) -> str:
+        """What it holds, for the log."""
+        if self.end == _NO_ROWS:
+            return f"noted {num_records} rows that were in flight when the engine died"
+        return f"checkpoint of {num_records} rows, {self.rows_done} of {self.chunk.num_rows} done"
+
+
+class Checkpointer:
+    """Writes a segment for each chunk that it is asked to, one at a time for the same chunk.
+
+    While `is_writing_of` a chunk, its spool is being read, and which segments it has is not known yet.
+
+    Args:
+        services: The run's store, the lease and the background.
+        may_write: Asked right before a chunk's segment is begun: whether it is still wanted.
+    """
+
+    def __init__(self, services: Services, may_write: Callable[[OpenChunk], bool]) -> None:
+        self._services = services
+        self._may_write = may_write
+        self._writing: list[_Writing] = []
+        self._asked: list[OpenChunk] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether segments are on their way, or asked for."""
+        return bool(self._writing or self._asked)
+
+    def is_writing_of(self, chunk: OpenChunk) -> bool:
+        """Whether a segment of this chunk is on its way."""
+        return any(entry.chunk is chunk for entry in self._writing)
+
+    def ask(self, chunks: Iterable[OpenChunk]) -> None:
+        """Write a segment for each of these that has rows no segment holds yet. Forgets what was asked before."""
+        self._asked = list(chunks)
+        self._start()
+
+    def tick(self) -> None:
+        """Collect the segments that are written, then start those that are still asked for.
+
+        Raises:
+            BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
+        """
+        self._collect()
+        self._start()
+
+    def note_deaths(self, chunk: OpenChunk, lines: list[int]) -> None:
+        """Write down, at once, that these rows were in flight when an engine died."""
+        self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
+
+    def _start(self) -> None:
+        busy = {id(entry.chunk) for entry in self._writing}
+        while self._asked and len(self._writing) < _MAX_WRITING:
+            chunk = self._asked.pop()
+            if id(chunk) in busy or not self._may_write(chunk):
+                continue
+            start, end = chunk.checkpointed_bytes, chunk.spool.size_bytes
+            if end > start:
+                self._write(chunk, partial(chunk.spool.read, start, end), end)
+
+    def _write(self, chunk: OpenChunk, read: Callable[[], bytes], end: int) -> None:
+        services = self._services
+        chunk.num_segments_written += 1
+        key = layout.segment_key(
+            chunk.name, services.lease.epoch, services.lease.worker_id, chunk.num_segments_written
+        )
+
+        def work() -> int:
+            services.lease.require()
+            data = read()
+            checkpoints.write_segment(services.run, key, data)
+            return data.count(b"\n")
+
+        rows_done = chunk.num_rows - chunk.num_left
+        self._writing.append(_Writing(chunk, services.background.submit(work), key, end, rows_done))
+
+    def _collect(self) -> None:
+        for entry in [entry for entry in self._writing if entry.pending.is_done()]:
+            self._writing.remove(entry)
+            try:
+                num_records = entry.pending.result()
+            except ScratchFull:
+                raise
+            except StorageError as error:
+                logger.warning(
+                    "%s: checkpoint not written (%s); the next one holds its rows", entry.key, error
+                )
+                continue
+            chunk = entry.chunk
+            size = max(0, entry.end - chunk.checkpointed_bytes)
+            logger.info(
+                "%s: %s",
+                chunk.name,
+                entry.describe(num_records),
+                extra=event("checkpoint", chunk=chunk.name, key=entry.key, bytes=size),
+            )
+            chunk.segment_keys.append(entry.key)
+            chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, entry.end)

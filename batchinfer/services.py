@@ -1,0 +1,73 @@
+"""What the parts of a worker share: the services that they work with, the limits that they keep, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from batchinfer.background import Background
+from batchinfer.checkpoints import FinishedRow
+from batchinfer.chunks import OpenChunk, Opener
+from batchinfer.claims import Claims, Lease
+from batchinfer.clock import Clock
+from batchinfer.publishing import Publisher
+from batchinfer.records import Failure, Record
+from batchinfer.scratch import Scratch
+from batchinfer.storage import Store
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """What bounds memory and disk beside the engine's own `max_in_flight`."""
+
+    max_open_chunks: int = 64
+    max_openings: int = 4
+    max_open_bytes: int = 16 << 30
+    """Of chunks in the scratch folder."""
+    prefix_window: int = 0
+    """Rows that are put in order of their prompts' beginnings; 0: none."""
+    max_build_rows: int = 512
+    max_build_bytes: int = 8 << 20
+    max_waiting_tokens: int = 4 << 20
+    """Of prompts that are built and not yet in the engine; a token is some 36 bytes here."""
+    row_attempts: int = 3
+    storage_attempts: int = 4
+    storage_retry_seconds: float = 5.0
+
+
+class Observer(Protocol):
+    """Told of everything that status and logs show. Called on the main thread; must be quick."""
+
+    def chunk_opened(self, chunk: OpenChunk) -> None:
+        """A chunk is open; its resumed rows are in chunk.counts."""
+        ...
+
+    def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
+        """A chunk ended here: done, lost (somebody else published it) or released."""
+        ...
+
+    def chunk_skipped(self, name: str) -> None:
+        """A chunk turned out to be done already."""
+        ...
+
+    def rows_finished(self, rows: list[FinishedRow]) -> None:
+        """Rows finished here, none of them resumed."""
+        ...
+
+    def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
+        """A row becomes an error row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What the worker's parts work with, made once. `claims` is None where the store cannot keep them."""
+
+    run: Store
+    background: Background
+    clock: Clock
+    lease: Lease
+    claims: Claims | None
+    opener: Opener
+    publisher: Publisher
+    scratch: Scratch
+    observer: Observer
