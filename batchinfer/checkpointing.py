@@ -106,7 +106,7 @@ class Checkpointer:
         def work() -> int:
             services.lease.require()
             data = read()
-            checkpoints.write_segment(services.run, key, data)
+            checkpoints.write_segment(services.run, key, data, chunk_sha256=chunk.local.sha256)
             return data.count(b"\n")
 
         rows_done = chunk.num_rows - chunk.num_left

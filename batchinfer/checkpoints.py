@@ -3,22 +3,28 @@
 A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Any copy of a row is
 right, so segments of several workers may overlap; the first copy read is taken.
 
-The same records fill the local spool, so writing a checkpoint is copying a slice of a file.
+The same records fill the local spool, so writing a checkpoint is copying a slice of a file. In front of them goes the
+sha256 of the chunk that they answer: a chunk that was edited since must not get the rows of its old text.
 """
 
 from __future__ import annotations
 
+import io
 import logging
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from batchinfer import layout
+from batchinfer import codec, layout
 from batchinfer.errors import ObjectNotFound
 from batchinfer.records import Record
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
+
+_BATCH_ROWS = 1000
+_BATCH_BYTES = 2 << 20
+"""Keeping a batch takes some four times its size."""
 
 
 class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
@@ -55,17 +61,16 @@ class _Line(Record, frozen=True, kw_only=True):
     output: msgspec.Raw = msgspec.Raw()
 
 
-class Resumed(NamedTuple):
-    """What the segments of one chunk hold. `vanished`: one disappeared while read, so someone has published."""
+class _Header(Record, frozen=True, kw_only=True):
+    """A segment's first line."""
 
-    rows: dict[int, FinishedRow]
-    deaths: dict[int, int]
-    keys: list[str]
-    vanished: bool
+    chunk_sha256: str
 
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Line)
+_header_decoder = msgspec.json.Decoder(_Header)
+_UNREADABLE = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError)
 
 
 def encode_row(row: FinishedRow) -> tuple[bytes, int]:
@@ -75,7 +80,7 @@ def encode_row(row: FinishedRow) -> tuple[bytes, int]:
 
 
 def encode_deaths(lines: list[int]) -> bytes:
-    """A segment that notes one engine death for each of these lines."""
+    """Records that note one engine death for each of these lines."""
     return b"".join(
         _encoder.encode(DeathNote(line=line, engine_deaths=1)) + b"\n" for line in lines
     )
@@ -87,58 +92,115 @@ def chunks_with_segments(store: Store) -> set[str]:
     return {segment[0] for segment in found if segment is not None}
 
 
-def read_segments(store: Store, name: str, num_lines: int) -> Resumed:
-    """Read every segment of a chunk. Read-only.
+class Segments:
+    """The segments of one chunk, read one after the other. Read-only.
 
-    A line that cannot be read, or is not of this chunk, is left out with a warning: its row is generated again.
+    Iterate over `rows()` once; the attributes are whole when it has come to its end.
+
+    A line that cannot be read, or is not of this chunk, is left out with a warning: its row is generated again. So are
+    all rows of a segment that does not begin with this chunk's sha256.
+
+    Args:
+        store: The run's.
+        name: The chunk's.
+        chunk_sha256: Of the chunk as it is stored now.
+        num_lines: Rows of the chunk that count.
     """
-    rows: dict[int, FinishedRow] = {}
-    deaths: dict[int, int] = {}
-    keys: list[str] = []
-    vanished = False
-    for info in store.list(layout.checkpoint_prefix(name)):
-        if layout.parse_segment(info.key) is None:
-            logger.warning("%s: not a checkpoint segment, left alone", info.key)
-            continue
+
+    def __init__(self, store: Store, name: str, *, chunk_sha256: str, num_lines: int) -> None:
+        self._store = store
+        self._name = name
+        self._chunk_sha256 = chunk_sha256
+        self._num_lines = num_lines
+        self.deaths: dict[int, int] = {}
+        """Engine deaths by line."""
+        self.keys: list[str] = []
+        """Every segment found, also those of other text: with the chunk's marker all of them go."""
+        self.num_outdated = 0
+        """Segments of which nothing is taken: they answer another text than the chunk has now."""
+        self.has_vanished = False
+        """One disappeared while they were read, so someone has published."""
+
+    def rows(self) -> Iterator[FinishedRow]:
+        """Every finished row; the same line may come more than once. Holds one segment's bytes at a time."""
+        for info in self._store.list(layout.checkpoint_prefix(self._name)):
+            if layout.parse_segment(info.key) is None:
+                logger.warning("%s: not a checkpoint segment, left alone", info.key)
+            else:
+                yield from self._rows_of(info.key)
+        if self.num_outdated:
+            logger.warning(
+                "%s: %d checkpoint segments answer another text than the chunk has now; "
+                "their rows are generated again",
+                self._name,
+                self.num_outdated,
+            )
+
+    def _rows_of(self, key: str) -> Iterator[FinishedRow]:
         try:
-            data = store.get(info.key).data
+            file = io.BytesIO(self._store.get(key).data)
         except ObjectNotFound:
-            vanished = True
-            continue
-        keys.append(info.key)
-        for text in data.split(b"\n"):
-            if text:
-                _read_line(text, info.key, num_lines, rows, deaths)
-    return Resumed(rows, deaths, keys, vanished)
+            self.has_vanished = True
+            return
+        self.keys.append(key)
+        lines = codec.lines(file)
+        if _chunk_of(next(lines, b"")) != self._chunk_sha256:
+            self.num_outdated += 1
+            return
+        for text in lines:
+            row = self._read_line(text, key)
+            if row is not None:
+                yield row
+
+    def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
+        try:
+            found = _decoder.decode(text)
+        except _UNREADABLE as error:
+            logger.warning("%s: unreadable record (%s); its row is generated again", key, error)
+            return None
+        if not 0 <= found.line < self._num_lines:
+            logger.warning(
+                "%s: line %d is not in the chunk of %d; left out", key, found.line, self._num_lines
+            )
+        elif found.engine_deaths:
+            self.deaths[found.line] = self.deaths.get(found.line, 0) + found.engine_deaths
+        elif bytes(found.output)[:1] == b"{":
+            return FinishedRow(
+                line=found.line,
+                ok=found.ok,
+                code=found.code,
+                finish_reason=found.finish_reason,
+                prompt_tokens=found.prompt_tokens,
+                cached_tokens=found.cached_tokens,
+                completion_tokens=found.completion_tokens,
+                output=found.output,
+            )
+        return None
 
 
-def _read_line(
-    text: bytes, key: str, num_lines: int, rows: dict[int, FinishedRow], deaths: dict[int, int]
-) -> None:
+def _chunk_of(first_line: bytes) -> str:
+    """The sha256 of the chunk that a segment answers, "" where it does not say."""
     try:
-        found = _decoder.decode(text)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        logger.warning("%s: unreadable record (%s); its row is generated again", key, error)
-        return
-    if not 0 <= found.line < num_lines:
-        logger.warning(
-            "%s: line %d is not in the chunk of %d; left out", key, found.line, num_lines
-        )
-    elif found.engine_deaths:
-        deaths[found.line] = deaths.get(found.line, 0) + found.engine_deaths
-    elif found.line not in rows and bytes(found.output)[:1] == b"{":
-        rows[found.line] = FinishedRow(
-            line=found.line,
-            ok=found.ok,
-            code=found.code,
-            finish_reason=found.finish_reason,
-            prompt_tokens=found.prompt_tokens,
-            cached_tokens=found.cached_tokens,
-            completion_tokens=found.completion_tokens,
-            output=found.output,
-        )
+        return _header_decoder.decode(first_line).chunk_sha256
+    except _UNREADABLE:
+        return ""
 
 
-def write_segment(store: Store, key: str, data: bytes) -> None:
+def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
+    """The rows in lists that are small in memory."""
+    batch: list[FinishedRow] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += memoryview(row.output).nbytes
+        if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_segment(store: Store, key: str, records: bytes, *, chunk_sha256: str) -> None:
     """Create one segment. A lost reply is settled by the store; keys are never reused, since epochs only grow."""
-    store.create(key, data)
+    header = _encoder.encode(_Header(chunk_sha256=chunk_sha256))
+    store.create(key, b"".join((header, b"\n", records)))

@@ -11,12 +11,12 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from batchinfer import codec, layout
-from batchinfer.checkpoints import FinishedRow, encode_row, read_segments
+from batchinfer.checkpoints import FinishedRow, Segments, batches, encode_row
 from batchinfer.claims import Claims, Held, Taken
 from batchinfer.errors import BatchinferError, InputError, ObjectNotFound
 from batchinfer.formats import read_line
@@ -309,18 +309,22 @@ class Opener:
     def _resume(self, chunk: OpenChunk) -> Opened:
         if chunk.generation:
             self._keep_good_rows(chunk)
-        resumed = read_segments(self._run, chunk.name, chunk.num_rows)
-        if resumed.vanished:
+        segments = Segments(
+            self._run,
+            chunk.name,
+            chunk_sha256=chunk.local.sha256,
+            num_lines=chunk.num_rows,
+        )
+        # Segments of the generation before may still lie about; its error rows are what this one does again.
+        _take_up(chunk, (row for row in segments.rows() if row.ok or not chunk.generation))
+        if segments.has_vanished:
             marker = self._publisher.standing_marker(chunk.name, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
-        # Segments of the generation before may still lie about; its error rows are what this one does again.
-        rows = [row for row in resumed.rows.values() if row.ok or not chunk.generation]
-        chunk.counts.resumed += len(chunk.finish(rows))
-        chunk.segment_keys.extend(resumed.keys)
-        chunk.deaths = resumed.deaths
-        if not resumed.vanished:
+        chunk.segment_keys.extend(segments.keys)
+        chunk.deaths = segments.deaths
+        if not segments.has_vanished:
             # What was read from storage is safe there until the marker: no segment repeats it.
             chunk.checkpointed_bytes = chunk.spool.size_bytes
         return chunk
@@ -332,11 +336,17 @@ class Opener:
             raise InputError(
                 f"{chunk.name}: its marker of generation {chunk.generation - 1} is gone"
             )
+        if before.chunk_sha256 != chunk.local.sha256:
+            raise InputError(
+                f"{chunk.name}: was changed after it was done: sha256 {chunk.local.sha256[:12]}…, "
+                f"its marker says {before.chunk_sha256[:12]}…",
+                hint=f"restore it, or do it again from the start: batchinfer clean RUN --redo {chunk.name} --yes",
+            )
         path = self._scratch.new_path(f"{chunk.name}.before")
         self._run.download(layout.output_key(before.output), path)
         try:
             with path.open("rb") as file:
-                chunk.counts.resumed += len(chunk.finish(list(good_rows(file, chunk.num_rows))))
+                _take_up(chunk, good_rows(file, chunk.num_rows))
         finally:
             path.unlink(missing_ok=True)
 
@@ -347,6 +357,12 @@ class Opener:
             if taken is not None:
                 return taken
         return claims.take(name)
+
+
+def _take_up(chunk: OpenChunk, rows: Iterable[FinishedRow]) -> None:
+    """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
+    for batch in batches(rows):
+        chunk.counts.resumed += len(chunk.finish(batch))
 
 
 def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:

@@ -13,9 +13,9 @@ from unittest import mock
 
 import msgspec
 
-from batchinfer import checkpoints, chunks, codec, layout, plan, runconfig, shelf, stream
+from batchinfer import chunks, codec, layout, plan, runconfig, shelf, stream
 from batchinfer.checkpointing import Checkpointer
-from batchinfer.checkpoints import FinishedRow, Resumed
+from batchinfer.checkpoints import FinishedRow, Segments
 from batchinfer.claims import Claims, Lease, Taken
 from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.publishing import Built, Published, Publisher
@@ -82,9 +82,8 @@ def no_epoch_check() -> Defect:
 
 def dropped_segment() -> Defect:
     """The last segment of a chunk is not read."""
-    real = checkpoints.read_segments
 
-    def read(store: Store, name: str, num_lines: int) -> Resumed:
+    def shortened(store: Store, name: str, **of: Any) -> Segments:
         class Shortened:
             def list(self, prefix: str) -> list[Any]:
                 return list(store.list(prefix))[:-1]
@@ -92,9 +91,9 @@ def dropped_segment() -> Defect:
             def get(self, key: str) -> Any:
                 return store.get(key)
 
-        return real(Shortened(), name, num_lines)  # type: ignore[arg-type]
+        return Segments(Shortened(), name, **of)  # type: ignore[arg-type]
 
-    return mock.patch.object(chunks, "read_segments", read)
+    return mock.patch.object(chunks, "Segments", shortened)
 
 
 def segments_deleted_first() -> Defect:
@@ -135,18 +134,14 @@ def reused_output_name() -> Defect:
 
 def resumed_rows_off_by_one() -> Defect:
     """A row that is resumed comes one line too late."""
-    real = checkpoints.read_segments
+    real = Segments.rows
 
-    def read(store: Store, name: str, num_lines: int) -> Resumed:
-        found = real(store, name, num_lines)
-        rows = {
-            line + 1: msgspec.structs.replace(row, line=line + 1)
-            for line, row in found.rows.items()
-            if line + 1 < num_lines
-        }
-        return found._replace(rows=rows)
+    def rows(self: Segments) -> Iterator[FinishedRow]:
+        for row in real(self):
+            if row.line + 1 < self._num_lines:
+                yield msgspec.structs.replace(row, line=row.line + 1)
 
-    return mock.patch.object(chunks, "read_segments", read)
+    return mock.patch.object(Segments, "rows", rows)
 
 
 def claim_taken_without_asking() -> Defect:

@@ -1,0 +1,228 @@
+"""Opening chunks: what is taken up is of this very chunk, and takes little memory however much it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from batchinfer import codec, layout
+from batchinfer.checkpoints import FinishedRow, encode_row, write_segment
+from batchinfer.chunks import OpenChunk, Opener
+from batchinfer.manifests import ChunkRef
+from batchinfer.publishing import Publisher, build_output
+from batchinfer.scratch import Scratch
+from batchinfer.storage import Store
+from batchinfer.storage.opening import open_store
+from fakes import marker_record
+from simulation.machine import FLAKY
+from simulation.scenario import JOB, good_row
+from simulation.stage import Stage, when
+
+CHUNK = "part-00000"
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# --------------------------------------------------------------------------- a list whose files are edited
+
+
+def put_list(stage: Stage, prompts: list[str]) -> None:
+    """Put a list of one JSONL file, which no job.json vouches for, in the job's place."""
+    rows = [good_row(index, text).line for index, text in enumerate(prompts)]
+    stage.server.put(f"{JOB}texts.jsonl", b"".join(row + b"\n" for row in rows))
+    stage.server.put(f"{JOB}list.txt", b"texts.jsonl\n")
+
+
+def published(stage: Stage) -> list[dict[str, Any]]:
+    """The output lines that the newest marker names."""
+    found = stage.objects(layout.OUTPUTS)
+    markers = sorted(key for key in found if ".succeed" in key)
+    output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def alone(prompts: list[str]) -> list[dict[str, Any]]:
+    """What a run over this list gives when nothing happens to it."""
+    with Stage([["unused"]]) as stage:
+        put_list(stage, prompts)
+        assert stage.run(manifest="list.txt").is_success
+        return published(stage)
+
+
+OLD = [f"old {index}" for index in range(6)]
+NEW = ["put in front", *OLD[:3], "new 4", "new 5", "new 6"]
+DIES_AFTER_A_CHECKPOINT = when(
+    lambda method, key: method == "put_object" and "checkpoints/" in key, "dies_after"
+)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("new", [NEW, NEW[:3]], ids=["longer", "shorter"])
+def test_a_file_edited_between_a_kill_and_a_start_has_no_rows_of_its_old_text(
+    new: list[str],
+) -> None:
+    with Stage([["unused"]]) as stage:
+        put_list(stage, OLD)
+        stage.engine.max_in_flight = 2
+        killed = stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
+        assert killed.is_killed
+        assert stage.objects(layout.CHECKPOINTS)
+        put_list(stage, new)
+        ending = stage.run(manifest="list.txt")
+        assert ending.is_success, ending.error
+        assert ending.result["rows_resumed"] == 0
+        assert published(stage) == alone(new)
+        assert not stage.objects(layout.CHECKPOINTS)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_file_that_nobody_edited_goes_on_from_its_checkpoints() -> None:
+    with Stage([["unused"]]) as stage:
+        put_list(stage, OLD)
+        stage.engine.max_in_flight = 2
+        stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
+        ending = stage.run(manifest="list.txt")
+        assert ending.result["rows_resumed"] >= 2
+        assert published(stage) == alone(OLD)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old_text() -> None:
+    """--retry-errors took the good lines of the published output, which were those of other rows."""
+    with Stage([["unused"]]) as stage:
+        put_list(stage, [*OLD, FLAKY])
+        stage.engine.is_mended = False
+        assert stage.run(manifest="list.txt", max_error_rate=1.0).is_success
+        before = published(stage)
+        assert before[-1]["status"] == "error"
+        put_list(stage, ["put in front", *OLD])
+        ending = stage.run(manifest="list.txt", retry_errors=True)
+        assert ending.error is not None
+        assert "texts: was changed after it was done" in str(ending.error)
+        assert published(stage) == before
+
+
+# --------------------------------------------------------------------------- what is taken up
+
+NUM_SEGMENTS = 24
+ROWS_EACH = 250
+ROW_BYTES = 8000
+TOTAL_BYTES = NUM_SEGMENTS * ROWS_EACH * ROW_BYTES
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    made = Scratch(tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+def put_chunk(tmp_path: Path) -> tuple[Store, str]:
+    """A chunk of short rows; return its store and its sha256."""
+    source = open_store(str(tmp_path / "job"))
+    data = b"{}\n" * (NUM_SEGMENTS * ROWS_EACH)
+    source.create("texts.jsonl", data)
+    return source, codec.sha256(data)
+
+
+def output_line(line: int) -> bytes:
+    text = b"x" * (ROW_BYTES - 40)
+    return b'{"_row":%d,"status":"ok","choices":[{"text":"%s"}]}' % (line, text)
+
+
+def publisher(run: Store) -> Publisher:
+    return Publisher(run, is_safe=True, nonce="n", require_lease=lambda: None)
+
+
+def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
+    return Opener(
+        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
+    )
+
+
+def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
+    """Open a chunk all of whose rows are finished already; return the most bytes that were held meanwhile."""
+    opens = opener(run, source, scratch)
+    tracemalloc.start()
+    try:
+        chunk = opens.open(ref, now=0.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(chunk, OpenChunk)
+    num_rows = NUM_SEGMENTS * ROWS_EACH
+    assert (chunk.num_left, chunk.counts.resumed, chunk.counts.ok) == (0, num_rows, num_rows)
+    for line, payload in enumerate(chunk.spool.payloads()):
+        assert payload == output_line(line)
+    chunk.close()
+    return peak
+
+
+def test_taking_up_segments_takes_the_memory_of_one_of_them(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    source, sha256 = put_chunk(tmp_path)
+    for index in range(NUM_SEGMENTS):
+        lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
+        rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
+        write_segment(
+            run,
+            layout.segment_key("texts", 1, "w0", index),
+            b"".join(encode_row(row)[0] for row in rows),
+            chunk_sha256=sha256,
+        )
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+
+
+def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    source, sha256 = put_chunk(tmp_path)
+    num_rows = NUM_SEGMENTS * ROWS_EACH
+    built = build_output(scratch.new_path("output"), (output_line(n) for n in range(num_rows)))
+    marker = marker_record(chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1)
+    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+
+
+def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    sha256 = codec.sha256(data)
+    failed = b'{"_row":1,"status":"error","error":{"code":"c","message":"m"}}'
+    good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
+    bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
+    for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
+        key = layout.segment_key("texts", 1, "w0", seq)
+        write_segment(run, key, encode_row(row)[0], chunk_sha256=sha256)
+    built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
+    marker = marker_record(chunk_sha256=sha256, rows_ok=1, rows_error=2)
+    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    chunk = opener(run, source, scratch).open(ref, now=0.0)
+    assert isinstance(chunk, OpenChunk)
+    assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
+    assert (chunk.counts.resumed, chunk.counts.ok) == (2, 2)
+    chunk.close()
