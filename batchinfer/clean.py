@@ -24,7 +24,7 @@ from batchinfer.console import common_options
 from batchinfer.errors import InputError, ObjectNotFound, PreconditionFailed
 from batchinfer.inventory import Inventory, take_inventory
 from batchinfer.records import Claim, Record
-from batchinfer.runconfig import refuse_newer
+from batchinfer.runconfig import no_run, refuse_newer
 from batchinfer.storage import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,7 @@ def run_clean(
     """
     inventory = take_inventory(store, now=clock.now(), patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
-        raise InputError(
-            f"{store.url}: no run there",
-            hint="give the --output of the workers, e.g. JOB/runs/default",
-        )
+        raise no_run(store)
     refuse_newer(store)  # what may go there, only its own version knows
     plan = make_plan(inventory, config)
     for what, infos in plan.removed.items():

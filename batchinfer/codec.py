@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from batchinfer.errors import InputError
+from batchinfer.errors import InputError, NewerVersion
 from batchinfer.records import FORMAT_VERSION
 
 T = TypeVar("T")
@@ -27,12 +27,15 @@ def encode_pretty(record: Any) -> bytes:
     return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
 
 
-def decode(data: bytes, kind: type[T], *, name: str) -> T:
-    """Decode one stored record.
+_DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it"
+
+
+def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
+    """Decode one stored record. `hint` is what to do where it is damaged.
 
     Raises:
-        InputError: `data` is no such record, or one of a newer format version that no longer looks like ours; the
-            message names `name` and the offending field.
+        NewerVersion: `data` is of a newer format version that no longer looks like ours.
+        InputError: `data` is no such record; the message names `name` and the offending field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -41,7 +44,7 @@ def decode(data: bytes, kind: type[T], *, name: str) -> T:
         what = "empty" if not data else str(error)
         raise InputError(
             f"{name}: not a readable {kind.__name__.lower()} record ({what})",
-            hint="if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it",
+            hint=hint,
         ) from error
 
 
@@ -53,14 +56,14 @@ def check_version(data: bytes, *, name: str) -> None:
     """Refuse a record of a newer format version, whatever else it holds. What cannot be read passes.
 
     Raises:
-        InputError: it says that it is newer than this program.
+        NewerVersion: it says that it is newer than this program.
     """
     try:
         version = msgspec.json.decode(data, type=_Versioned).format_version
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
         return
     if version > FORMAT_VERSION:
-        raise InputError(
+        raise NewerVersion(
             f"{name}: format version {version}, this batchinfer reads up to {FORMAT_VERSION}",
             hint="upgrade batchinfer",
         )

@@ -4,6 +4,7 @@
   x UsageError                2   the command, its configuration or its input is wrong; a retry cannot help
     - ConfigError                 an option or a settings file
     - InputError                  a source, chunk, manifest or record that cannot be used
+      - NewerVersion              a record that a later batchinfer wrote
     - AccessDenied                credentials are missing or refused
     - RunMismatch                 the run was made with another configuration
   x PolicyStop                3   a rule ended the worker on purpose
@@ -46,6 +47,7 @@ __all__ = [
     "InputError",
     "Interrupted",
     "LeaseLapsed",
+    "NewerVersion",
     "NoProgress",
     "ObjectNotFound",
     "PolicyStop",
@@ -84,6 +86,10 @@ class ConfigError(UsageError):
 
 class InputError(UsageError):
     """A source, chunk, manifest or stored record cannot be used."""
+
+
+class NewerVersion(InputError):
+    """A stored record is of a later format version than this program's."""
 
 
 class AccessDenied(UsageError):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from batchinfer import codec, layout
 from batchinfer.errors import ConfigError, InputError, ObjectNotFound
-from batchinfer.records import FORMAT_VERSION, Job
+from batchinfer.records import Job
 from batchinfer.storage import Store
 
 OpenStore = Callable[[str], Store]
@@ -53,25 +53,31 @@ def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
     """Read JOB/job.json; return it with its sha256, or None if there is none.
 
     Raises:
-        InputError: it is damaged, or of a newer format version.
+        NewerVersion: it is of a newer format version.
+        InputError: it is damaged.
     """
     try:
         data = open_store(url).get(layout.JOB_KEY).data
     except ObjectNotFound:
         return None
-    job = codec.decode(data, Job, name=f"{url}/{layout.JOB_KEY}")
-    if job.format_version > FORMAT_VERSION:
-        raise InputError(
-            f"{url}/{layout.JOB_KEY}: format version {job.format_version}, expected at most {FORMAT_VERSION}",
-            hint="upgrade batchinfer",
-        )
+    name = f"{url}/{layout.JOB_KEY}"
+    job = codec.decode(data, Job, name=name, hint=split_again(url))
+    codec.check_version(data, name=name)
     for chunk in job.chunks:
         if not layout.is_chunk_name(chunk.name):
             raise InputError(
                 f"{url}/{layout.JOB_KEY}: {chunk.name!r} is no name of a chunk",
-                hint="somebody changed job.json; split again with --overwrite",
+                hint=split_again(url),
             )
     return job, codec.sha256(data)
+
+
+def split_again(url: str) -> str:
+    """What mends a job.json that is damaged. Pure."""
+    return (
+        f"make it anew: batchinfer split SOURCE… --output {url.rstrip('/')} --overwrite, with the options it was made "
+        "with; if it has runs, split into another place and copy job.json from there (equal sources give equal bytes)"
+    )
 
 
 def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:

@@ -30,11 +30,7 @@ def read_run(store: Store) -> Run | None:
     except ObjectNotFound:
         return None
     run = codec.decode(data, Run, name=name)
-    if run.format_version > FORMAT_VERSION:
-        raise InputError(
-            f"{name}: format version {run.format_version}, this batchinfer reads up to {FORMAT_VERSION}",
-            hint="upgrade batchinfer",
-        )
+    codec.check_version(data, name=name)
     return run
 
 
@@ -49,6 +45,29 @@ def refuse_newer(store: Store) -> None:
     except ObjectNotFound:
         return
     codec.check_version(data, name=f"{store.url}/{layout.RUN_KEY}")
+
+
+def no_run(store: Store) -> InputError:
+    """What to raise where no run lies: a job is the likeliest mistake, so its runs are named."""
+    url = store.url
+    try:
+        store.stat(layout.JOB_KEY)
+    except ObjectNotFound:
+        return InputError(
+            f"{url}: no run there (neither run.json nor workers nor outputs)",
+            hint="check the URL; it is what the worker's --output says, by default JOB/runs/default",
+        )
+    keys = (info.key.split("/") for info in store.list(layout.RUNS))
+    names = sorted({parts[1] for parts in keys if len(parts) > 2})
+    if not names:
+        return InputError(
+            f"{url}: is a job without runs",
+            hint="start a worker first, or give the URL that its --output names",
+        )
+    return InputError(
+        f"{url}: is a job, expected one of its runs ({', '.join(names)})",
+        hint=f"give {layout.run_url(url, names[0])}",
+    )
 
 
 def join_run(

@@ -10,7 +10,7 @@ from batchinfer.errors import InputError
 from batchinfer.inventory import Inventory
 from batchinfer.manifests import ChunkRef, OpenStore, job_chunks, load_job, read_assignment
 from batchinfer.records import Job, Run
-from batchinfer.runconfig import read_run
+from batchinfer.runconfig import no_run, read_run
 from batchinfer.storage import Store
 
 
@@ -97,10 +97,7 @@ def _read_run(store: Store, inventory: Inventory) -> Run:
     if run is not None:
         return run
     if inventory.is_empty:
-        raise InputError(
-            f"{store.url}: no run there",
-            hint="give the --output of the workers, e.g. JOB/runs/default",
-        )
+        raise no_run(store)
     if inventory.marker_infos:
         raise InputError(
             f"{store.url}: has markers but no run.json, which says what they are of",

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from batchinfer import codec, layout
 from batchinfer.clock import Clock
-from batchinfer.errors import BatchinferError, InputError, ObjectNotFound
+from batchinfer.errors import BatchinferError, InputError, NewerVersion, ObjectNotFound
 from batchinfer.manifests import load_job
 from batchinfer.records import Job, Run, Worker
-from batchinfer.runconfig import read_run
+from batchinfer.runconfig import no_run, read_run
 from batchinfer.scope import job_places, job_sha256_of
 from batchinfer.storage import ObjectInfo, Store
 
@@ -93,7 +93,7 @@ class RunReader:
         """Look at the run.
 
         Raises:
-            InputError: there is no run, it is of a newer format version, or --job is another run's.
+            InputError: there is no run, it or its job is of a newer format version, or --job is another run's.
         """
         notes: list[str] = []
         if self._run is None:
@@ -101,7 +101,7 @@ class RunReader:
         markers, output_bytes, foreign = self._list_outputs()
         workers = self._read_workers(notes, foreign)
         if self._run is None and not markers and not workers:
-            raise self._no_run()
+            raise no_run(self._store)
         job, job_url = self._find_job(notes)
         if foreign:
             shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
@@ -231,33 +231,11 @@ class RunReader:
         for url in job_places(self._run, self._store.url):
             try:
                 found = load_job(url, self._open_store)
+            except NewerVersion:
+                raise
             except BatchinferError as error:
                 logger.debug("%s: %s", url, error)
                 continue
             if found is not None and wanted in ("", found[1]):
                 return found[0], url
         return None, ""
-
-    def _no_run(self) -> InputError:
-        url = self._store.url
-        if self._exists(layout.JOB_KEY):
-            names = sorted(
-                {
-                    info.key.split("/")[1]
-                    for info in self._store.list(layout.RUNS)
-                    if info.key.count("/") > 1
-                }
-            )
-            if names:
-                return InputError(
-                    f"{url}: is a job, expected one of its runs ({', '.join(names)})",
-                    hint=f"give {layout.run_url(url, names[0])}",
-                )
-            return InputError(
-                f"{url}: is a job without runs",
-                hint="start a worker first, or give the URL that its --output names",
-            )
-        return InputError(
-            f"{url}: no run there (neither run.json nor workers nor outputs)",
-            hint="check the URL; it is what the worker's --output says, by default JOB/runs/default",
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         InputError: A source cannot be used, or the output holds another job.
     """
     from batchinfer.sources import View, resolve
-    from batchinfer.sources.filing import read_job, remove_job
+    from batchinfer.sources.filing import read_job, refuse_newer, remove_job
 
     started = time.monotonic()
     _check_options(config)
@@ -82,7 +83,9 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     plan.check_apart(config.output)
     borders = _borders(config, plan.rows)
     draft = _draft_job(config, plan)
-    if not config.overwrite and (existing := read_job(store)) is not None:
+    if config.overwrite:
+        refuse_newer(store)
+    elif (existing := read_job(store, hint=_made_anew(config))) is not None:
         _check_same(existing, draft, config)
         return _result("unchanged", config, existing, {}, time.monotonic() - started)
     _check_no_runs(store, config)
@@ -227,6 +230,17 @@ def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
             f"{config.output}: holds a finished job that differs in {'; '.join(differences)}",
             hint="name another --output, or add --overwrite to replace that job",
         )
+
+
+def _made_anew(config: SplitConfig) -> str:
+    """The command that makes the job again in the place of a damaged one."""
+    plain = SplitConfig(sources=[], output="")
+    words = ["batchinfer split", *map(shlex.quote, config.sources)]
+    for name, value in msgspec.structs.asdict(config).items():
+        if name not in ("sources", "overwrite") and value != getattr(plain, name):
+            text = ",".join(value) if isinstance(value, list) else str(value)
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+    return " ".join([*words, "--overwrite"])
 
 
 def _contents(job: Job) -> list[tuple[int, int, str]]:

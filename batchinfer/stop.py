@@ -12,8 +12,9 @@ import click
 from batchinfer import codec, layout
 from batchinfer.clock import Clock, SystemClock, iso_utc
 from batchinfer.console import common_options
-from batchinfer.errors import AlreadyExists, InputError, ObjectNotFound
+from batchinfer.errors import AlreadyExists, ObjectNotFound
 from batchinfer.records import Record
+from batchinfer.runconfig import no_run, refuse_newer
 from batchinfer.storage import Store
 
 
@@ -40,9 +41,10 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     flight within their grace, checkpoint, give their claims back and exit with 3.
 
     Raises:
-        InputError: there is no run.
+        InputError: there is no run, or it is of a newer format version.
     """
     _require_run(store)
+    refuse_newer(store)  # its workers may stop by other means
     try:
         store.stat(layout.STOP_KEY)
         was_stopped = True
@@ -72,10 +74,7 @@ def _require_run(store: Store) -> None:
         store.stat(layout.RUN_KEY)
     except ObjectNotFound:
         if next(iter(store.list(layout.WORKERS)), None) is None:
-            raise InputError(
-                f"{store.url}: no run there",
-                hint="give the --output of the workers, e.g. JOB/runs/default",
-            ) from None
+            raise no_run(store) from None
 
 
 @click.command("stop")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -470,17 +471,31 @@ def test_output_and_source_must_lie_apart(source, tmp_path):
 def test_a_damaged_job_json_is_named_and_overwrite_mends_it(source, tmp_path):
     run(source, tmp_path / "job")
     (tmp_path / "job/job.json").write_text('{"rows"')
-    with pytest.raises(InputError, match=r"job\.json: not a readable job record"):
-        run(source, tmp_path / "job")
+    with pytest.raises(InputError, match=r"job\.json: not a readable job record") as caught:
+        run(source, tmp_path / "job", columns=["n", "text"], num_workers=2, num_chunks=3)
+    program, command, *arguments = shlex.split(caught.value.hint)
+    assert (program, command) == ("batchinfer", "split")
+    assert arguments == [
+        *(str(source), "--output", str(tmp_path / "job"), "--num-chunks", "3"),
+        *("--num-workers", "2", "--columns", "n,text", "--overwrite"),
+    ]
     assert run(source, tmp_path / "job", overwrite=True)["status"] == "done"
 
 
-def test_a_job_of_a_newer_version_is_named_as_such_even_if_it_looks_different(source, tmp_path):
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("looks_different", [False, True])
+def test_a_job_of_a_newer_version_is_named_as_such_and_kept(
+    source, tmp_path, looks_different, overwrite
+):
     run(source, tmp_path / "job")
-    (tmp_path / "job/job.json").write_text('{"format_version": 2, "inputs": []}')
-    with pytest.raises(InputError, match=r"job\.json: format version 2") as caught:
-        run(source, tmp_path / "job")
+    path = tmp_path / "job/job.json"
+    newer = {} if looks_different else json.loads(path.read_bytes())
+    path.write_text(json.dumps(newer | {"format_version": 2}))
+    before = contents(tmp_path / "job")
+    with pytest.raises(InputError, match=r"job\.json: format version 2, .* up to 1") as caught:
+        run(source, tmp_path / "job", overwrite=overwrite)
     assert caught.value.hint == "upgrade batchinfer"
+    assert contents(tmp_path / "job") == before
 
 
 # --------------------------------------------------------------------------- the command

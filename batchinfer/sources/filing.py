@@ -17,13 +17,30 @@ _BYTES = 64 << 20
 """Chunks are published beside each other up to this size together, so that memory stays bounded."""
 
 
-def read_job(store: Store) -> Job | None:
-    """Read job.json, or return None where there is none. Raises InputError if it is damaged."""
+def read_job(store: Store, *, hint: str = "") -> Job | None:
+    """Read job.json, or return None where there is none. `hint` is what to do if it is damaged.
+
+    Raises:
+        NewerVersion: a later batchinfer wrote it.
+        InputError: it is damaged.
+    """
+    name = f"{store.url}/{layout.JOB_KEY}"
     try:
         data = store.get(layout.JOB_KEY).data
     except ObjectNotFound:
         return None
-    return codec.decode(data, Job, name=f"{store.url}/{layout.JOB_KEY}")
+    job = codec.decode(data, Job, name=name, hint=hint)
+    codec.check_version(data, name=name)
+    return job
+
+
+def refuse_newer(store: Store) -> None:
+    """Refuse the job of a later batchinfer; a damaged one passes. Raises NewerVersion."""
+    try:
+        data = store.get(layout.JOB_KEY).data
+    except ObjectNotFound:
+        return
+    codec.check_version(data, name=f"{store.url}/{layout.JOB_KEY}")
 
 
 def remove_job(store: Store) -> None:
