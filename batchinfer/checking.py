@@ -219,7 +219,8 @@ def give_advice(asked: Asked) -> dict[str, Any]:
                 f"(about {figures.duration(start)}): allow more time"
             )
         else:
-            lines.append(f"{wanted} workers finish in {figures.duration(hours * 3600)}")
+            finish = "worker finishes" if wanted == 1 else "workers finish"
+            lines.append(f"{wanted:,} {finish} in {figures.duration(hours * 3600)}")
     count = asked.workers or wanted or 1
     found = estimate(
         rows=rows,
@@ -231,7 +232,7 @@ def give_advice(asked: Asked) -> dict[str, Any]:
     )
     if price is None:
         lines.append("the cost is not known: give --price-per-hour, or --gpu for a list price")
-    lines += _about_starts(found.hours * 3600, start)
+    lines += _about_starts(found.hours * 3600, start, count)
     lines.append(_about_loss(start, asked.checkpoint_seconds, asked.row_seconds or 60.0))
     size = chunk_rows_for(rows, rate, count)
     lines += _about_chunks(asked, count, size)
@@ -244,10 +245,12 @@ def give_advice(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _about_starts(seconds: float, start: float) -> list[str]:
+def _about_starts(seconds: float, start: float, workers: int) -> list[str]:
     if start <= 0.2 * seconds:
         return []
     share = f"{start / seconds:.0%}"
+    if workers == 1:
+        return [f"starting takes {share} of the worker's time: a machine that is set up costs less"]
     return [f"starting takes {share} of each worker's time: fewer workers cost less"]
 
 
@@ -268,11 +271,13 @@ def _about_chunks(asked: Asked, workers: int, size: int) -> list[str]:
     rows, chunks = asked.rows, asked.chunks
     if chunks is None:
         return [
-            f"split with --chunk-rows {size} ({-(-rows // size):,} chunks); the size loses nothing"
+            f"split with --chunk-rows {size} ({figures.many(-(-rows // size), 'chunk')}); "
+            "the size loses nothing"
         ]
     if chunks < workers:
         return [
-            f"{chunks} chunks keep only {chunks} of {workers} workers busy: --chunk-rows {size}"
+            f"{figures.many(chunks, 'chunk')} can keep only {chunks:,} of {workers:,} workers busy: "
+            f"--chunk-rows {size}"
         ]
     longest = rows / chunks / asked.rate
     if workers > 1 and longest > rows / asked.rate / workers / 2:

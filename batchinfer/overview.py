@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from batchinfer import figures
 from batchinfer.prices import PriceSource
 from batchinfer.records import Job, Record, Worker
 from batchinfer.snapshot import Snapshot
@@ -278,10 +279,11 @@ def _clock_notes(timed: list[Timed]) -> list[str]:
     if not off:
         return []
     shown = ", ".join(
-        f"{one.seen.record.id} {abs(one.offset) / 3600:.1f} h {'behind' if one.offset > 0 else 'ahead'}"
+        f"{one.seen.record.id} {figures.duration(abs(one.offset))} "
+        + ("behind" if one.offset > 0 else "ahead")
         for one in off[:3]
     )
     return [
-        f"the clocks of {len(off)} workers are off, their times here are mended ({shown}"
+        f"the clocks of {figures.many(len(off), 'worker')} are off, their times here are mended ({shown}"
         + (", …)" if len(off) > 3 else ")")
     ]

@@ -75,6 +75,10 @@ def test_advice_speaks_of_short_jobs_few_chunks_and_dear_preemptions() -> None:
     text = "\n".join(found["advice"])
     assert "fewer workers cost less" in text
     assert "only 3 of 8 workers" in text
+    alone = "\n".join(give_advice(Asked(rows=1000, rate=10.0, hours=1.0))["advice"])
+    assert "1 worker finishes" in alone
+    assert "starting takes" in alone
+    assert "fewer workers" not in alone
     slow = give_advice(
         Asked(rows=10**6, rate=1.0, load_seconds=1300.0, checkpoint_seconds=300.0, hours=0.2)
     )

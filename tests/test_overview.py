@@ -270,7 +270,17 @@ def test_a_worker_whose_clock_is_hours_off_counts_as_any_other(hours: float) -> 
     assert seen.recent == expected.recent
     assert seen.overall == expected.overall
     assert seen.eta_seconds == expected.eta_seconds
-    assert "the clocks of 1 workers are off" in seen.notes[-1]
+    assert "the clocks of 1 worker are off" in seen.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("off", "shown"), [(-130.0, "2 min 10 s behind"), (2 * 3600.0, "2 h ahead"), (30.0, "")]
+)
+def test_a_clock_that_is_minutes_off_is_said_in_minutes(off: float, shown: str) -> None:
+    right = running()
+    wrong = msgspec.structs.replace(right, heartbeat=right.heartbeat + off)
+    notes = look(SeenWorker(wrong, NOW)).notes
+    assert [shown in note for note in notes] == ([True] if shown else [])
 
 
 def test_our_own_clock_behind_storages_makes_nobody_younger_than_now() -> None:

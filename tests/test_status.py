@@ -212,7 +212,7 @@ def test_a_worker_with_a_clock_hours_off_shows_as_any_other(tmp_path: Path) -> N
     view = seen.workers[1]
     assert view.state == "running"
     assert view.clock_offset_seconds == pytest.approx(5 * 3600, abs=1)
-    assert any("clocks of 1 workers" in note for note in seen.notes)
+    assert any("clocks of 1 worker are off" in note for note in seen.notes)
 
 
 def test_a_run_that_changes_while_it_is_read(root: str) -> None:
