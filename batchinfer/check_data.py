@@ -68,7 +68,7 @@ def from_assignment(
 
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
     """Rows of sources as `split` would write them. Counts them all, reads a few."""
-    from batchinfer.sources import NullCounts, View, resolve
+    from batchinfer.sources import Oddities, View, resolve
 
     plan = resolve(sources, view=View(), limit=limit)
     each = max(1, -(-count // _PLACES))
@@ -77,7 +77,7 @@ def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
         stop = min(plan.rows, start + each)
         lines = [
             line
-            for block in plan.read(range(start, stop), NullCounts())
+            for block in plan.read(range(start, stop), Oddities())
             for line in block.encode(0, block.num_rows).splitlines()
         ]
         # A name of its own: rows of one chunk have distinct keys.

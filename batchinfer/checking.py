@@ -271,14 +271,11 @@ def _about_chunks(asked: Asked, workers: int, size: int) -> list[str]:
     rows, chunks = asked.rows, asked.chunks
     if chunks is None:
         return [
-            f"split with --chunk-rows {size} ({figures.many(-(-rows // size), 'chunk')}); "
-            "the size loses nothing"
+            f"split with --chunk-rows {size} ({figures.many(-(-rows // size), 'chunk')}); the size loses nothing"
         ]
     if chunks < workers:
-        return [
-            f"{figures.many(chunks, 'chunk')} can keep only {chunks:,} of {workers:,} workers busy: "
-            f"--chunk-rows {size}"
-        ]
+        busy = f"{chunks:,} of {workers:,} workers busy"
+        return [f"{figures.many(chunks, 'chunk')} can keep only {busy}: --chunk-rows {size}"]
     longest = rows / chunks / asked.rate
     if workers > 1 and longest > rows / asked.rate / workers / 2:
         return [

@@ -70,6 +70,8 @@ class Job(Record, frozen=True, kw_only=True):
     """What was asked for: {"num_chunks": N} or {"chunk_rows": N}."""
     null_floats: int = 0
     """NaN and infinities that became null."""
+    broken_lines: int = 0
+    """Lines of JSON Lines sources that are no JSON object: they become error rows."""
     duplicate_ids: int = 0
 
 

@@ -26,7 +26,7 @@ from batchinfer.records import FORMAT_VERSION, Chunk, Job, Record
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:
-    from batchinfer.sources import Plan
+    from batchinfer.sources import Oddities, Plan
     from batchinfer.sources.building import Span
 
 logger = logging.getLogger(__name__)
@@ -94,10 +94,20 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     _check_workers(config, len(borders) - 1)
     if config.overwrite:
         remove_job(store)
-    job, nulls = _write(config, store, plan, draft, _spans(borders))
-    for column, count in sorted(nulls.items()):
+    job, odd = _write(config, store, plan, draft, _spans(borders))
+    _warn(odd)
+    return _result("done", config, job, odd.nulls, time.monotonic() - started)
+
+
+def _warn(odd: Oddities) -> None:
+    for column, count in sorted(odd.nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
-    return _result("done", config, job, nulls, time.monotonic() - started)
+    if odd.broken_lines:
+        logger.warning(
+            "%d lines are no JSON object, and each becomes an error row; the first is %s",
+            odd.broken_lines,
+            odd.first_broken,
+        )
 
 
 # --------------------------------------------------------------------------- what to make
@@ -151,7 +161,7 @@ def _group_borders(plan: Plan, column: str, borders: list[int]) -> list[int]:
     Only neighbouring rows are kept together: a value that comes back later starts a new group. A group longer than a
     chunk swallows the borders in it, so there may be fewer chunks than asked for. A row without a value is a group.
     """
-    from batchinfer.sources import NullCounts, Plan, View
+    from batchinfer.sources import Oddities, Plan, View
 
     narrow = Plan(
         sources=plan.sources,
@@ -165,7 +175,7 @@ def _group_borders(plan: Plan, column: str, borders: list[int]) -> list[int]:
     wanted = iter(borders[1:-1])
     border = next(wanted, None)
     row, last = 0, None
-    for block in narrow.read(range(plan.rows), NullCounts()):
+    for block in narrow.read(range(plan.rows), Oddities()):
         for value in block.ids or [None] * block.num_rows:
             if border is not None and row >= border and (value is None or value != last):
                 moved.append(row)
@@ -267,13 +277,13 @@ def _check_no_runs(store: Store, config: SplitConfig) -> None:
 
 def _write(
     config: SplitConfig, store: Store, plan: Plan, draft: Job, spans: list[Span]
-) -> tuple[Job, dict[str, int]]:
+) -> tuple[Job, Oddities]:
     """Build and publish chunks, then manifests, then job.json."""
     from batchinfer.scratch import Scratch
-    from batchinfer.sources import building
+    from batchinfer.sources import Oddities, building
     from batchinfer.sources.filing import Filing
 
-    nulls: dict[str, int] = {}
+    odd = Oddities()
     id_paths: list[Path] = []
     chunks: list[Chunk] = []
     with (
@@ -290,17 +300,20 @@ def _write(
         filing = Filing(store, config.compression, advance)
         for item in filing.publish(built):
             chunks.append(item.chunk)
-            for column, count in item.nulls.items():
-                nulls[column] = nulls.get(column, 0) + count
+            odd.add(item.odd)
             if item.id_path is not None:
                 id_paths.append(item.id_path)
         duplicates = building.count_duplicates(id_paths)
         filing.write_manifests(chunks, config.num_workers)
         job = msgspec.structs.replace(
-            draft, chunks=chunks, null_floats=sum(nulls.values()), duplicate_ids=duplicates
+            draft,
+            chunks=chunks,
+            null_floats=odd.nulls.total(),
+            broken_lines=odd.broken_lines,
+            duplicate_ids=duplicates,
         )
         filing.finish(job)
-    return job, nulls
+    return job, odd
 
 
 @contextlib.contextmanager
@@ -341,6 +354,7 @@ def _result(
         "bytes": sum(chunk.bytes for chunk in job.chunks),
         "null_floats": job.null_floats,
         "null_floats_by_column": nulls,
+        "broken_lines": job.broken_lines,
         "duplicate_ids": job.duplicate_ids,
         "seconds": round(seconds, 3),
     }

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import AccessDenied, InputError
-from batchinfer.sources import NullCounts, Plan, View, is_inside, resolve
+from batchinfer.sources import Oddities, Plan, View, is_inside, resolve
 from fake_hub import TOKEN, FakeHub
 
 
 def read_lines(plan: Plan, rows: range | None = None) -> list[bytes]:
-    nulls = NullCounts()
+    nulls = Oddities()
     blocks = plan.read(rows if rows is not None else range(plan.rows), nulls)
     return b"".join(block.encode(0, block.num_rows) for block in blocks).split(b"\n")[:-1]
 
@@ -174,14 +174,14 @@ def test_floats_round_trip_and_what_is_no_number_becomes_a_counted_null(tmp_path
         inner=pa.array([{"y": [math.nan, 1.0]}] * 9 + [None]),
     )
     plan = resolve([str(path)], view=View())
-    nulls = NullCounts()
+    nulls = Oddities()
     rows = []
     for block in plan.read(range(plan.rows), nulls):
         rows += [json.loads(line) for line in block.encode(0, block.num_rows).splitlines()]
     assert [row["x"] for row in rows] == [*values, None, None, None]
     assert math.copysign(1, rows[4]["x"]) == -1
     assert rows[0]["inner"] == {"y": [None, 1.0]}
-    assert dict(nulls) == {"x": 2, "half": 1, "inner": 9}
+    assert nulls.nulls == {"x": 2, "half": 1, "inner": 9}
 
 
 def test_every_row_equals_what_pyarrow_reads(tmp_path):
@@ -674,10 +674,10 @@ def split_file_url(url: str) -> list[dict]:
 READ_HUB = """
 import json, os, sys
 from batchinfer.errors import BatchinferError
-from batchinfer.sources import NullCounts, View, resolve
+from batchinfer.sources import Oddities, View, resolve
 try:
     plan = resolve(sys.argv[1:], view=View())
-    lines = b"".join(b.encode(0, b.num_rows) for b in plan.read(range(plan.rows), NullCounts()))
+    lines = b"".join(b.encode(0, b.num_rows) for b in plan.read(range(plan.rows), Oddities()))
     source = plan.sources[0]
     print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": [f.url for f in source.files]}))
 except BatchinferError as error:

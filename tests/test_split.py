@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
@@ -168,6 +169,30 @@ def test_broken_lines_stay_and_count(tmp_path):
         [b'{"a":1,"_row":0,"_id":"0"}', b'{"a":'],
         [b"", b"\xff", b'{"a":2,"_row":4,"_id":"4"}'],
     ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_broken_lines_are_counted_and_the_first_is_named(
+    tmp_path, caplog, monkeypatch, processes, suffix
+):
+    from batchinfer.sources import building
+
+    monkeypatch.setattr(building, "_TURN_ROWS", 10)
+    folder, job = tmp_path / "data", tmp_path / "job"
+    folder.mkdir()
+    opener = gzip.open if suffix else open
+    for name, broken in (("a", ()), ("b", (3, 97)), ("c", (99,))):
+        with opener(folder / f"{name}.jsonl{suffix}", "wb") as file:
+            for line in range(100):
+                file.write(b"[1]\n" if line in broken else b'{"a":1}\n')
+    result = run(folder, job, num_chunks=30, processes=processes)
+    assert result["broken_lines"] == read_job(job).broken_lines == 3
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "3 lines are no JSON object" in warning
+    assert f"{folder}/b.jsonl{suffix}, line 4" in warning
+    again = run(folder, job, num_chunks=30)
+    assert (again["status"], again["broken_lines"]) == ("unchanged", 3)
 
 
 def test_duplicate_ids_are_counted_over_all_chunks(tmp_path, monkeypatch):

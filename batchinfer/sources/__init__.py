@@ -16,10 +16,10 @@ from typing import Protocol, cast
 from batchinfer.errors import InputError
 from batchinfer.records import Record, Source, SourceFile
 from batchinfer.sources import finding, outside
-from batchinfer.sources.blocks import OWN_FIELDS, Block, Input, NullCounts, View, no_such_column
+from batchinfer.sources.blocks import OWN_FIELDS, Block, Input, Oddities, View, no_such_column
 from batchinfer.sources.outside import Found
 
-__all__ = ["Block", "Input", "NullCounts", "Plan", "View", "is_inside", "resolve"]
+__all__ = ["Block", "Input", "Oddities", "Plan", "View", "is_inside", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ class Plan(Record, frozen=True, kw_only=True):
         """Other processes of this machine can read every file (memory:// is private to one)."""
         return not any(item.found.url.startswith("memory://") for item in self.inputs)
 
-    def read(self, rows: range, nulls: NullCounts) -> Iterator[Block]:
+    def read(self, rows: range, odd: Oddities) -> Iterator[Block]:
         """Yield these rows in order, encoded with `_row` and `_id`.
 
         Args:
             rows: Consecutive row numbers of the job.
-            nulls: Is counted up by NaN and infinities, by column.
+            odd: Is counted up by NaN, infinities and broken lines.
 
         Raises:
             InputError: A file is damaged, changed since it was counted, or holds what JSON cannot.
@@ -59,7 +59,7 @@ class Plan(Record, frozen=True, kw_only=True):
             start, stop = max(rows.start, first), min(rows.stop, first + item.rows)
             if start < stop:
                 part = range(start - first, stop - first)
-                yield from _adapter(item.format).read(item, part, start, self.view, nulls)
+                yield from _adapter(item.format).read(item, part, start, self.view, odd)
             first += item.rows
 
     def group_borders(self) -> Iterator[int]:
@@ -164,7 +164,7 @@ class _Adapter(Protocol):
 
     def count(self, found: Found) -> Input: ...
     def read(
-        self, item: Input, rows: range, first_row: int, view: View, nulls: NullCounts
+        self, item: Input, rows: range, first_row: int, view: View, odd: Oddities
     ) -> Iterator[Block]: ...
 
 

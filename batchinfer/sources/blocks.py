@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -81,8 +82,28 @@ class RowBlock:
         return _encoder.encode_lines(self._rows if whole else self._rows[start:stop])
 
 
-NullCounts = Counter[str]
-"""NaN and infinities that became null, by column."""
+@dataclass(slots=True)
+class Oddities:
+    """What a reader met that the chunks do not show as it was, or that will be error rows."""
+
+    nulls: Counter[str] = field(default_factory=Counter)
+    """NaN and infinities that became null, by column."""
+    broken_lines: int = 0
+    """Lines that are no JSON object."""
+    first_broken: str = ""
+    """Where the first of them is."""
+
+    def add(self, later: Oddities) -> None:
+        """Count what was met in later rows, too."""
+        self.nulls.update(later.nulls)
+        self.broken_lines += later.broken_lines
+        self.first_broken = self.first_broken or later.first_broken
+
+    def take(self) -> Oddities:
+        """Return what was met so far, and begin anew."""
+        taken = Oddities(self.nulls, self.broken_lines, self.first_broken)
+        self.nulls, self.broken_lines, self.first_broken = Counter(), 0, ""
+        return taken
 
 
 def is_batch_request(columns: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from batchinfer import layout
 from batchinfer.errors import StorageError
 from batchinfer.records import Chunk
-from batchinfer.sources import NullCounts, Plan
+from batchinfer.sources import Oddities, Plan
 from batchinfer.storage.scratch_files import scratch_errors
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Built(NamedTuple):
     chunk: Chunk
     path: Path
     id_path: Path | None
-    nulls: NullCounts
+    odd: Oddities
 
 
 class Workshop(NamedTuple):
@@ -86,9 +86,9 @@ def _no_collector() -> Iterator[None]:
 
 
 def _build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
-    nulls = NullCounts()
+    odd = Oddities()
     rows = range(spans[0].first_row, spans[-1].first_row + spans[-1].rows)
-    blocks = workshop.plan.read(rows, nulls)
+    blocks = workshop.plan.read(rows, odd)
     block, used = next(blocks), 0
     for span in spans:
         with _ChunkWriter(workshop, span) as writer:
@@ -101,8 +101,7 @@ def _build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
                 writer.write(block.encode(used, used + count), ids)
                 used += count
                 left -= count
-            built = writer.finish(NullCounts(nulls))
-        nulls.clear()
+            built = writer.finish(odd.take())
         yield built
     for _ in blocks:  # let the reader make its last check of the file
         pass
@@ -227,7 +226,7 @@ class _ChunkWriter:
             if len(self._frame) >= FRAME_ROWS or self._frame_bytes >= FRAME_BYTES:
                 self._end_frame()
 
-    def finish(self, nulls: NullCounts) -> Built:
+    def finish(self, odd: Oddities) -> Built:
         """Complete the file and describe it."""
         if self._frame:
             self._end_frame()
@@ -243,7 +242,7 @@ class _ChunkWriter:
             bytes=self._bytes,
             sha256=self._digest.hexdigest(),
         )
-        return Built(chunk, self._path, id_path, nulls)
+        return Built(chunk, self._path, id_path, odd)
 
     def _end_frame(self) -> None:
         data = self._compress(b"".join(self._frame))

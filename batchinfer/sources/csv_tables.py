@@ -20,7 +20,7 @@ from batchinfer.sources.blocks import (
     ROW_FIELD,
     Block,
     Input,
-    NullCounts,
+    Oddities,
     RowBlock,
     View,
     id_text,
@@ -107,9 +107,7 @@ def count(found: Found) -> Input:
     )
 
 
-def read(
-    item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts
-) -> Iterator[Block]:
+def read(item: Input, rows: range, first_row: int, view: View, _odd: Oddities) -> Iterator[Block]:
     """Yield records `rows` of one file in order; see `parquet.read` for the arguments.
 
     Records cannot be found without reading those before them, so a late start reads the file from its beginning.

@@ -24,7 +24,7 @@ from batchinfer.sources.blocks import (
     Block,
     Input,
     LineBlock,
-    NullCounts,
+    Oddities,
     View,
     id_text,
     is_batch_request,
@@ -103,9 +103,7 @@ def find_keys(item: Input, wanted: set[str]) -> set[str]:
     return wanted - missing
 
 
-def read(
-    item: Input, rows: range, first_row: int, view: View, _nulls: NullCounts
-) -> Iterator[Block]:
+def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
     """Yield lines `rows` of one file in order; see `parquet.read` for the arguments.
 
     Raises:
@@ -121,7 +119,13 @@ def read(
         for lines in _line_lists(stream, left):
             if rows.start == 0 and left == len(rows):
                 lines[0] = lines[0].removeprefix(_BOM)
-            yield splice.block(lines, row)
+            block = splice.block(lines, row)
+            if splice.broken:
+                odd.first_broken = odd.first_broken or (
+                    f"{item.found.url}, line {splice.broken[0] - first_row + rows.start + 1}"
+                )
+                odd.broken_lines += len(splice.broken)
+            yield block
             row += len(lines)
             left -= len(lines)
     if left:
@@ -160,9 +164,12 @@ class _Splicer:
 
     def __init__(self, view: View) -> None:
         self._view = view
+        self.broken: list[int] = []
+        """Numbers of the last block's rows that are no JSON object."""
 
     def block(self, lines: list[bytes], first_row: int) -> Block:
         """Convert some consecutive lines, the first of which has this number in the job."""
+        self.broken = []
         done: list[bytes] = []
         ids: list[str | None] = []
         for row, line in enumerate(lines, first_row):
@@ -174,6 +181,7 @@ class _Splicer:
     def _convert(self, line: bytes, row: int) -> tuple[bytes, str | None]:
         value = _decode_object(line)
         if value is None:
+            self.broken.append(row)
             return (line if line.endswith(b"\n") else line + b"\n"), None
         name = None
         if self._view.id_column:

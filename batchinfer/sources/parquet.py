@@ -17,7 +17,7 @@ from batchinfer.sources.blocks import (
     ROW_FIELD,
     Block,
     Input,
-    NullCounts,
+    Oddities,
     RowBlock,
     View,
     id_text,
@@ -82,9 +82,7 @@ def _read_tail(found: Found, file: Any) -> bytes:
     return footer
 
 
-def read(
-    item: Input, rows: range, first_row: int, view: View, nulls: NullCounts
-) -> Iterator[Block]:
+def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
     """Yield the rows of one file in order.
 
     Args:
@@ -92,7 +90,7 @@ def read(
         rows: Which of its rows, by their index in the file; consecutive.
         first_row: Number in the job of the first of them.
         view: Columns to keep.
-        nulls: Is counted up by NaN and infinities.
+        odd: Is counted up by what is met.
 
     Raises:
         InputError: A column is missing or has no exact JSON form; the file is damaged, or changed since its count.
@@ -104,7 +102,7 @@ def read(
     with outside.reading(item.found.url), _open(item, groups) as file:
         keep = kept_columns(item.columns, view)
         name_column = view.id_column or ("custom_id" if is_batch_request(item.columns) else "")
-        decode = _Decoder(item, file.schema_arrow, keep, name_column, nulls)
+        decode = _Decoder(item, file.schema_arrow, keep, name_column, odd)
         for batch in _batches(file, groups, decode.columns):
             if skip >= batch.num_rows:
                 skip -= batch.num_rows
@@ -177,7 +175,7 @@ class _Decoder:
     """Turns record batches of one file into blocks. `columns` are those to read."""
 
     def __init__(
-        self, item: Input, schema: Any, keep: list[str], id_column: str, nulls: NullCounts
+        self, item: Input, schema: Any, keep: list[str], id_column: str, odd: Oddities
     ) -> None:
         url = item.found.url
         for option, names in (
@@ -187,7 +185,7 @@ class _Decoder:
             for name in names:
                 if name not in schema.names:
                     raise no_such_column(name, item.columns, where=url, option=option)
-        self._url, self._nulls, self._keep, self._id_column = url, nulls, keep, id_column
+        self._url, self._odd, self._keep, self._id_column = url, odd, keep, id_column
         self.columns = [*keep, id_column] if id_column and id_column not in keep else keep
         self._floats = {name: NullFloats() for name in self.columns}
         self._converters = {}
@@ -209,7 +207,7 @@ class _Decoder:
         for name, floats in self._floats.items():
             if floats.count:
                 if name in self._keep:
-                    self._nulls[name] += floats.count
+                    self._odd.nulls[name] += floats.count
                 floats.count = 0
         kept = [values[name] for name in self._keep]
         rows = list(map(self._record, *kept, numbers, ids))
