@@ -22,24 +22,32 @@ logger = logging.getLogger(__name__)
 
 _MAX_WRITING = 4
 """Segments written at once: a bucket that hangs must leave hands for everything else."""
+_SEGMENT_BYTES = 32 << 20
+"""A checkpoint of more becomes several segments: each is in memory as a whole when it is written or read."""
 _NO_ROWS = -1
 """Where the rows end in a segment that has none."""
 
 
 @dataclass(slots=True)
 class _Writing:
-    """A segment on its way. It holds the chunk's spool up to `end`, with which `rows_done` rows are safe."""
+    """A segment on its way. It holds the chunk's spool up to `end`, with which `rows_done` rows are safe.
+
+    `is_cut`: of the rows that were done when it was begun, some are left for the next one.
+    """
 
     chunk: OpenChunk
     pending: Pending[int]
     key: str
     end: int
     rows_done: int
+    is_cut: bool
 
     def describe(self, num_records: int) -> str:
         """What it holds, for the log."""
         if self.end == _NO_ROWS:
             return f"noted {num_records} rows that were in flight when the engine died"
+        if self.is_cut:
+            return f"checkpoint of {num_records} rows, more of them follow"
         return f"checkpoint of {num_records} rows, {self.rows_done} of {self.chunk.num_rows} done"
 
 
@@ -69,7 +77,7 @@ class Checkpointer:
         return any(entry.chunk is chunk for entry in self._writing)
 
     def ask(self, chunks: Iterable[OpenChunk]) -> None:
-        """Write a segment for each of these that has rows no segment holds yet. Forgets what was asked before."""
+        """Write down the rows of each of these that no segment holds yet. Forgets what was asked before."""
         self._asked = list(chunks)
         self._start()
 
@@ -87,13 +95,13 @@ class Checkpointer:
         self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
 
     def _start(self) -> None:
-        busy = {id(entry.chunk) for entry in self._writing}
         while self._asked and len(self._writing) < _MAX_WRITING:
             chunk = self._asked.pop()
-            if id(chunk) in busy or not self._may_write(chunk):
+            if self.is_writing_of(chunk) or not self._may_write(chunk):
                 continue
-            start, end = chunk.checkpointed_bytes, chunk.spool.size_bytes
-            if end > start:
+            start = chunk.checkpointed_bytes
+            if chunk.spool.size_bytes > start:
+                end = chunk.spool.record_end(start + _SEGMENT_BYTES)
                 self._write(chunk, partial(chunk.spool.read, start, end), end)
 
     def _write(self, chunk: OpenChunk, read: Callable[[], bytes], end: int) -> None:
@@ -110,7 +118,9 @@ class Checkpointer:
             return data.count(b"\n")
 
         rows_done = chunk.num_rows - chunk.num_left
-        self._writing.append(_Writing(chunk, services.background.submit(work), key, end, rows_done))
+        is_cut = end != _NO_ROWS and end < chunk.spool.size_bytes
+        pending = services.background.submit(work)
+        self._writing.append(_Writing(chunk, pending, key, end, rows_done, is_cut))
 
     def _collect(self) -> None:
         for entry in [entry for entry in self._writing if entry.pending.is_done()]:
@@ -134,3 +144,5 @@ class Checkpointer:
             )
             chunk.segment_keys.append(entry.key)
             chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, entry.end)
+            if entry.is_cut:
+                self._asked.append(chunk)

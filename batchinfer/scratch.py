@@ -120,6 +120,17 @@ class Spool:
             start += len(part)
         return b"".join(parts)
 
+    def record_end(self, place: int) -> int:
+        """Where the record ends that the byte before `place` belongs to; at most `size_bytes`."""
+        place, end = place - 1, self.size_bytes
+        while place < end:
+            block = self.read(place, min(place + _READ_BYTES, end))
+            newline = block.find(b"\n")
+            if newline >= 0:
+                return place + newline + 1
+            place += len(block)
+        return end
+
     def payloads(self) -> Iterator[bytes]:
         """Every line's payload in line order.
 

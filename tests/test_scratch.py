@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer import scratch
 from batchinfer.errors import ScratchFull
 from batchinfer.scratch import Scratch, Spool, scratch_errors
 
@@ -23,6 +24,18 @@ def test_a_spool_gives_payloads_in_line_order_whatever_the_order_of_arrival(tmp_
     assert spool.read(11, 16) == b"<one>"
     spool.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 100])
+def test_a_spool_knows_where_its_records_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(scratch, "_READ_BYTES", block_bytes)
+    spool = Spool(tmp_path / "spool", 1)
+    spool.append(b"a\nlong\n\nxyz\n", [])
+    ends = [spool.record_end(place) for place in range(1, 14)]
+    assert ends == [2, 2, 7, 7, 7, 7, 7, 8, 12, 12, 12, 12, 12]
+    spool.close()
 
 
 def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path: Path) -> None:

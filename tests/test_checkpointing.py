@@ -1,0 +1,135 @@
+"""A checkpoint of many bytes is several segments, each of whole records, and all of them are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchinfer import checkpointing, codec, layout
+from batchinfer.checkpointing import Checkpointer
+from batchinfer.checkpoints import FinishedRow, Segments
+from batchinfer.chunks import LocalChunk, OpenChunk
+from batchinfer.errors import Interrupted
+from batchinfer.manifests import ChunkRef
+from batchinfer.scratch import Spool
+from batchinfer.services import Services
+from batchinfer.storage.memory import MemoryStore
+from simulation.scenario import simulate
+from simulation.stage import Stage, when
+
+SEGMENT_BYTES = 600
+"""Of some 200 bytes a record."""
+PROMPTS = [[f"say {index}" for index in range(40)]]
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(checkpointing, "_SEGMENT_BYTES", SEGMENT_BYTES)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def records(stage: Stage) -> list[list[bytes]]:
+    """The records of every segment, without its first line."""
+    found = stage.objects(layout.CHECKPOINTS).values()
+    return [data.splitlines(keepends=True)[1:] for data in found]
+
+
+def test_one_checkpoint_is_written_in_parts_until_nothing_is_left_of_it() -> None:
+    dies = when(lambda method, key: method == "put_object" and "outputs/" in key, "dies_before")
+    with Stage(PROMPTS) as stage:
+        # The only other checkpoint would be of the complete chunk, which is published instead.
+        ending = stage.run(hook=dies, checkpoint_rows=20, checkpoint_seconds=1000.0)
+        assert ending.is_killed
+        parts = records(stage)
+        assert 20 <= sum(len(part) for part in parts) < 40
+        assert len(parts) > 3
+        for part in parts:
+            assert part
+            assert sum(len(record) for record in part[:-1]) < SEGMENT_BYTES
+        again = stage.run()
+        assert again.result["rows_resumed"] == sum(len(part) for part in parts)
+
+
+def test_a_worker_that_is_stopped_writes_all_parts() -> None:
+    with Stage(PROMPTS) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=1000.0)
+        assert len(records(stage)) > 3
+        assert sum(len(part) for part in records(stage)) == len(stage.finished) > 10
+        assert len({record for part in records(stage) for record in part}) == len(stage.finished)
+
+
+class Hands:
+    """A background whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], Any]] = []
+
+    def submit(self, work: Callable[[], Any]) -> _Done:
+        self.work.append(work)
+        return _Done(work)
+
+
+class _Done:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._work()
+
+
+def open_chunk(folder: Path, name: str, num_rows: int) -> OpenChunk:
+    chunk = OpenChunk(
+        ChunkRef(name=name, root="job", key=f"{name}.jsonl"),
+        LocalChunk(folder / name, num_rows, "a" * 64),
+        Spool(folder / f"{name}.spool", num_rows),
+        num_rows=num_rows,
+        started=0.0,
+    )
+    output = codec.raw(b'{"text":"%s"}' % (b"x" * 150))
+    chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in range(num_rows)])
+    return chunk
+
+
+def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
+    tmp_path: Path,
+) -> None:
+    """With all hands busy it waited to be written, then its first part came back: it was begun twice."""
+    hands = Hands()
+    services = SimpleNamespace(
+        run=MemoryStore("memory://asked-twice"),
+        lease=SimpleNamespace(epoch=1, worker_id="w0", require=lambda: None),
+        background=hands,
+    )
+    checkpointer = Checkpointer(cast("Services", services), lambda _chunk: True)
+    long = open_chunk(tmp_path, "long", 12)
+    chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
+    checkpointer.ask(chunks)
+    assert len(hands.work) == 4
+    checkpointer.ask([long])
+    checkpointer.tick()
+    assert len(hands.work) == 5
+    while checkpointer.is_busy:
+        checkpointer.tick()
+    assert long.checkpointed_bytes == long.spool.size_bytes
+    found = Segments(services.run, "long", chunk_sha256="a" * 64, num_lines=12)
+    assert [row.line for row in found.rows()] == list(range(12))
+    assert found.keys == long.segment_keys
+    assert len(found.keys) == 4
+    for chunk in chunks:
+        chunk.close()
+
+
+def test_promises_hold_with_small_segments() -> None:
+    assert not any(simulate(seed).violation for seed in range(920_000, 920_025))
