@@ -1,12 +1,13 @@
-"""How a start of a worker goes: the object of its last line, and the error rate that ends it. Pure."""
+"""How a start of a worker goes: the object of its last line, and the failures that end it. Pure."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from batchinfer.errors import BatchinferError, ErrorRateExceeded
-from batchinfer.records import EngineInfo, Run
+from batchinfer.errors import BatchinferError, ConfigError, ErrorRateExceeded
+from batchinfer.prompts import Code
+from batchinfer.records import Completion, EngineInfo, Run
 from batchinfer.telemetry import Telemetry
 from batchinfer.world import WorkerConfig
 
@@ -83,3 +84,19 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
         + "\n".join(lines),
         hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
     )
+
+
+def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:
+    """Raise ConfigError if the engine refuses the parameters of a plain row.
+
+    Plain rows all have the run's own: what the engine says of one's is true of every one's.
+    """
+    if config.prompt.request_format != "rows":
+        return
+    for completion in completions:
+        failure = completion.failure
+        if failure is not None and failure.code == Code.INVALID_PARAMETER:
+            raise ConfigError(
+                f"sampling options: {config.engine.engine} refuses them: {failure.message}",
+                hint="see the sampling options in docs/cli.md; no row was lost",
+            )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from batchinfer import __version__, layout
 from batchinfer.background import Pending
 from batchinfer.checkpoints import chunks_with_segments
 from batchinfer.chunks import Opener
@@ -23,29 +22,19 @@ from batchinfer.claims import Claims, Lease
 from batchinfer.engines import Engine
 from batchinfer.errors import (
     BatchinferError,
-    ConfigError,
     EngineError,
-    NoProgress,
-    ObjectNotFound,
     PolicyStop,
-    StopRequested,
     StorageError,
 )
 from batchinfer.events import event
 from batchinfer.formats import encoder_for
-from batchinfer.manifests import (
-    Assignment,
-    ChunkRef,
-    check_columns,
-    job_chunks,
-    read_assignment,
-)
-from batchinfer.outcome import check_error_rate, make_result
+from batchinfer.heartbeat import Heartbeat, check_stop_request
+from batchinfer.manifests import Assignment, ChunkRef
+from batchinfer.membership import Membership, read_work
+from batchinfer.outcome import check_error_rate, check_parameters, make_result
 from batchinfer.plan import Plan, Scout, finished_chunks
-from batchinfer.prompts import Code, PromptBuilder, Tokenizer
 from batchinfer.publishing import Publisher
-from batchinfer.records import Completion, EngineInfo, RowKey, Run
-from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
+from batchinfer.records import EngineInfo, RowKey
 from batchinfer.scratch import Scratch
 from batchinfer.services import Services
 from batchinfer.shelf import Shelf
@@ -58,27 +47,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
-_LEASES_WITHOUT_STORAGE = 10.0
-"""After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
-_ANY_NUMBER = 2**31
-_ANSWER_ARGS = frozenset(
-    {
-        "generation_config",
-        "hf_overrides",
-        "kv_cache_dtype",
-        "load_format",
-        "logits_processors",
-        "model_impl",
-        "override_generation_config",
-        "rope_scaling",
-        "rope_theta",
-        "speculative_config",
-        "tokenizer_mode",
-    }
-)
-"""Engine arguments of vLLM that change answers; the others (memory, batching, kernels) may differ between workers."""
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -110,31 +80,21 @@ class _Worker:
         self.worker_id = config.worker_id or f"w-{world.new_nonce()}"
         self.telemetry = Telemetry(self.worker_id, world.clock, host=config.host, num_chunks=0)
         self.store = world.open_store(config.output)
-        self.stream: RowStream | None = None
         self.info: EngineInfo | None = None
-        self.standing: Run | None = None
+        self.membership: Membership | None = None
         self._checkpointed = (world.clock.monotonic(), 0)
         self._snapshot_at = float("-inf")
 
     def run(self) -> None:
         """Set up, generate, publish, tidy up."""
-        assignment = self._read_assignment()
-        self._check_stop_request()
-        self.standing = read_run(self.store)
-        self._settle_model()
-        if self.standing is not None:
-            check_same(self.standing, self._run_config(assignment, None), url=self.store.url)
-        # Options that cannot work are found before a GPU waits for them, and before the run has them for good.
-        self.world.check_sampling(self.config)
-        if assignment.job is not None:
-            prompt = self.config.prompt
-            wanted = {
-                "--prompt-column": [prompt.prompt_column],
-                "--messages-column": [prompt.messages_column],
-                "--keep": prompt.keep,
-            }
-            check_columns(assignment.job, wanted)
-        self._make_builder(None, None)
+        assignment = read_work(self.config, self.world, self.store)
+        self.telemetry.num_chunks = len(assignment.chunks)
+        self.telemetry.num_rows = _num_rows(assignment.chunks)
+        check_stop_request(self.store)
+        membership = Membership(self.config, self.world, self.store, assignment)
+        self.membership = membership
+        membership.check()
+        self.config = membership.config
         preconditions = self.world.probe(self.store)
         self.is_safe = preconditions.is_safe
         if not self.is_safe:
@@ -147,11 +107,14 @@ class _Worker:
             stack.callback(self.world.background.close)
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
-            lease = self._take_lease(stack)
+            heartbeat = Heartbeat(
+                self.store, self._make_lease(), self.telemetry, self.world.stopper
+            )
+            heartbeat.start(self.world.background, stack, max_attempts=self.config.max_attempts)
             try:
                 engine = self.world.create_engine(self.config.engine)
                 stack.callback(engine.close)
-                self._work(assignment, engine, lease, scratch, stack)
+                self._work(membership, engine, heartbeat, scratch, stack)
                 self.telemetry.set_state("done")
                 if (
                     self.telemetry.rows_done
@@ -169,101 +132,8 @@ class _Worker:
                 self.telemetry.set_state("failed", f"{type(error).__name__}: {error}"[:500])
                 raise
 
-    # -- set-up
-
-    def _read_assignment(self) -> Assignment:
-        config = self.config
-        assignment = read_assignment(
-            config.manifests,
-            job_url=config.job,
-            allow_absolute=config.allow_absolute,
-            limit=config.limit,
-            open_store=self.world.open_store,
-        )
-        own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
-        if assignment.job is not None and self.store.url.rstrip("/") in own_places:
-            raise ConfigError(
-                f"--output {self.store.url}: is the job's own place",
-                hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",
-            )
-        self.telemetry.num_chunks = len(assignment.chunks)
-        self.telemetry.num_rows = sum(_num_rows(ref) for ref in assignment.chunks)
-        return assignment
-
-    def _settle_model(self) -> None:
-        """Without --revision, a worker takes the run's."""
-        engine = self.config.engine
-        if engine.revision is None and self.standing is not None:
-            revision = self.standing.recorded.get("revision") or None
-            if revision:
-                engine = msgspec.structs.replace(engine, revision=revision)
-                self.config = msgspec.structs.replace(self.config, engine=engine)
-        self.model_identity = self.world.identify_model(engine)
-
-    def _run_config(self, assignment: Assignment, info: EngineInfo | None) -> dict[str, Any]:
-        """What the fingerprint covers. UNKNOWN stands for what only a loaded engine can tell."""
-        config = self.config
-        return {
-            "job_sha256": assignment.job_sha256,
-            "model": config.engine.model or config.engine.engine,
-            "model_identity": self.model_identity,
-            "tokenizer": config.engine.tokenizer or "",
-            "hf_config_path": config.engine.hf_config_path or "",
-            "engine_args": {
-                key: value
-                for key, value in config.engine.engine_args.items()
-                if key in _ANSWER_ARGS
-            },
-            # Without a job there is nothing else to tell one data set's run from another's.
-            "folders": [] if assignment.job else sorted({ref.root for ref in assignment.chunks}),
-            "dtype": info.dtype if info else UNKNOWN,
-            "quantization": info.quantization if info else UNKNOWN,
-            "max_model_len": info.max_model_len if info else UNKNOWN,
-            "adapters": [],
-            "prompt": msgspec.to_builtins(config.prompt),
-            "sampling": msgspec.to_builtins(config.sampling),
-            "seed": config.run_seed,
-            "limit": config.limit,
-        }
-
-    def _recorded(self, info: EngineInfo, job_url: str) -> dict[str, Any]:
-        """What run.json keeps for the record; no secret is among it."""
-        engine = self.config.engine
-        return {
-            "batchinfer_version": __version__,
-            "engine": info.name,
-            "engine_version": info.version,
-            "revision": info.revision,
-            "device": info.device,
-            "tensor_parallel_size": engine.tensor_parallel_size,
-            "pipeline_parallel_size": engine.pipeline_parallel_size,
-            "replicas": info.num_replicas,
-            "max_num_seqs": info.max_num_seqs,
-            "trust_remote_code": engine.trust_remote_code,
-            "job": job_url,
-            "created": int(self.clock.now()),
-        }
-
-    def _make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
-        config = self.config
-        # Until the engine is there to say it, what it was asked for, or vLLM's default.
-        most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
-        prompt = config.prompt
-        if isinstance(most, int):
-            prompt = msgspec.structs.replace(
-                prompt, max_logprobs=most if most >= 0 else _ANY_NUMBER
-            )
-        return PromptBuilder(
-            prompt,
-            config.sampling,
-            config.run_seed,
-            tokenizer,
-            None if info is None else info.max_model_len,
-        )
-
-    def _take_lease(self, stack: contextlib.ExitStack) -> Lease:
-        """Take this worker's record, and keep it fresh until `stack` unwinds."""
-        lease = Lease(
+    def _make_lease(self) -> Lease:
+        return Lease(
             self.store,
             self.worker_id,
             self.clock,
@@ -271,63 +141,14 @@ class _Worker:
             nonce=self.nonce,
             is_safe=self.is_safe,
         )
-        before = lease.take(self.telemetry.begin)
-        self.telemetry.log_start(before)
-        stack.callback(self._last_beat, lease)
-        if (
-            before is not None
-            and before.state != "done"
-            and before.attempts >= self.config.max_attempts
-        ):
-            reason = f" (the last one: {before.reason})" if before.reason else ""
-            self.telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
-            raise NoProgress(
-                f"worker {self.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
-                hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
-            )
-        heartbeat = self.world.background.every(lease.lease_seconds / 4, partial(self._beat, lease))
-        stack.callback(heartbeat.cancel)
-        return lease
-
-    def _check_stop_request(self) -> None:
-        try:
-            self.store.stat(layout.STOP_KEY)
-        except ObjectNotFound:
-            return
-        raise StopRequested(
-            f"{self.store.url}: the run was stopped",
-            hint=f"to go on: batchinfer stop --resume {self.store.url}",
-        )
-
-    # -- heartbeat (on its own thread)
-
-    def _beat(self, lease: Lease) -> None:
-        try:
-            lease.renew(self.telemetry.latest)
-            self._check_stop_request()
-        except StorageError as error:
-            logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
-        except BatchinferError as error:
-            self.world.stopper.request(error)
-        if lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
-            reason = (
-                f"{self.store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
-            )
-            hint = "start the same command again once the bucket can be written"
-            self.world.stopper.request(StorageError(reason, hint=hint))
-
-    def _last_beat(self, lease: Lease) -> None:
-        with contextlib.suppress(BatchinferError):
-            lease.close(self.telemetry.snapshot())
-        self.telemetry.log_end()
 
     # -- the work
 
     def _work(
         self,
-        assignment: Assignment,
+        membership: Membership,
         engine: Engine,
-        lease: Lease,
+        heartbeat: Heartbeat,
         scratch: Scratch,
         stack: contextlib.ExitStack,
     ) -> None:
@@ -345,37 +166,20 @@ class _Worker:
         )
         tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
         done = self._await(finished)
-        services, claims = self._services(assignment, lease, scratch)
+        services = self._services(membership.assignment, heartbeat.lease, scratch)
         services.opener.begun = self._await(begun)
-        own = self._own_chunks(assignment, done)
-        plan = Plan(
-            own,
-            everything=self._everything(assignment, claims),
-            scout=Scout(self.store, claims),
-            background=world.background,
-            clock=self.clock,
-            look_seconds=min(config.lease_seconds / 4, 10.0),
-            worker_id=self.worker_id,
-            done=done if not config.retry_errors else (),
-        )
-        shelf = Shelf(services, plan, config.limits)
+        shelf = Shelf(services, self._plan(membership, services, done), config.limits)
         info = self._await(loading, shelf)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
             self._raise_failures(shelf)
             return
         self.info = info
-        self.standing = join_run(
-            self.store,
-            self._run_config(assignment, info),
-            self._recorded(info, assignment.job_url),
-            nonce=self.nonce,
-            is_safe=self.is_safe,
-        )
-        shelf.allow_publishing(self.standing.fingerprint)
+        run = membership.join(info, nonce=self.nonce, is_safe=self.is_safe)
+        shelf.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
-        world.background.submit(partial(self._beat, lease))  # whoever looks sees that it runs
+        world.background.submit(heartbeat.beat)  # whoever looks sees that it runs
         logger.info(
             "engine ready: %s %s, %.1f s to load",
             info.name,
@@ -383,16 +187,15 @@ class _Worker:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-        builder = self._make_builder(self._await(tokenizer, shelf), info)
+        builder = membership.make_builder(self._await(tokenizer, shelf), info)
         encoder = encoder_for(
             config.prompt,
             model=config.engine.model or info.model,
-            created=int(self.standing.recorded.get("created", 0)),
+            created=int(run.recorded.get("created", 0)),
         )
         stream = RowStream(
             services, shelf, builder, encoder, config.limits, max_in_flight=info.max_in_flight
         )
-        self.stream = stream
         try:
             self._generate(engine, stream, shelf)
             self._drain(shelf, stream)
@@ -406,9 +209,7 @@ class _Worker:
             raise
         self._raise_failures(shelf)
 
-    def _services(
-        self, assignment: Assignment, lease: Lease, scratch: Scratch
-    ) -> tuple[Services, Claims | None]:
+    def _services(self, assignment: Assignment, lease: Lease, scratch: Scratch) -> Services:
         world, config = self.world, self.config
         claims = None
         if self.is_safe and config.claims:
@@ -427,7 +228,7 @@ class _Worker:
             publisher=publisher,
             scratch=scratch,
         )
-        services = Services(
+        return Services(
             run=self.store,
             background=world.background,
             clock=self.clock,
@@ -438,45 +239,32 @@ class _Worker:
             scratch=scratch,
             observer=self.telemetry,
         )
-        return services, claims
 
-    def _own_chunks(self, assignment: Assignment, done: dict[str, int]) -> list[ChunkRef]:
-        """What is left to do of the manifests."""
-        if not self.config.retry_errors:
-            left = [ref for ref in assignment.chunks if ref.name not in done]
-        else:
-            # Whether a chunk has error rows at all is seen when it is opened, in the background.
-            left = [
-                ref._replace(generation=done.get(ref.name, -1) + 1) for ref in assignment.chunks
-            ]
-        self.telemetry.count_skipped(len(assignment.chunks) - len(left))
-        self.telemetry.rows_skipped = sum(_num_rows(ref) for ref in assignment.chunks) - sum(
-            map(_num_rows, left)
-        )
+    def _plan(self, membership: Membership, services: Services, done: dict[str, int]) -> Plan:
+        """Which chunks are left to do, here and elsewhere."""
+        config, claims = self.config, services.claims
+        own = membership.assignment.chunks
+        left = membership.chunks_left(done)
+        num_done = len(own) - len(left)
+        self.telemetry.count_skipped(num_done)
+        self.telemetry.rows_skipped = _num_rows(own) - _num_rows(left)
         logger.info(
             "%d chunks in the manifests, %d done before",
-            len(assignment.chunks),
-            len(assignment.chunks) - len(left),
-            extra=event(
-                "manifests_read",
-                chunks=len(assignment.chunks),
-                done_before=len(assignment.chunks) - len(left),
-            ),
+            len(own),
+            num_done,
+            extra=event("manifests_read", chunks=len(own), done_before=num_done),
         )
-        return left
-
-    def _everything(
-        self, assignment: Assignment, claims: Claims | None
-    ) -> Callable[[], dict[str, ChunkRef]] | None:
-        """All chunks of the job, for helping others; None where that is off or cannot be safe."""
-        if (
-            not self.config.steal
-            or claims is None
-            or assignment.job is None
-            or self.config.retry_errors
-        ):
-            return None
-        return partial(job_chunks, assignment.job, assignment.job_url, self.config.limit)
+        may_help = claims is not None and membership.may_help
+        return Plan(
+            left,
+            everything=membership.all_chunks if may_help else None,
+            scout=Scout(self.store, claims),
+            background=self.world.background,
+            clock=self.clock,
+            look_seconds=min(config.lease_seconds / 4, 10.0),
+            worker_id=self.worker_id,
+            done=done if not config.retry_errors else (),
+        )
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
@@ -518,7 +306,7 @@ class _Worker:
         batches = engine.generate(stream, stopper)
         try:
             for completions in batches:
-                self._check_parameters(completions)
+                check_parameters(self.config, completions)
                 stream.handle(completions)
                 stream.tick()
                 self._round(engine, stream, shelf)
@@ -558,18 +346,6 @@ class _Worker:
             check_error_rate(self.config, self.telemetry)
         self.world.progress(self.telemetry, stream)
 
-    def _check_parameters(self, completions: list[Completion]) -> None:
-        """Plain rows all have the run's own parameters: what the engine says of one's is true of every one's."""
-        if self.config.prompt.request_format != "rows":
-            return
-        for completion in completions:
-            failure = completion.failure
-            if failure is not None and failure.code == Code.INVALID_PARAMETER:
-                raise ConfigError(
-                    f"sampling options: {self.config.engine.engine} refuses them: {failure.message}",
-                    hint="see the sampling options in docs/cli.md; no row was lost",
-                )
-
     def _drain(self, shelf: Shelf, stream: RowStream) -> None:
         """Publish what is still on its way."""
         while not shelf.is_drained:
@@ -601,7 +377,11 @@ class _Worker:
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """See outcome.make_result."""
         return make_result(
-            self.config, self.telemetry, run=self.standing, info=self.info, error=error
+            self.config,
+            self.telemetry,
+            run=None if self.membership is None else self.membership.run,
+            info=self.info,
+            error=error,
         )
 
     def _raise_failures(self, shelf: Shelf) -> None:
@@ -621,8 +401,8 @@ def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:
     return lines
 
 
-def _num_rows(ref: ChunkRef) -> int:
-    return (ref.rows if ref.row_limit is None else ref.row_limit) or 0
+def _num_rows(refs: list[ChunkRef]) -> int:
+    return sum((ref.rows if ref.row_limit is None else ref.row_limit) or 0 for ref in refs)
 
 
 def _close(batches: Iterator[object]) -> None:

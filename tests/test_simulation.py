@@ -131,9 +131,10 @@ class TestRunsTheRealWorker:
     """No copy, no shortcut: what is simulated is the world, never the worker."""
 
     WORKER = (
-        "session", "stream", "shelf", "checkpointing", "publish_queue", "chunks", "plan", "claims",
-        "publishing", "checkpoints", "manifests", "runconfig", "scratch", "stopping", "telemetry", "codec", "layout",
-        "storage/s3", "storage/probing", "prompts/builder", "formats/native",
+        "session", "membership", "heartbeat", "stream", "shelf", "checkpointing", "publish_queue",
+        "chunks", "plan", "claims", "publishing", "checkpoints", "manifests", "runconfig",
+        "scratch", "stopping", "telemetry", "codec", "layout", "storage/s3", "storage/probing",
+        "prompts/builder", "formats/native",
     )  # fmt: skip
 
     def test_code_of_every_part_of_the_worker_runs(self) -> None:

@@ -1,0 +1,92 @@
+"""A worker's sign of life: its record, renewed from a thread of its own, which also hears whether to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from batchinfer import layout
+from batchinfer.background import Background
+from batchinfer.claims import Lease
+from batchinfer.errors import (
+    BatchinferError,
+    NoProgress,
+    ObjectNotFound,
+    StopRequested,
+    StorageError,
+)
+from batchinfer.events import event
+from batchinfer.stopping import Stopper
+from batchinfer.storage import Store
+from batchinfer.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_LEASES_WITHOUT_STORAGE = 10.0
+"""After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
+
+
+def check_stop_request(store: Store) -> None:
+    """Raise StopRequested if `batchinfer stop` has stopped the run. One request."""
+    try:
+        store.stat(layout.STOP_KEY)
+    except ObjectNotFound:
+        return
+    raise StopRequested(
+        f"{store.url}: the run was stopped",
+        hint=f"to go on: batchinfer stop --resume {store.url}",
+    )
+
+
+class Heartbeat:
+    """Keeps the record of `lease` fresh with what `telemetry` counts, and tells `stopper` when the worker must end."""
+
+    def __init__(self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper) -> None:
+        self._store = store
+        self._telemetry = telemetry
+        self._stopper = stopper
+        self.lease = lease
+
+    def start(
+        self, background: Background, stack: contextlib.ExitStack, *, max_attempts: int
+    ) -> None:
+        """Take this worker's record, and keep it fresh until `stack` unwinds, which writes it for the last time.
+
+        Raises:
+            NoProgress: this would be one start too many in a row without a new row.
+        """
+        telemetry = self._telemetry
+        before = self.lease.take(telemetry.begin)
+        telemetry.log_start(before)
+        stack.callback(self._end)
+        if before is not None and before.state != "done" and before.attempts >= max_attempts:
+            reason = f" (the last one: {before.reason})" if before.reason else ""
+            telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
+            raise NoProgress(
+                f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
+                hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
+            )
+        repeating = background.every(self.lease.lease_seconds / 4, self.beat)
+        stack.callback(repeating.cancel)
+
+    def beat(self) -> None:
+        """Write the record once, and look for a stop request. For any thread; what is wrong goes to the stopper."""
+        lease = self.lease
+        try:
+            lease.renew(self._telemetry.latest)
+            check_stop_request(self._store)
+        except StorageError as error:
+            logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
+        except BatchinferError as error:
+            self._stopper.request(error)
+        if lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+            reason = (
+                f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
+            )
+            hint = "start the same command again once the bucket can be written"
+            self._stopper.request(StorageError(reason, hint=hint))
+
+    def _end(self) -> None:
+        with contextlib.suppress(BatchinferError):
+            self.lease.close(self._telemetry.snapshot())
+        self._telemetry.log_end()
