@@ -14,7 +14,7 @@ import msgspec
 from batchinfer import codec
 from batchinfer.chunks import fetch
 from batchinfer.engines.config import EngineConfig
-from batchinfer.manifests import ChunkRef, OpenStore, read_assignment
+from batchinfer.manifests import ChunkRef, OpenStore, check_columns, read_assignment
 from batchinfer.prompts import (
     Prepared,
     PromptBuilder,
@@ -227,6 +227,14 @@ def run_preview(
         limit=config.limit,
         open_store=open_store,
     )
+    if assignment.job is not None:
+        prompt = config.prompt
+        wanted = {
+            "--prompt-column": [prompt.prompt_column],
+            "--messages-column": [prompt.messages_column],
+            "--keep": prompt.keep,
+        }
+        check_columns(assignment.job, wanted)
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
         config.prompt, config.sampling, config.run_seed, tokenizer, longest(config.engine)

@@ -54,6 +54,23 @@ def test_preview_counts_the_model_s_own_tokens(
     assert "<|im_start|>assistant" in row["prompt"]
 
 
+@pytest.mark.parametrize("option", ["--prompt-column", "--messages-column", "--keep"])
+def test_preview_refuses_the_columns_that_the_worker_refuses(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,n\nx,1\ny,2\n")
+    job = str(tmp_path / "job")
+    main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"])
+    columns = {"--prompt-column": "prompt"} if option == "--keep" else {}
+    words = [word for pair in (columns | {option: "promt"}).items() for word in pair]
+    arguments = ("--job", job, "--engine", "echo", *words)
+    worked, _, refused = call(capsys, *arguments)
+    previewed, _, shown = call(capsys, *arguments, "--preview", "1")
+    assert (previewed, worked) == (2, 2)
+    assert f"error: {option} promt: no column of the job" in shown
+    assert shown == refused
+
+
 def test_preview_names_rows_that_would_be_errors(
     job: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import AccessDenied, InputError
 from batchinfer.sources import Oddities, Plan, View, is_inside, resolve
 from fake_hub import TOKEN, FakeHub
+from making import run_process
 
 
 def read_lines(plan: Plan, rows: range | None = None) -> list[bytes]:
@@ -731,6 +732,33 @@ def hub(tmp_path):
 
         fake.read = read
         yield fake
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_that_does_not_answer_is_said_with_a_way_round(tmp_path, offline):
+    done = run_process(
+        [
+            "split",
+            "hf://datasets/org/name@v1/data",
+            "--output",
+            f"{tmp_path}/job",
+            "--num-chunks=1",
+        ],
+        environment={
+            "HF_ENDPOINT": "http://127.0.0.1:1",
+            "HF_HOME": str(tmp_path / "hf-home"),
+            "HF_HUB_OFFLINE": offline,
+        },
+    )
+    assert "hf download --repo-type dataset org/name --local-dir data" in done.stderr
+    if offline == "1":
+        assert done.status == 2
+        assert "may not be asked, as HF_HUB_OFFLINE is set" in done.stderr
+    else:
+        assert done.status == 34
+        assert "the Hub cannot be reached" in done.stderr
+        assert "HTTPS_PROXY" in done.stderr
+    assert not (tmp_path / "job").exists()
 
 
 def numbers(result: dict) -> list[int]:

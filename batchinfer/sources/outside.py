@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from batchinfer.errors import AccessDenied, BatchinferError, InputError, StorageError
+from batchinfer.sources import hub
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
 _ZSTD_BYTES = 32 << 10
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 _REFUSED_STATUS = (401, 403)
+_UNREACHABLE = frozenset({"ConnectionError", "Timeout", "TransportError"})
+"""Names of what requests, httpx and the system raise where nobody answers; OfflineModeIsEnabled is one of them."""
 
 
 class Found(NamedTuple):
@@ -261,6 +264,8 @@ def _translate(url: str, error: Exception) -> BatchinferError:
             f"{url}: no such data set on the Hub, or a private one",
             hint="check the name; for a private or gated data set set HF_TOKEN",
         )
+    if url.startswith("hf://") and names & _UNREACHABLE:
+        return _hub_unreachable(url, error, names)
     if isinstance(error, PermissionError) or status in _REFUSED_STATUS:
         return _access_denied(url, error)
     if names & {"RevisionNotFoundError"}:
@@ -284,6 +289,23 @@ def _translate(url: str, error: Exception) -> BatchinferError:
     if is_content:
         return damaged(url, str(error))
     return StorageError(f"{url}: cannot be read ({error})", hint="run the same command again")
+
+
+def _hub_unreachable(url: str, error: Exception, names: set[str]) -> BatchinferError:
+    """Another try may help, unless it was forbidden to ask."""
+    elsewhere = (
+        "where there is a network, `hf download --repo-type dataset "
+        f"{hub.parse(url).repo} --local-dir data`, and split that folder"
+    )
+    if "OfflineModeIsEnabled" in names:
+        return InputError(
+            f"{url}: the Hub may not be asked, as HF_HUB_OFFLINE is set",
+            hint=f"unset HF_HUB_OFFLINE; or {elsewhere}",
+        )
+    return StorageError(
+        f"{url}: the Hub cannot be reached ({error})",
+        hint=f"check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again; or, {elsewhere}",
+    )
 
 
 def damaged(url: str, what: str) -> InputError:
