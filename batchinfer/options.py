@@ -324,7 +324,13 @@ behaviour_options = _group(
         type=click.Path(path_type=Path),
         help="Local folder for chunks and outputs under way.",
     ),
-    click.option("--max-open-chunks", type=click.IntRange(1), default=64, show_default=True),
+    click.option(
+        "--max-open-chunks",
+        type=click.IntRange(1),
+        default=64,
+        show_default=True,
+        help="Chunks under way at once. Exceeded where chunks are so small that the engine would wait for rows.",
+    ),
     click.option(
         "--prefix-window",
         type=click.IntRange(0),
