@@ -89,7 +89,7 @@ class _Done:
         return self._work()
 
 
-def open_chunk(folder: Path, name: str, num_rows: int) -> OpenChunk:
+def open_chunk(folder: Path, name: str, num_rows: int, num_done: int | None = None) -> OpenChunk:
     chunk = OpenChunk(
         ChunkRef(name=name, root="job", key=f"{name}.jsonl"),
         LocalChunk(folder / name, num_rows, "a" * 64),
@@ -97,9 +97,18 @@ def open_chunk(folder: Path, name: str, num_rows: int) -> OpenChunk:
         num_rows=num_rows,
         started=0.0,
     )
-    output = codec.raw(b'{"text":"%s"}' % (b"x" * 150))
-    chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in range(num_rows)])
+    finish(chunk, *range(num_rows if num_done is None else num_done))
     return chunk
+
+
+def finish(chunk: OpenChunk, *lines: int) -> None:
+    output = codec.raw(b'{"text":"%s"}' % (b"x" * 150))
+    chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in lines])
+
+
+def services_with(hands: Hands, store: str) -> Services:
+    lease = SimpleNamespace(epoch=1, worker_id="w0", require=lambda: None)
+    return cast("Services", SimpleNamespace(run=MemoryStore(store), lease=lease, background=hands))
 
 
 def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
@@ -107,12 +116,8 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
 ) -> None:
     """With all hands busy it waited to be written, then its first part came back: it was begun twice."""
     hands = Hands()
-    services = SimpleNamespace(
-        run=MemoryStore("memory://asked-twice"),
-        lease=SimpleNamespace(epoch=1, worker_id="w0", require=lambda: None),
-        background=hands,
-    )
-    checkpointer = Checkpointer(cast("Services", services), lambda _chunk: True)
+    services = services_with(hands, "memory://asked-twice")
+    checkpointer = Checkpointer(services, lambda _chunk: True)
     long = open_chunk(tmp_path, "long", 12)
     chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
     checkpointer.ask(chunks)
@@ -129,6 +134,27 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     assert len(found.keys) == 4
     for chunk in chunks:
         chunk.close()
+
+
+def test_the_log_counts_the_rows_that_the_segment_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were finished while a segment was on its way were counted as safe."""
+    logging.disable(logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("batchinfer"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="batchinfer.checkpointing")
+    checkpointer = Checkpointer(services_with(Hands(), "memory://counted"), lambda _chunk: True)
+    chunk = open_chunk(tmp_path, "part", 8, num_done=2)
+    checkpointer.ask([chunk])
+    finish(chunk, 2, 3, 4)
+    checkpointer.tick()
+    checkpointer.note_deaths(chunk, [5, 6])
+    checkpointer.tick()
+    assert [record.getMessage() for record in caplog.records] == [
+        "part: checkpoint of 2 rows, 2 of 8 done",
+        "part: noted 2 rows that were in flight when the engine died",
+    ]
+    chunk.close()
 
 
 def test_promises_hold_with_small_segments() -> None:
