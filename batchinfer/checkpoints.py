@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -73,10 +73,17 @@ _header_decoder = msgspec.json.Decoder(_Header)
 _UNREADABLE = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError)
 
 
-def encode_row(row: FinishedRow) -> tuple[bytes, int]:
-    """Return the record as one line with its newline, and the offset of `output` in it."""
-    data = _encoder.encode(row)
-    return data + b"\n", len(data) - 1 - memoryview(row.output).nbytes
+def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:
+    """Return the records, each a line, and of each (row's line, offset of `output` in the bytes, its length)."""
+    data = _encoder.encode_lines(rows)
+    payloads = []
+    end = -1
+    for row in rows:
+        end = data.index(b"\n", end + 1)
+        length = memoryview(row.output).nbytes
+        # The payload ends where the record does, but for a brace.
+        payloads.append((row.line, end - 1 - length, length))
+    return data, payloads
 
 
 def encode_deaths(lines: list[int]) -> bytes:

@@ -8,7 +8,7 @@ do not depend on it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -46,9 +46,9 @@ class PrefixWindow(Generic[T]):
         """Whether it has all the rows that it wants."""
         return len(self._rows) >= self.size
 
-    def add(self, row: T) -> None:
-        """Put a row in."""
-        self._rows.append(row)
+    def extend(self, rows: Iterable[T]) -> None:
+        """Put rows in."""
+        self._rows.extend(rows)
 
     def release(self) -> list[T]:
         """Take all rows out, in order."""

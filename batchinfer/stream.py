@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from batchinfer.background import Pending
 from batchinfer.checkpoints import FinishedRow
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _RATE_SECONDS = 5.0
 
 
-class _Flight(NamedTuple):
+class _Flight(msgspec.Struct, frozen=True, gc=False):
     """A row on its way: built, and tried `attempts` times before."""
 
     chunk: OpenChunk
@@ -127,7 +128,8 @@ class RowStream:
                 and flight.attempts + 1 < self._limits.row_attempts
             ):
                 logger.info("%s line %d: %s; trying again", *key, failure.message)
-                self._ready.appendleft(flight._replace(attempts=flight.attempts + 1))
+                again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
+                self._ready.appendleft(again)
                 continue
             finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
@@ -232,18 +234,20 @@ class RowStream:
         building, self._building = self._building, None
         self._num_building = 0
         for chunk, prepared_rows in building.result():
-            requests = [
-                prepared.request for prepared in prepared_rows if prepared.request is not None
+            flights = [
+                _Flight(chunk, prepared)
+                for prepared in prepared_rows
+                if prepared.request is not None
             ]
-            if requests:
-                tokens = sum(len(request.token_ids or ()) for request in requests)
-                self._tokens_per_row = tokens / len(requests)
-            failed = []
-            for prepared in prepared_rows:
-                if prepared.request is None:
-                    failed.append(self._encode_failed(prepared))
-                else:
-                    self._window.add(_Flight(chunk, prepared))
+            if flights:
+                tokens = sum([len(_request_of(flight).token_ids or ()) for flight in flights])
+                self._tokens_per_row = tokens / len(flights)
+                self._window.extend(flights)
+            failed = [
+                self._encode_failed(prepared)
+                for prepared in prepared_rows
+                if prepared.request is None
+            ]
             if failed:
                 self._finish(chunk.name, failed)
 

@@ -51,14 +51,13 @@ class Tally:
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.cached_tokens += sum([row.cached_tokens for row in rows])
-        ok = [row for row in rows if row.ok]
+        failed = [row.code for row in rows if not row.ok]
+        ok = [row for row in rows if row.ok] if failed else rows
         point = self._minutes.setdefault(minute, [0, 0, 0, 0])
-        for place, number in enumerate(
-            (len(rows), prompt_tokens, completion_tokens, len(rows) - len(ok))
-        ):
+        for place, number in enumerate((len(rows), prompt_tokens, completion_tokens, len(failed))):
             point[place] += number
         _count(self._finish_reasons, [row.finish_reason for row in ok])
-        _count(self.errors, [row.code for row in rows if not row.ok])
+        _count(self.errors, failed)
         _count_lengths(self._prompt_lengths, [row.prompt_tokens for row in ok])
         _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
 

@@ -13,7 +13,7 @@ from batchinfer.checkpoints import (
     Segments,
     batches,
     encode_deaths,
-    encode_row,
+    encode_rows,
     write_segment,
 )
 from batchinfer.codec import raw
@@ -60,15 +60,15 @@ def read(store: MemoryStore, name: str = CHUNK) -> tuple[Segments, list[Finished
 
 
 def encoded(*rows: FinishedRow) -> bytes:
-    return b"".join(encode_row(each)[0] for each in rows)
+    return encode_rows(rows)[0]
 
 
-def test_the_output_is_cut_out_of_its_record_by_position() -> None:
-    record, offset = encode_row(row(3, "\u2028 and “quotes”"))
-    output = '{"t":"\u2028 and “quotes”"}'.encode()
-    assert record[offset : offset + len(output)] == output
-    assert record.endswith(b"}\n")
-    assert record.count(b"\n") == 1
+def test_outputs_are_cut_out_of_their_records_by_position() -> None:
+    data, payloads = encode_rows([row(3, "\u2028 and “quotes”"), row(0, "b")])
+    cut = [(line, data[offset : offset + length].decode()) for line, offset, length in payloads]
+    assert cut == [(3, '{"t":"\u2028 and “quotes”"}'), (0, '{"t":"b"}')]
+    assert data.endswith(b"}\n")
+    assert data.count(b"\n") == 2
 
 
 def test_rows_of_all_segments_are_found_in_order_with_their_copies(store: MemoryStore) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from batchinfer import codec, layout
-from batchinfer.checkpoints import FinishedRow, encode_row, write_segment
+from batchinfer.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.chunks import OpenChunk, Opener
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import Publisher, build_output
@@ -185,7 +185,7 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
         write_segment(
             run,
             layout.segment_key("texts", 1, "w0", index),
-            b"".join(encode_row(row)[0] for row in rows),
+            encode_rows(rows)[0],
             chunk_sha256=sha256,
         )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
@@ -216,7 +216,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
         key = layout.segment_key("texts", 1, "w0", seq)
-        write_segment(run, key, encode_row(row)[0], chunk_sha256=sha256)
+        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256)
     built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
     marker = marker_record(chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])

@@ -33,7 +33,7 @@ def request(token_ids: list[int], line: int = 0) -> Request:
 def in_order(many: list[list[int]], size: int = 100) -> list[list[int]]:
     window: PrefixWindow[Request] = PrefixWindow(size, lambda each: each)
     for index, token_ids in enumerate(many):
-        window.add(request(token_ids, index))
+        window.extend([request(token_ids, index)])
     return [each.token_ids or [] for each in window.release()]
 
 
@@ -62,7 +62,7 @@ def test_without_a_window_rows_keep_their_order() -> None:
 def test_equal_prompts_keep_their_order() -> None:
     window: PrefixWindow[Request] = PrefixWindow(10, lambda each: each)
     for line in (2, 0, 1):
-        window.add(request([7, 7], line))
+        window.extend([request([7, 7], line)])
     assert [each.key[1] for each in window.release()] == [2, 0, 1]
 
 

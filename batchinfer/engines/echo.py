@@ -6,8 +6,9 @@ pipeline around it is what one measures::
 
     batchinfer worker --engine echo …
 
-Tokens are words, separated by white space. `max_tokens` cuts the answer after so many words
-(finish_reason "length"), `n` gives equal choices, `logprobs` gives every word -1.0. Options:
+Tokens are words: what stands between single spaces, which are quick to count. `max_tokens` cuts the
+answer after so many words (finish_reason "length"), `n` gives equal choices, `logprobs` gives every
+word -1.0. Options:
 
 * `echo_latency_seconds`: mean of an exponential distribution, drawn per request from its key and
   `echo_seed`, so it does not depend on order, worker or attempt. At most `max_num_seqs` requests run
@@ -52,7 +53,8 @@ UNLIMITED_LENGTH = 2**31 - 1
 POLL_SECONDS = 0.02
 # A stop is seen at least this often.
 LONGEST_SLEEP_SECONDS = 0.2
-WORDS = re.compile(r"\s*\S+")
+SPACE = " "
+WORDS = re.compile(r"^[^ ]*| [^ ]*")
 
 
 class Clock(Protocol):
@@ -223,8 +225,7 @@ class EchoEngine:
     def _answer(self, request: Request) -> Completion:
         text = prompt_text(request)
         config, sampling = self.config, request.sampling
-        words = text.split()
-        num_prompt = len(words)
+        num_prompt = num_words_of(text)
         failure = self._refusal(request, text, num_prompt)
         if failure:
             return Completion(key=request.key, failure=failure, prompt_tokens=num_prompt)
@@ -233,8 +234,8 @@ class EchoEngine:
             least, most = config.echo_tokens
             fraction = self._fraction(request.key, "tokens")
             num_words = least + int(fraction * (most - least + 1))
-            repeated = words * (num_words // num_prompt + 1)
-            answer = " ".join(repeated[:num_words])
+            repeated = text.split(SPACE) * (num_words // num_prompt + 1)
+            answer = SPACE.join(repeated[:num_words])
         limit = sampling.max_tokens
         if limit is not None and num_words > limit:
             answer, num_words, reason = first_words(answer, limit), limit, "length"
@@ -301,20 +302,26 @@ def content_text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def first_words(text: str, num_words: int) -> str:
-    r"""The text up to the end of its first words, white space in between kept.
+def num_words_of(text: str) -> int:
+    r"""How many words a text has; white space alone is none.
 
-    >>> first_words("a  b\tc d", 3)
-    'a  b\tc'
+    >>> num_words_of("a b\nc"), num_words_of(" ")
+    (2, 0)
     """
-    parts = text.split(None, num_words)
-    if len(parts) <= num_words:
-        return text
-    return text[: len(text) - len(parts[num_words])].rstrip()
+    return 0 if not text or text.isspace() else text.count(SPACE) + 1
+
+
+def first_words(text: str, num_words: int) -> str:
+    """The text up to the end of its first words.
+
+    >>> first_words("a b c d", 3)
+    'a b c'
+    """
+    return SPACE.join(text.split(SPACE, num_words)[:num_words])
 
 
 def word_logprobs(text: str) -> list[TokenLogprob]:
-    """Every word with the white space before it, at -1.0, and no alternative but itself."""
+    """Every word with the space before it, at -1.0, and no alternative but itself."""
     return [
         TokenLogprob(token=word, logprob=-1.0, top=[(word, -1.0)]) for word in WORDS.findall(text)
     ]

@@ -92,10 +92,10 @@ class PromptBuilder:
         """
         fill = self._reader.fill
         drafts = []
-        for line_index, data in rows:
-            draft = Draft(first_row + line_index)
+        for row in rows:
+            draft = Draft(first_row + row.line_index)
             try:
-                fill(draft, data)
+                fill(draft, row.data)
             except RowError as error:
                 _fail(draft, error)
             if not draft.id:
@@ -105,8 +105,8 @@ class PromptBuilder:
             self._tokenize(drafts, self._tokenizer)
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk)
         return [
-            self._finish((chunk, line_index), draft, seed_of)
-            for (line_index, _), draft in zip(rows, drafts, strict=True)
+            self._finish((chunk, row.line_index), draft, seed_of)
+            for row, draft in zip(rows, drafts, strict=True)
         ]
 
     def _finish(self, key: RowKey, draft: Draft, seed_of: Callable[[int], int] | None) -> Prepared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -64,7 +64,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Most alternatives a token; the engine's own limit."""
 
 
-class RawRow(NamedTuple):
+class RawRow(msgspec.Struct, frozen=True, gc=False):
     """One line of a chunk; `line_index` counts from 0. Its newline may still be there: to JSON it is white space."""
 
     line_index: int
