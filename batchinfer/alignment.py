@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from batchinfer import layout
-from batchinfer.chunks import fetch
 from batchinfer.errors import InputError, ObjectNotFound, RowError
+from batchinfer.fetching import fetch
 from batchinfer.formats import OutputSummary, read_line
 from batchinfer.manifests import ChunkRef
 from batchinfer.prompts import lines

@@ -20,8 +20,8 @@ import msgspec
 from batchinfer import codec, layout
 from batchinfer.arrow_lines import ArrowBlock, can_read
 from batchinfer.audit import CORRUPT, FOREIGN, MISSING
-from batchinfer.chunks import fetch
 from batchinfer.errors import InputError, ObjectNotFound, RowError, RunUnsound
+from batchinfer.fetching import fetch
 from batchinfer.formats.columns import LineBlock, Shape
 from batchinfer.inventory import in_parallel, take_inventory
 from batchinfer.manifests import ChunkRef, OpenStore

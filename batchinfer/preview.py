@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from batchinfer import codec
-from batchinfer.chunks import fetch
 from batchinfer.engines.config import EngineConfig
+from batchinfer.fetching import fetch
 from batchinfer.manifests import ChunkRef, OpenStore, check_columns, read_assignment
 from batchinfer.prompts import (
     Prepared,

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from batchinfer.background import Background
 from batchinfer.checkpoints import FinishedRow
-from batchinfer.chunks import OpenChunk, Opener
+from batchinfer.chunks import OpenChunk
 from batchinfer.claims import Claims, Lease
 from batchinfer.clock import Clock
+from batchinfer.opening import Opener
 from batchinfer.publishing import Publisher
 from batchinfer.records import Failure, Record
 from batchinfer.scratch import Scratch

@@ -17,7 +17,6 @@ import msgspec
 
 from batchinfer.background import Pending
 from batchinfer.checkpoints import chunks_with_segments
-from batchinfer.chunks import Opener
 from batchinfer.claims import Claims, Lease
 from batchinfer.engines import Engine
 from batchinfer.errors import (
@@ -31,6 +30,7 @@ from batchinfer.formats import encoder_for
 from batchinfer.heartbeat import Heartbeat, check_stop_request
 from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
+from batchinfer.opening import Opener
 from batchinfer.outcome import check_error_rate, check_parameters, make_result
 from batchinfer.plan import Plan, Scout, finished_chunks
 from batchinfer.publishing import Publisher

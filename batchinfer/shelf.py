@@ -16,9 +16,10 @@ from functools import partial
 from batchinfer.background import Pending
 from batchinfer.checkpointing import Checkpointer
 from batchinfer.checkpoints import FinishedRow
-from batchinfer.chunks import AlreadyDone, HeldByOther, OpenChunk, Opened
+from batchinfer.chunks import OpenChunk
 from batchinfer.errors import BatchinferError, InputError, ScratchFull, StorageError
 from batchinfer.events import event
+from batchinfer.opening import AlreadyDone, HeldByOther, Opened
 from batchinfer.plan import Candidate, Plan
 from batchinfer.publish_queue import PublishQueue
 from batchinfer.publishing import Published

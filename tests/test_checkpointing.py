@@ -13,8 +13,9 @@ import pytest
 from batchinfer import checkpointing, codec, layout
 from batchinfer.checkpointing import Checkpointer
 from batchinfer.checkpoints import FinishedRow, Segments
-from batchinfer.chunks import LocalChunk, OpenChunk
+from batchinfer.chunks import OpenChunk
 from batchinfer.errors import Interrupted
+from batchinfer.fetching import LocalChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.scratch import Spool
 from batchinfer.services import Services

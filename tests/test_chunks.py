@@ -14,8 +14,9 @@ import pytest
 
 from batchinfer import codec, layout
 from batchinfer.checkpoints import FinishedRow, encode_rows, write_segment
-from batchinfer.chunks import OpenChunk, Opener
+from batchinfer.chunks import OpenChunk
 from batchinfer.manifests import ChunkRef
+from batchinfer.opening import Opener
 from batchinfer.publishing import Publisher, build_output
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store

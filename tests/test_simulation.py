@@ -132,7 +132,7 @@ class TestRunsTheRealWorker:
 
     WORKER = (
         "session", "membership", "heartbeat", "stream", "shelf", "checkpointing", "publish_queue",
-        "chunks", "plan", "claims", "publishing", "checkpoints", "manifests", "runconfig",
+        "chunks", "opening", "fetching", "plan", "claims", "publishing", "checkpoints", "manifests", "runconfig",
         "scratch", "stopping", "telemetry", "codec", "layout", "storage/s3", "storage/probing",
         "prompts/builder", "formats/native",
     )  # fmt: skip

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from batchinfer import codec, tally
 from batchinfer.checkpoints import FinishedRow
-from batchinfer.chunks import LocalChunk, OpenChunk
+from batchinfer.chunks import OpenChunk
+from batchinfer.fetching import LocalChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.records import EngineInfo, EngineStats, Failure, Minute, Worker
 from batchinfer.scratch import Spool

@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from batchinfer import chunks, codec, layout, plan, runconfig, shelf, stream
+from batchinfer import codec, layout, opening, plan, runconfig, shelf, stream
 from batchinfer.checkpointing import Checkpointer
 from batchinfer.checkpoints import FinishedRow, Segments
 from batchinfer.claims import Claims, Lease, Taken
@@ -93,7 +93,7 @@ def dropped_segment() -> Defect:
 
         return Segments(Shortened(), name, **of)  # type: ignore[arg-type]
 
-    return mock.patch.object(chunks, "Segments", shortened)
+    return mock.patch.object(opening, "Segments", shortened)
 
 
 def segments_deleted_first() -> Defect:
@@ -166,7 +166,7 @@ def wrong_generation_rows() -> Defect:
         for index, data in enumerate(itertools.islice(codec.lines(file), num_rows)):
             yield FinishedRow(line=index, ok=True, output=codec.raw(data))
 
-    return mock.patch.object(chunks, "good_rows", good_rows)
+    return mock.patch.object(opening, "good_rows", good_rows)
 
 
 def published_too_early() -> Defect:
