@@ -130,9 +130,10 @@ class Checkpointer:
             except ScratchFull:
                 raise
             except StorageError as error:
-                logger.warning(
-                    "%s: checkpoint not written (%s); the next one holds its rows", entry.key, error
+                then = (
+                    "the next one holds its rows" if entry.end != _NO_ROWS else "deaths not noted"
                 )
+                logger.warning("%s: checkpoint not written (%s); %s", entry.key, error, then)
                 continue
             chunk = entry.chunk
             size = max(0, entry.end - chunk.checkpointed_bytes)
