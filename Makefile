@@ -44,6 +44,7 @@ bench: setup ## measure everything, in a quick form (minutes); docs/performance.
 	$(PY) benchmarks/prefix.py --quick
 	$(PY) benchmarks/replicas.py --quick
 	$(PY) benchmarks/throughput.py --quick
+	$(PY) benchmarks/bookkeeping.py --quick
 	$(PY) benchmarks/recovery.py --quick
 	$(PY) benchmarks/collect.py
 

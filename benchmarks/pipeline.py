@@ -3,25 +3,29 @@
 Against decoding and encoding the same lines with msgspec and nothing else. Rows are conversations of the shape of
 LMSYS-Chat-1M, whole (as `split` keeps them) or four columns of them; the prompt is the first turn. CPU seconds are the
 kernel's for the worker's process and all its threads; what a worker spends on a job of one row (imports, run.json, its
-record) is measured too and taken off. The last line is one JSON object.
+record) is measured too and taken off. Then the worker's peak memory over rows of 1 KB: 100,000 in one chunk, a million
+in one chunk, a million in 1000 (5 GB of disk). The last line is one JSON object.
 
-    python benchmarks/pipeline.py [--quick] [--rows 200000] [--repeats 3] [--folder DIR]
+    python benchmarks/pipeline.py [--quick] [--rows 200000] [--repeats 3] [--folder DIR] [--only formats|memory]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from repeats import Spread, alternate, spread
 
 from batchinfer import codec, layout
 from batchinfer.records import FORMAT_VERSION, Chunk, Job
@@ -44,6 +48,7 @@ print(seconds)
 """
 
 COLUMNS = "conversation_id,model,conversation,turn"
+PROMPT = ("--prompt-column", "prompt")
 CHAT = ("--messages-column", "conversation")
 COMPLETIONS = ("--request-format", "completions")
 BATCH = ("--request-format", "openai-batch")
@@ -64,17 +69,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--only", choices=("formats", "memory"), help="one of the two parts")
     arguments = parser.parse_args()
     rows = 20_000 if arguments.quick else arguments.rows
     repeats = 1 if arguments.quick else arguments.repeats
     big = 100_000 if arguments.quick else MILLION
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         scratch = Path(folder)
-        base, wide = make_base(scratch, columns=COLUMNS), make_base(scratch, columns="")
-        ways = measure_ways(base, wide, scratch, rows=rows, repeats=repeats)
-        memory = measure_memory(base, scratch, big)
-        row_bytes = base.stat().st_size / BASE_ROWS
-    report(ways, memory, rows=rows, repeats=repeats, row_bytes=row_bytes)
+        result: dict[str, Any] = {"benchmark": "pipeline", "reached": {}}
+        if arguments.only != "memory":
+            base, wide = make_base(scratch, columns=COLUMNS), make_base(scratch, columns="")
+            ways = measure_ways(base, wide, scratch, rows=rows, repeats=repeats)
+            report_ways(ways, result, rows=rows, repeats=repeats)
+        if arguments.only != "formats":
+            base = make_base(scratch, columns=COLUMNS)
+            report_memory(measure_memory(base, scratch, big, repeats), result)
+    print(json.dumps(result))
 
 
 # --------------------------------------------------------------------------- the rows
@@ -89,8 +99,9 @@ def make_base(scratch: Path, *, columns: str) -> Path:
     if not data.exists():
         maker = str(Path(__file__).with_name("lmsys.py"))
         run([sys.executable, maker, str(data), "--rows", str(BASE_ROWS)])
-    split = [sys.executable, "-m", "batchinfer.split", str(data), "--output", str(job)]
-    run([*split, "--num-chunks", "1", *(["--columns", columns] if columns else [])])
+    if not job.exists():
+        split = [sys.executable, "-m", "batchinfer.split", str(data), "--output", str(job)]
+        run([*split, "--num-chunks", "1", *(["--columns", columns] if columns else [])])
     return job / layout.chunk_file("part-00000", "none")
 
 
@@ -117,6 +128,13 @@ def as_completions(line: bytes, row: int) -> bytes:
         "_id": str(row),
     }
     return codec.encode(request) + b"\n"
+
+
+def as_kilobyte(line: bytes, row: int) -> bytes:
+    """About 1 KB: the first of the conversation's text, and the rest of that as another column."""
+    text = "".join(turn["content"] for turn in json.loads(line)["conversation"])
+    record = {"prompt": text[:300] or "-", "context": text[300:950], "_row": row, "_id": str(row)}
+    return codec.encode(record) + b"\n"
 
 
 def as_batch(line: bytes, row: int) -> bytes:
@@ -199,11 +217,16 @@ def run_worker(job: Path, options: tuple[str, ...]) -> Measured:
     return measured
 
 
-def run_bare(job: Path) -> float:
-    """CPU seconds of decoding and encoding every line of a job."""
-    return sum(
-        float(run([sys.executable, "-c", BARE, str(path)])[1])
-        for path in sorted((job / "chunks").iterdir())
+def run_bare(job: Path) -> Measured:
+    """Decode and encode every line of a job; CPU seconds are those of that alone."""
+    begin = time.monotonic()
+    runs = [
+        run([sys.executable, "-c", BARE, str(path)]) for path in sorted((job / "chunks").iterdir())
+    ]
+    return Measured(
+        sum(float(text) for _, text in runs),
+        time.monotonic() - begin,
+        max(measured.peak_bytes for measured, _ in runs),
     )
 
 
@@ -251,86 +274,102 @@ def make_ways(
 
 def measure_ways(
     base: Path, wide: Path, scratch: Path, *, rows: int, repeats: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Spread]]:
     """CPU per row of every format, and bare."""
     table = {}
     for name, job, one, options in make_ways(base, wide, scratch, rows):
-        bare, full, start = [], [], []
-        for _ in range(repeats):
-            bare.append(run_bare(job))
-            full.append(run_worker(job, options))
-            start.append(run_worker(one, options))
-        begun = statistics.median(each.cpu_seconds for each in start)
-        cpu = statistics.median(each.cpu_seconds for each in full) - begun
-        wall = statistics.median(
-            f.wall_seconds - s.wall_seconds for f, s in zip(full, start, strict=True)
-        )
-        bare_seconds = statistics.median(bare)
+        sides: dict[str, Callable[[], Measured]] = {
+            "bare": partial(run_bare, job),
+            "worker": partial(run_worker, job, options),
+            "worker, one row": partial(run_worker, one, options),
+        }
+        runs = alternate(sides, repeats)
+        begun = spread(each.cpu_seconds for each in runs["worker, one row"])
+        begun_wall = spread(each.wall_seconds for each in runs["worker, one row"])
+        bare_us = spread(1e6 * each.cpu_seconds / rows for each in runs["bare"])
+        cpu_us = spread(1e6 * (each.cpu_seconds - begun.median) / rows for each in runs["worker"])
         size = sum(path.stat().st_size for path in (job / "chunks").iterdir())
         table[name] = {
-            "row_bytes": round(size / rows),
-            "bare_us": 1e6 * bare_seconds / rows,
-            "cpu_us": 1e6 * cpu / rows,
-            "times_bare": cpu / bare_seconds,
-            "rows_per_second": rows / wall,
+            "row_bytes": spread([round(size / rows)]),
+            "bare_us": bare_us,
+            "cpu_us": cpu_us,
+            "times_bare": cpu_us / bare_us.median,
+            "rows_per_second": spread(
+                rows / (each.wall_seconds - begun_wall.median) for each in runs["worker"]
+            ),
             "start_cpu_seconds": begun,
-            "peak_mb": max(each.peak_bytes for each in full) / 1e6,
+            "peak_mb": spread(each.peak_bytes / 1e6 for each in runs["worker"]),
         }
     return table
 
 
-def measure_memory(base: Path, scratch: Path, rows: int) -> dict[str, float]:
-    """Peak memory by number of rows and chunks."""
-    table = {}
-    for name, count, chunks in (
-        (f"{rows // 10} rows, 1 chunk", rows // 10, 1),
-        (f"{rows} rows, 1 chunk", rows, 1),
-        (f"{rows // 10} rows, 1000 chunks", rows // 10, 1000),
-    ):
-        job = make_job(scratch / "memory", base, rows=count, chunks=chunks)
-        measured = run_worker(job, CHAT)
-        table[name] = measured.peak_bytes / 1e6
-        shutil.rmtree(job)
-    return table
+def measure_memory(base: Path, scratch: Path, rows: int, repeats: int) -> dict[str, Spread]:
+    """Peak memory in MB by number of rows and chunks."""
+    with contextlib.ExitStack() as stack:
+        ways = {}
+        for name, count, chunks in (
+            (f"{rows // 10} rows, 1 chunk", rows // 10, 1),
+            (f"{rows} rows, 1 chunk", rows, 1),
+            (f"{rows} rows, 1000 chunks", rows, 1000),
+        ):
+            folder = scratch / f"memory-{count}-{chunks}"
+            job = make_job(folder, base, rows=count, chunks=chunks, convert=as_kilobyte)
+            stack.callback(shutil.rmtree, job)
+            ways[name] = partial(run_worker, job, PROMPT)
+        runs = alternate(ways, repeats)
+    return {
+        name: spread(each.peak_bytes / 1e6 for each in measured) for name, measured in runs.items()
+    }
 
 
-def report(
-    ways: dict[str, dict[str, float]],
-    memory: dict[str, float],
-    *,
-    rows: int,
-    repeats: int,
-    row_bytes: float,
+# --------------------------------------------------------------------------- reporting
+
+
+def report_ways(
+    ways: dict[str, dict[str, Spread]], result: dict[str, Any], *, rows: int, repeats: int
 ) -> None:
-    """Print the tables and the last JSON line."""
-    print(f"{rows} rows of {row_bytes:.0f} bytes on average, medians of {repeats} runs")
-    print(
-        f"{'way':42}{'bytes':>7}{'bare us':>9}{'CPU us':>8}{'x bare':>8}{'rows/s':>8}{'peak MB':>9}"
+    """Print the table of the formats, and enter its figures into the result."""
+    print(f"{rows} rows, medians of {repeats} runs (least-most)")
+    columns = (
+        ("row_bytes", "bytes", 7, ".0f"),
+        ("bare_us", "bare us", 18, ".1f"),
+        ("cpu_us", "CPU us", 19, ".1f"),
+        ("times_bare", "x bare", 19, ".2f"),
+        ("rows_per_second", "rows/s", 22, ".0f"),
+        ("peak_mb", "peak MB", 14, ".0f"),
     )
+    print(f"{'way':42}" + "".join(f"{title:>{width}}" for _, title, width, _ in columns))
     for name, way in ways.items():
-        print(
-            f"{name:42}{way['row_bytes']:7}{way['bare_us']:9.1f}{way['cpu_us']:8.1f}{way['times_bare']:8.2f}"
-            f"{way['rows_per_second']:8.0f}{way['peak_mb']:9.0f}"
-        )
-    for name, peak in memory.items():
-        print(f"peak memory, {name:36}{peak:6.0f} MB")
-    peaks = list(memory.values())
-    result = {
-        "benchmark": "pipeline",
+        cells = [f"{format(way[key], spec):>{width}}" for key, _, width, spec in columns]
+        print(f"{name:42}" + "".join(cells))
+    result |= {
         "rows": rows,
         "repeats": repeats,
         "ways": {
-            name: {key: round(value, 2) for key, value in way.items()} for name, way in ways.items()
-        },
-        "peak_mb": {name: round(peak, 1) for name, peak in memory.items()},
-        "reached": {
-            "third_of_bare_all_columns": ways["rows, all columns -> native"]["times_bare"] <= 3,
-            "third_of_bare_four_columns": ways["rows -> native"]["times_bare"] <= 3,
-            "memory_flat_in_rows": peaks[1] < 1.25 * peaks[0],
-            "memory_flat_in_chunks": peaks[2] < 1.25 * peaks[0],
+            name: {
+                key: value
+                for figure, found in way.items()
+                for key, value in found.entries(figure, 2).items()
+            }
+            for name, way in ways.items()
         },
     }
-    print(json.dumps(result))
+    result["reached"] |= {
+        "third_of_bare_all_columns": ways["rows, all columns -> native"]["times_bare"].median <= 3,
+        "third_of_bare_four_columns": ways["rows -> native"]["times_bare"].median <= 3,
+    }
+
+
+def report_memory(memory: dict[str, Spread], result: dict[str, Any]) -> None:
+    """Print the table of peak memory, and enter its figures into the result."""
+    for name, peak in memory.items():
+        print(f"peak memory, {name:28}{format(peak, '.0f'):>18} MB")
+    few, many, chunks = (peak.median for peak in memory.values())
+    result["peak_memory"] = {name: peak.entries("mb", 1) for name, peak in memory.items()}
+    result["reached"] |= {
+        "memory_flat_in_rows": many < 1.25 * few,
+        "memory_flat_in_chunks": chunks < 1.25 * few,
+    }
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 20,000 rows draw one of 500 prefixes of 512 tokens at random, each with a tail of its own. The worker is the real one;
 the engine is a model of vLLM's prefix cache: full blocks, kept until the space is needed, the one longest unused going
 first, those of running requests never. With --vllm a smaller set goes through real vLLM. The least possible is every
-distinct full block once per window, and once in all. The last line is one JSON object.
+distinct full block once per window, and once in all. A quarter of an hour in full, one run of each window five
+minutes. The last line is one JSON object.
 
-    python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000]
+    python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import workload
+from repeats import alternate, spread
 
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
@@ -170,12 +174,25 @@ class CacheModel:
         """Nothing to free."""
 
 
-def run_model(job: Path, window: int, step_seconds: float) -> int:
-    """Run the worker over the model of an engine; return the tokens computed."""
+class Measured(NamedTuple):
+    """One run: prompt tokens computed, engine steps, seconds, and CPU of the processes beside the engine's.
+
+    Of the model of a cache only the tokens and steps say something: it runs in the worker's process, and its seconds
+    are made up.
+    """
+
+    computed: int
+    steps: int
+    seconds: float = 0.0
+    driver_us: float = 0.0
+
+
+def run_model(job: Path, runs: Iterator[int], window: int, step_seconds: float) -> Measured:
+    """Run the worker over the model of an engine."""
     engine = CacheModel(step_seconds)
     config = WorkerConfig(
         manifests=[f"{job}/manifests/all.txt"],
-        output=f"{job}/runs/{window}",
+        output=f"{job}/runs/{next(runs)}",
         engine=EngineConfig(engine="echo"),
         prompt=PromptConfig(prompt_column="prompt"),
         sampling=Sampling(max_tokens=1),
@@ -183,22 +200,23 @@ def run_model(job: Path, window: int, step_seconds: float) -> int:
     )
     world = real_world(grace_seconds=1.0, progress=lambda *_: None)
     run_worker(config, dataclasses.replace(world, create_engine=lambda _: engine))
-    return engine.computed
+    return Measured(engine.computed, engine.stats().steps)
 
 
-def run_vllm(job: Path, model: Path, window: int) -> tuple[int, float]:
-    """Run the worker over real vLLM; return the tokens computed and the seconds."""
+def run_vllm(job: Path, runs: Iterator[int], model: Path, window: int) -> Measured:
+    """Run the worker over real vLLM, whose engine computes in the process of its host."""
     engine = {"max_model_len": 640, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     engine |= {"kv_cache_memory_bytes": 8192 * 16_384, "max_num_batched_tokens": 2048}
     options = ["--prompt-column", "prompt", "--max-tokens", "4", "--temperature", "0"]
     options += ["--prefix-window", str(window)]
-    result, _ = workload.run_worker(
-        str(job), f"{job}/runs/{window}", model, engine, *options, env=workload.environment()
-    )
-    outputs = Path(f"{job}/runs/{window}/outputs").glob("*.jsonl")
+    output = f"{job}/runs/{next(runs)}"
+    env = workload.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    result, ended = workload.run_worker(str(job), output, model, engine, *options, env=env)
+    outputs = Path(output, "outputs").glob("*.jsonl")
     usages = [json.loads(line)["usage"] for path in outputs for line in path.open()]
     computed = sum(each["prompt_tokens"] - each["cached_tokens"] for each in usages)
-    return computed, result["generate_time_sec"]
+    driver_us = 1e6 * ended.cpu["worker"] / result["request_count"]
+    return Measured(computed, result["engine_steps"], result["generate_time_sec"], driver_us)
 
 
 def main() -> None:
@@ -208,58 +226,75 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="also a smaller set through real vLLM")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--windows", default="0,2000,5000")
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    repeats = 1 if arguments.quick else arguments.repeats
     logging.disable(logging.WARNING)
     windows = [0, 5000] if arguments.quick else [int(text) for text in arguments.windows.split(",")]
     step_seconds = 0.003 if arguments.quick else 0.005
     prompts = make_prompts(arguments.rows, NUM_PREFIXES, PREFIX_TOKENS, VOCABULARY)
-    result: dict[str, Any] = {"benchmark": "prefix", "rows": len(prompts)}
+    result: dict[str, Any] = {"benchmark": "prefix", "rows": len(prompts), "repeats": repeats}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
         workload.write_job(
             str(job), [{"prompt": each} for each in prompts], per_chunk=ROWS_PER_CHUNK
         )
-        computed = {window: run_model(job, window, step_seconds) for window in windows}
-    result["model"] = report("model of the cache", prompts, computed, BLOCK_TOKENS)
+        runs = count()
+        ways = {str(each): partial(run_model, job, runs, each, step_seconds) for each in windows}
+        found = alternate(ways, repeats)
+    result["model"] = report("model of the cache", prompts, found, BLOCK_TOKENS)
     if arguments.vllm:
-        result["vllm"] = measure_vllm([0, 500])
+        result["vllm"] = measure_vllm([0, 500], repeats)
     best = result["model"][str(windows[-1])]
     result["reached"] = {"window_at_most_1.15": best["of_least_in_window"] <= 1.15}
     print(json.dumps(result))
 
 
-def measure_vllm(windows: list[int]) -> dict[str, Any]:
+def measure_vllm(windows: list[int], repeats: int) -> dict[str, Any]:
     """1000 rows of 50 prefixes through vLLM on the CPU, with room for 8192 tokens."""
     prompts = make_prompts(1000, 50, PREFIX_TOKENS, 1000)
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
         workload.write_job(str(job), [{"prompt": each} for each in prompts], per_chunk=100)
         model = workload.write_model(Path(folder) / "model")
-        runs = {window: run_vllm(job, model, window) for window in windows}
-    table = report("vLLM on a CPU", prompts, {window: run[0] for window, run in runs.items()}, 32)
-    for window, (_, seconds) in runs.items():
-        table[str(window)]["seconds"] = round(seconds, 2)
-        print(f"window {window}: {seconds:.1f} s")
+        runs = count()
+        ways = {str(each): partial(run_vllm, job, runs, model, each) for each in windows}
+        found = alternate(ways, repeats)
+    table = report("vLLM on a CPU", prompts, found, 32)
+    for window, measured in found.items():
+        seconds = spread(each.seconds for each in measured)
+        driver = spread(each.driver_us for each in measured)
+        table[window] |= {**seconds.entries("seconds", 2), **driver.entries("driver_us", 1)}
+        print(f"window {window}: {seconds:.1f} s, driver CPU {driver:.0f} us a request")
     return table
 
 
 def report(
-    name: str, prompts: list[Prompt], computed: dict[int, int], block_tokens: int
+    name: str, prompts: list[Prompt], runs: dict[str, list[Measured]], block_tokens: int
 ) -> dict[str, Any]:
     """Print one table and return its figures by window."""
     total = sum(map(len, prompts))
     overall = least_possible(prompts, block_tokens, len(prompts))
     print(f"{name}: {len(prompts)} rows, {total} prompt tokens, least possible in all {overall}")
-    print(f"{'window':>8}{'computed':>12}{'of all':>8}{'least in window':>17}{'x least':>9}")
+    print(
+        f"{'window':>8}{'computed':>32}{'of all':>8}{'least in window':>17}{'x least':>9}{'steps':>22}"
+    )
     table = {}
-    for window, tokens in computed.items():
-        least = least_possible(prompts, block_tokens, window or 1)
-        print(f"{window:8}{tokens:12}{tokens / total:8.2f}{least:17}{tokens / least:9.2f}")
-        table[str(window)] = {
-            "computed": tokens,
+    for window, measured in runs.items():
+        least = least_possible(prompts, block_tokens, int(window) or 1)
+        computed = spread(each.computed for each in measured)
+        steps = spread(each.steps for each in measured)
+        ratio = computed.median / least
+        print(
+            f"{window:>8}{format(computed, '.0f'):>32}{computed.median / total:8.2f}{least:17}{ratio:9.2f}"
+            f"{format(steps, '.0f'):>22}"
+        )
+        table[window] = {
+            **computed.entries("computed", 0),
+            **steps.entries("steps", 0),
             "least_in_window": least,
-            "of_least_in_window": round(tokens / least, 3),
-            "of_least_in_all": round(tokens / overall, 3),
+            "of_least_in_window": round(ratio, 3),
+            "of_least_in_all": round(computed.median / overall, 3),
         }
     return table
 

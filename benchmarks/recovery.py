@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from batchinfer import layout  # noqa: E402
 from batchinfer.plan import finished_chunks  # noqa: E402
 from batchinfer.storage.opening import open_store  # noqa: E402
-from making import ECHO, make_job, start_process  # noqa: E402
+from making import ECHO, make_job  # noqa: E402
 
 SEQS = 8
 WORKERS = 4
@@ -50,37 +51,18 @@ sys.exit(main(sys.argv[2:]))
 """A worker that writes one byte for every completion its engine gives: what it did is known even after SIGKILL."""
 
 
-def start_counted(
-    tally: Path, job: Path, run: Path, name: str, manifest: str, *options: str
+def start(
+    job: Path, run: Path, name: str, manifest: str, *options: str, tally: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start one worker whose completions are counted in a file."""
+    """Start one worker; with `tally`, its completions are counted in that file."""
+    program = ["-m", "batchinfer"] if tally is None else ["-c", TALLY, str(tally)]
     arguments = [
-        "worker",
-        "--manifest",
-        f"{job}/manifests/{manifest}",
-        "--output",
-        str(run),
-        "--worker-id",
-        name,
+        *("worker", "--manifest", f"{job}/manifests/{manifest}", "--output", str(run)),
+        *("--worker-id", name, "--log-level", "error", "--max-attempts", "100000"),
     ]
     return subprocess.Popen(
-        [sys.executable, "-c", TALLY, str(tally), *arguments, "--log-level", "error", *options],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, *program, *arguments, *options], stdout=subprocess.DEVNULL
     )
-
-
-def start(job: Path, run: Path, name: str, manifest: str, *options: str) -> subprocess.Popen[str]:
-    """Start one worker; its log goes nowhere."""
-    arguments = [
-        "worker",
-        "--manifest",
-        f"{job}/manifests/{manifest}",
-        "--output",
-        str(run),
-        "--worker-id",
-        name,
-    ]
-    return start_process([*arguments, "--log-level", "error", "--max-attempts", "100000", *options])
 
 
 def echo(
@@ -133,12 +115,12 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
         time.sleep(max(0.0, calm / 2 - (time.monotonic() - started)))
         processes[0].kill()
     for process in processes:
-        process.communicate()
+        process.wait()
     ended = time.monotonic()
     done = num_markers(run)
     if case == "dead" and done < WORKERS * CHUNKS_PER_WORKER:
         # Without helping, the dead worker's share waits for its restart.
-        start(job, run, "w0", "worker-00000.txt", *echo(latency, lease, 0.01 * ideal)).communicate()
+        start(job, run, "w0", "worker-00000.txt", *echo(latency, lease, 0.01 * ideal)).wait()
         ended = time.monotonic()
     seconds = ended - started
     generated = sum(record["rows_done"] for record in records(run))
@@ -182,7 +164,8 @@ def rows_with_kills(folder: Path, *, latency: float, seed: int) -> dict[str, Any
     options = echo(latency, 0.05 * calm, checkpoint)
 
     def launch(index: int) -> subprocess.Popen[bytes]:
-        return start_counted(tally, job, run, f"w{index}", f"worker-{index:05d}.txt", *options)
+        manifest = f"worker-{index:05d}.txt"
+        return start(job, run, f"w{index}", manifest, *options, tally=tally)
 
     processes = [launch(index) for index in range(workers)]
     kills = sorted((chance.uniform(0.1, 0.9) * calm, index) for index in range(workers))
@@ -228,25 +211,25 @@ def time_to_first_row(folder: Path, *, engine: str) -> dict[str, Any]:
     first = start(job, run, "w0", "all.txt", *options)
     wait_for_segments(run, 1)
     first.kill()
-    first.communicate()
+    first.wait()
     killed = time.monotonic()
     before = {info.key for info in open_store(str(run)).list(layout.CHECKPOINTS)}
     second = start(job, run, "w0", "all.txt", *options)
     wait_for_segments(run, 1, before)
     seconds = time.monotonic() - killed
     second.kill()
-    second.communicate()
+    second.wait()
     return {
         "engine": engine,
         "seconds_from_sigkill_to_first_new_row_checkpointed": round(seconds, 1),
     }
 
 
-def wait_for_segments(run: Path, number: int, before: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def wait_for_segments(run: Path, number: int, before: Collection[str] = ()) -> None:
     """Until so many new segments lie in the run."""
     store = open_store(str(run))
     deadline = time.monotonic() + 180
-    while len({info.key for info in store.list(layout.CHECKPOINTS)} - before) < number:
+    while len({info.key for info in store.list(layout.CHECKPOINTS)}.difference(before)) < number:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no checkpoint appeared in {run}")
         time.sleep(0.05)
@@ -258,34 +241,48 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="echo only, shorter runs")
+    parser.add_argument("--only", choices=("makespan", "kills", "restart"), help="one part")
     arguments = parser.parse_args()
     latency = 0.25 if arguments.quick else 0.5
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parts = {arguments.only} if arguments.only else {"makespan", "kills", "restart"}
+    spans, kills, firsts = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        spans = [
-            makespan(place, case=case, steal=steal, latency=latency)
-            for case in ("slow", "dead")
-            for steal in (True, False)
-        ]
-        kills = [rows_with_kills(place, latency=latency, seed=seed) for seed in (1, 2, 3)]
-        engines = ("echo",) if arguments.quick else ("echo", "vllm")
-        firsts = [time_to_first_row(place, engine=engine) for engine in engines]
-    print(
-        f"{'4 workers, one':<18}{'helping':>8}{'seconds':>9}{'ideal':>7}{'ratio':>7}{'rows generated a row':>22}"
-    )
+        if "makespan" in parts:
+            spans = [
+                makespan(place, case=case, steal=steal, latency=latency)
+                for case in ("slow", "dead")
+                for steal in (True, False)
+            ]
+        if "kills" in parts:
+            kills = [rows_with_kills(place, latency=latency, seed=seed) for seed in (1, 2, 3)]
+        if "restart" in parts:
+            engines = ("echo",) if arguments.quick else ("echo", "vllm")
+            firsts = [time_to_first_row(place, engine=engine) for engine in engines]
+    report(spans, kills, firsts)
+
+
+def report(
+    spans: list[dict[str, Any]], kills: list[dict[str, Any]], firsts: list[dict[str, Any]]
+) -> None:
+    """Print the tables and the last JSON line."""
+    if spans:
+        print(
+            f"{'4 workers, one':<18}{'helping':>8}{'seconds':>9}{'ideal':>7}{'ratio':>7}{'rows generated a row':>22}"
+        )
     for span in spans:
         case = "4 times slower" if span["case"] == "slow" else "dead at half"
         print(
             f"{case:<18}{'yes' if span['steal'] else 'no':>8}{span['seconds']:>9}{span['ideal_seconds']:>7}"
             f"{span['ratio']:>7}{span['rows_generated_per_row']:>22}"
         )
-    print()
     for kill in kills:
         print(f"one kill a worker: {kill}")
     for first in firsts:
         print(f"restart: {first}")
-    print(json.dumps({"makespan": spans, "kills": kills, "restart": firsts}))
+    result = {"benchmark": "recovery", "makespan": spans, "kills": kills, "restart": firsts}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

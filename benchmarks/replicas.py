@@ -13,15 +13,17 @@ import dataclasses
 import json
 import logging
 import os
-import statistics
 import tempfile
 import threading
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import workload
+from repeats import alternate, spread
 
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.pool import ProcessPool
@@ -60,8 +62,20 @@ class Sampler:
         return sum(all(each) for each in samples) / max(1, len(samples))
 
 
-def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> tuple[float, float]:
-    """Run the worker once; return its seconds without loading, and the share of them with every replica busy."""
+class Measured(NamedTuple):
+    """One run of the worker: seconds without loading, engine steps, and the share of time with every replica busy.
+
+    `driver_us`: CPU a request of this process, in which the worker runs; starting the replicas is part of it.
+    """
+
+    seconds: float
+    steps: int
+    busy: float
+    driver_us: float
+
+
+def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> Measured:
+    """Run the worker once."""
     pool = ProcessPool(engine)
     config = WorkerConfig(
         manifests=[f"{job}/manifests/all.txt"],
@@ -72,31 +86,46 @@ def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> tupl
     )
     world = real_world(grace_seconds=1.0, progress=lambda *_: None)
     sampler = Sampler(pool)
+    cpu = time.process_time()
     result = run_worker(config, dataclasses.replace(world, create_engine=lambda _: pool))
     assert isinstance(engine.replicas, int)
-    return result["generate_time_sec"], sampler.share_busy(engine.replicas, last_rows)
+    return Measured(
+        result["generate_time_sec"],
+        result["engine_steps"],
+        sampler.share_busy(engine.replicas, last_rows),
+        1e6 * (time.process_time() - cpu) / result["request_count"],
+    )
 
 
 def compare(name: str, job: str, engine: EngineConfig, seqs: int, repeats: int) -> dict[str, Any]:
     """One replica and two, turn and turn about."""
-    one, two, busy = [], [], []
-    for index in range(repeats):
-        for replicas in (1, 2):
-            config = with_replicas(engine, replicas)
-            seconds, share = measure(job, f"{job}/runs/{name}-{index}-{replicas}", config, seqs)
-            (one if replicas == 1 else two).append(seconds)
-            if replicas == 2:
-                busy.append(share)
-    ratio = statistics.median(two) / statistics.median(one)
+    runs = count()
+
+    def measure_with(replicas: int) -> Measured:
+        output = f"{job}/runs/{name}-{next(runs)}"
+        return measure(job, output, with_replicas(engine, replicas), seqs)
+
+    found = alternate({"one": partial(measure_with, 1), "two": partial(measure_with, 2)}, repeats)
+    one, two = (spread(each.seconds for each in found[way]) for way in ("one", "two"))
+    steps = {way: spread(each.steps for each in found[way]) for way in found}
+    driver = {way: spread(each.driver_us for each in found[way]) for way in found}
+    busy = spread(each.busy for each in found["two"])
+    ratio = two.median / one.median
     print(
-        f"{name:6}one {statistics.median(one):6.2f} s, two {statistics.median(two):6.2f} s: {ratio:.3f} of it; "
-        f"both busy {statistics.median(busy):.1%} of the time"
+        f"{name:6}one {one:.2f} s, two {two:.2f} s: {ratio:.3f} of it; "
+        f"both busy {busy:.1%} of the time"
     )
+    for way, title in (("one", "one replica"), ("two", "two replicas")):
+        print(
+            f"      {title}: {steps[way]:.0f} engine steps, driver CPU {driver[way]:.0f} us a request"
+        )
     return {
-        "one_seconds": round(statistics.median(one), 3),
-        "two_seconds": round(statistics.median(two), 3),
+        **one.entries("one_seconds", 3),
+        **two.entries("two_seconds", 3),
         "ratio": round(ratio, 4),
-        "both_busy": round(statistics.median(busy), 4),
+        **busy.entries("both_busy"),
+        **{f"{way}_steps": steps[way].median for way in found},
+        **{f"{way}_driver_us": round(driver[way].median, 1) for way in found},
     }
 
 
@@ -137,7 +166,7 @@ def main() -> None:
                 engine_args=more,
                 **{name: values[name] for name in own},
             )
-            result["vllm"] = compare("vllm", few, vllm, 2 * VLLM_SEQS, 1)
+            result["vllm"] = compare("vllm", few, vllm, 2 * VLLM_SEQS, repeats)
     half = abs(2 * result["echo"]["ratio"] - 1)
     result["reached"] = {"echo_within_10_percent_of_half": half <= 0.1}
     if "vllm" in result:

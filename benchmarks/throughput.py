@@ -3,16 +3,17 @@
 The same requests for all: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads its
 chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading
 of the engine, which is reported apart. On a CPU the engine computes in the process that drives it; the lines "own
-process" have it in another, as on a GPU, so that the driver's CPU seconds show. The last line is one JSON object.
+process" have it in another, as on a GPU, so that the driver's CPU seconds show. About 12 minutes on two quiet cores.
+The last line is one JSON object.
 
-    python benchmarks/throughput.py [--quick] [--gpu] [--prompts 1000] [--repeats 3] [--model FOLDER]
+    python benchmarks/throughput.py [--quick] [--gpu] [--prompts 800] [--repeats 3] [--model FOLDER]
+    python benchmarks/throughput.py --ways batchinfer,characters    # or --ways all; see --help
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,10 +22,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import workload
+from repeats import Spread, alternate, spread
 from ways import ROWS_PER_CHUNK
 
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+TITLES = {
+    "generate": "LLM.generate once",
+    "batchinfer": "batchinfer",
+    "loop": "bare loop",
+    "chunks": "LLM.generate per chunk",
+    "characters": "2000 characters",
+    "generate-own": "LLM.generate once, own process",
+    "loop-own": "bare loop, own process",
+    "batchinfer-own": "batchinfer, own process",
+    "run_batch-own": "run_batch, own process",
+    "chunks-own": "LLM.generate per chunk, own process",
+    "characters-own": "2000 characters, own process",
+    "ray-own": "Ray Data LLM, own process",
+}
+DEFAULT_WAYS = "generate,batchinfer,chunks,loop-own,batchinfer-own,run_batch-own"
+DEFAULT_GPU_WAYS = "generate-own,loop-own,batchinfer-own,run_batch-own,chunks-own,characters-own"
 
 
 class Measured(NamedTuple):
@@ -127,28 +145,33 @@ class Bench:
         )
 
     def ways(self) -> dict[str, Callable[[], Measured]]:
-        """By name; the first is what the others are measured against."""
-        own = {
-            "LLM.generate once, own process": partial(self.plain, "all", OWN, self.all),
-            "bare loop, own process": partial(self.plain, "loop", OWN, self.all),
-            "batchinfer, own process": partial(self.worker, OWN),
-            "run_batch, own process": partial(self.plain, "run_batch", OWN, self.batch),
-        }
-        if self.ray_python:
-            own["Ray Data LLM, own process"] = partial(self.ray, self.ray_python)
-        if self.is_gpu:
-            return own | {
-                "LLM.generate per chunk, own process": partial(self.plain, "chunks", OWN, self.all),
-                "2000 characters, own process": partial(self.plain, "batches", OWN, self.few),
+        """Every way by its name in `--ways`."""
+        found: dict[str, Callable[[], Measured]] = {}
+        for suffix, where in (("", WITHIN), ("-own", OWN)):
+            if self.is_gpu and where is WITHIN:
+                continue  # nobody computes on a GPU from the driver's process
+            found |= {
+                f"generate{suffix}": partial(self.plain, "all", where, self.all),
+                f"batchinfer{suffix}": partial(self.worker, where),
+                f"loop{suffix}": partial(self.plain, "loop", where, self.all),
+                f"chunks{suffix}": partial(self.plain, "chunks", where, self.all),
+                f"characters{suffix}": partial(self.plain, "batches", where, self.few),
             }
-        return {
-            "LLM.generate once": partial(self.plain, "all", WITHIN, self.all),
-            "batchinfer": partial(self.worker, WITHIN),
-            "bare loop": partial(self.plain, "loop", WITHIN, self.all),
-            "LLM.generate per chunk": partial(self.plain, "chunks", WITHIN, self.all),
-            "2000 characters": partial(self.plain, "batches", WITHIN, self.few),
-            **own,
-        }
+        found["run_batch-own"] = partial(self.plain, "run_batch", OWN, self.batch)
+        if self.ray_python:
+            found["ray-own"] = partial(self.ray, self.ray_python)
+        return found
+
+    def chosen(self, names: str | None) -> dict[str, Callable[[], Measured]]:
+        """The ways that were asked for, by their titles."""
+        ways = self.ways()
+        names = names or (DEFAULT_GPU_WAYS if self.is_gpu else DEFAULT_WAYS)
+        wanted = list(ways) if names == "all" else names.split(",")
+        if unknown := sorted(set(wanted) - set(ways)):
+            sys.exit(f"--ways: no way {', '.join(unknown)}; expected some of {', '.join(ways)}")
+        if self.ray_python and "ray-own" not in wanted:
+            wanted.append("ray-own")
+        return {TITLES[name]: ways[name] for name in wanted}
 
 
 def _chat(request: dict[str, Any], index: int) -> dict[str, Any]:
@@ -164,67 +187,73 @@ def main() -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="the shape of an 8B model, dummy weights"
     )
-    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=800)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a model's folder in place of the made one")
     parser.add_argument("--ray-python", help="a Python that has ray[data] beside vLLM")
     parser.add_argument(
-        "--only", action="append", default=[], help="only this way; may be repeated"
+        "--ways",
+        help=f"which, by comma, or all: {', '.join(TITLES)} (default: {DEFAULT_WAYS})",
     )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.prompts, arguments.repeats = 300, 1
     with tempfile.TemporaryDirectory() as folder, workload.s3_server() as bucket:
         bench = Bench(Path(folder), bucket, arguments)
-        ways = {
-            name: way
-            for name, way in bench.ways().items()
-            if name in arguments.only or not arguments.only
-        }
-        runs: dict[str, list[Measured]] = {name: [] for name in ways}
-        for _ in range(arguments.repeats):
-            for name, way in ways.items():
-                runs[name].append(way())
-                print(f"{name}: {runs[name][-1]}", file=sys.stderr)
+        runs = alternate(bench.chosen(arguments.ways), arguments.repeats)
         tokens = sum(each["max_tokens"] for each in bench.requests)
     report(runs, len(bench.requests), tokens)
 
 
+def summarize(measured: list[Measured]) -> dict[str, Spread]:
+    """The figures of one way over its runs, per 1000 requests; loading as it is."""
+    scale = 1000 / measured[0].requests
+    return {
+        "wall_seconds": spread(each.wall_seconds for each in measured) * scale,
+        "load_seconds": spread(each.load_seconds for each in measured),
+        "steps": spread(each.steps for each in measured) * scale,
+        "engine_cpu_seconds": spread(each.engine_seconds for each in measured) * scale,
+        "driver_us": spread(1e3 * each.driver_seconds for each in measured) * scale,
+    }
+
+
 def report(runs: dict[str, list[Measured]], prompts: int, tokens: int) -> None:
     """Print the table and the last JSON line; figures are medians over the repeats, per 1000 requests."""
-    table: dict[str, dict[str, float]] = {}
-    for name, measured in runs.items():
-        scale = 1000 / measured[0].requests
-        table[name] = {
-            "wall_seconds": scale * statistics.median(each.wall_seconds for each in measured),
-            "load_seconds": statistics.median(each.load_seconds for each in measured),
-            "steps": scale * statistics.median(each.steps for each in measured),
-            "engine_cpu_seconds": scale
-            * statistics.median(each.engine_seconds for each in measured),
-            "driver_us": 1e3 * scale * statistics.median(each.driver_seconds for each in measured),
-        }
+    table = {name: summarize(measured) for name, measured in runs.items()}
     repeats = len(next(iter(runs.values())))
-    print(f"{prompts} requests, {tokens} tokens, medians of {repeats} runs, per 1000 requests")
     print(
-        f"{'way':38}{'wall s':>8}{'steps':>8}{'engine CPU s':>14}{'driver CPU us/request':>23}{'load s':>8}"
+        f"{prompts} requests, {tokens} tokens, medians of {repeats} runs (least-most), per 1000 requests"
     )
+    columns = (
+        ("wall_seconds", "wall s", 22, ".2f"),
+        ("steps", "steps", 18, ".0f"),
+        ("engine_cpu_seconds", "engine CPU s", 22, ".2f"),
+        ("driver_us", "driver CPU us/request", 22, ".0f"),
+        ("load_seconds", "load s", 18, ".1f"),
+    )
+    print(f"{'way':38}" + "".join(f"{title:>{width}}" for _, title, width, _ in columns))
     for name, way in table.items():
-        steps = f"{way['steps']:.0f}" if way["steps"] else "-"
-        engine = f"{way['engine_cpu_seconds']:.2f}" if way["engine_cpu_seconds"] else "-"
-        driver = f"{way['driver_us']:.0f}" if way["driver_us"] else "-"
-        print(
-            f"{name:38}{way['wall_seconds']:8.2f}{steps:>8}{engine:>14}{driver:>23}{way['load_seconds']:8.1f}"
-        )
+        cells = [
+            f"{format(way[key], spec) if way[key].median else '-':>{width}}"
+            for key, _, width, spec in columns
+        ]
+        print(f"{name:38}" + "".join(cells))
     result = {
         "benchmark": "throughput",
         "prompts": prompts,
         "tokens": tokens,
         "repeats": repeats,
         "ways": {
-            name: {key: round(value, 4) for key, value in way.items()}
+            name: {
+                key: value
+                for figure, found in way.items()
+                for key, value in found.entries(figure).items()
+            }
             for name, way in table.items()
         },
-        "ratios": ratios(table),
+        "ratios": ratios(
+            {name: {key: found.median for key, found in way.items()} for name, way in table.items()}
+        ),
     }
     print(json.dumps(result))
 

@@ -319,10 +319,16 @@ def engine_options(engine: dict[str, Any]) -> list[str]:
 
 
 def run_worker(
-    job: str, output: str, model: Path, engine: dict[str, Any], *options: str, env: dict[str, str]
+    job: str,
+    output: str,
+    model: Path,
+    engine: dict[str, Any],
+    *options: str,
+    env: dict[str, str],
+    program: Sequence[str] = ("-m", "batchinfer.worker"),
 ) -> tuple[dict[str, Any], Ended]:
     """Run a worker over a whole job; its result, and what its processes used from the first request on."""
-    command = [sys.executable, "-m", "batchinfer.worker", "--job", job, "--output", output]
+    command = [sys.executable, *program, "--job", job, "--output", output]
     command += ["--model", str(model), "--log-format", "json", *engine_options(engine), *options]
     ended = run(command, env=env, is_ready=lambda line: '"engine_ready"' in line)
     result = last_object(ended.stdout)
