@@ -226,13 +226,13 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
     for name, info in inventory.orphans():
         if inventory.damaged_markers.get(name):
             continue  # the marker may name it; once that is mended, it is a leftover or not
-        if inventory.standing(name) is not None:
-            problem = "an output that no marker names"
+        if inventory.is_passed_over(name, info):
+            yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
         elif is_stranger(name):
-            problem = "an output of no chunk of the job"
-        else:
-            problem = "an output whose marker did not follow"
-        yield _finding(LEFTOVER, info.key, problem, "clean")
+            yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
+        elif inventory.standing(name) is None:
+            # Once the chunk is done, by the command that is named for it.
+            yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, owner in inventory.claims.items():
         if inventory.standing(name) is not None and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")

@@ -1,15 +1,16 @@
 """`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
 
 What a marker of any generation names is never touched. An output without a marker may be one whose marker is just
-being written, so it goes only when it is old and, besides, either its chunk is done and nobody has it in hand, or no
-worker of the run is alive at all. The claim of an unfinished chunk is not deleted but released by if-match: its owner
-may have come back since it was read.
+being written, or will be by a machine that has slept for a week: it goes only when another marker stands in the way,
+when it is old, and when nobody has its chunk in hand. The claim of an unfinished chunk is not deleted but released by
+if-match: its owner may have come back since it was read.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from batchinfer import codec
+from batchinfer import codec, layout
 from batchinfer.claims import decode_claim
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
@@ -92,17 +93,18 @@ def run_clean(
     Args:
         config: What to clean.
         store: The run.
-        clock: Tells how old things are, against the store's own times.
+        clock: Tells how old things are in a dry run; otherwise the store's own does.
         show: Takes what is (or would be) removed, a line at a time.
 
     Raises:
         InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
             be removed.
     """
-    inventory = take_inventory(store, now=clock.now(), patience_seconds=config.older_than_seconds)
+    refuse_newer(store)  # what may go there, only its own version knows
+    now = _time_of(store, clock) if config.yes else clock.now()
+    inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    refuse_newer(store)  # what may go there, only its own version knows
     plan = make_plan(inventory, config)
     for what, infos in plan.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
@@ -111,7 +113,7 @@ def run_clean(
     age_seconds = config.older_than_seconds
     if inventory.living():  # one of them may be uploading right now, and that takes its time
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
-    num_temps = _count_temps(store, age_seconds, clock.now())
+    num_temps = _count_temps(store, age_seconds, now)
     if num_temps:
         show(f"unfinished uploads: {num_temps}")
     if config.yes:
@@ -129,6 +131,26 @@ def run_clean(
         "uploads_aborted": num_temps,
         "kept_young": plan.num_kept_young,
     }
+
+
+def _time_of(store: Store, clock: Clock) -> float:
+    """Read the store's own time off an object that is removed again.
+
+    By a clock that is an hour ahead everybody would be dead, and everything old. Ours stands in where a store gives no
+    times.
+
+    Raises:
+        InputError: nothing of a run is there, so nothing is to be written either.
+    """
+    places = (layout.RUN_KEY, layout.WORKERS, layout.OUTPUTS)
+    if not any(next(iter(store.list(place)), None) for place in places):
+        raise no_run(store)
+    key = f"{layout.PROBES}{secrets.token_hex(8)}"
+    try:
+        store.create(key, b"clean: what time is it\n")
+        return store.stat(key).modified or clock.now()
+    finally:
+        store.delete([key])
 
 
 def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
@@ -155,9 +177,9 @@ def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
     for name in dict.fromkeys(config.redo):
         _redo(inventory, name, plan)
     for name, info in inventory.orphans():
-        is_settled = inventory.standing(name) is not None and not is_in_hand(name)
         # What an unreadable marker names is not known: its output stays until the chunk is done again.
-        if not inventory.damaged_markers.get(name) and (is_settled or nobody_lives):
+        is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
+        if is_settled and not inventory.damaged_markers.get(name):
             consider("orphan outputs", info)
     for name, infos in inventory.segments.items():
         if (
@@ -224,7 +246,11 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
     except ObjectNotFound:
         return
     claim = decode_claim(data, key)
-    if not claim.worker or inventory.is_claim_alive(claim):
+    if not claim.worker:
+        return
+    # Whoever took it since the run was listed may have begun since then, too: its record lay there before its claim.
+    inventory.look_again(store, claim.worker)
+    if inventory.is_claim_alive(claim):
         return
     try:
         store.replace(key, codec.encode(Claim(worker="", epoch=0, nonce=claim.nonce)), etag)

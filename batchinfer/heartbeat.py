@@ -79,7 +79,9 @@ class Heartbeat:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self._stopper.request(error)
-        if lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+        # One that was written counts as of its beginning, and a machine may have slept in between.
+        is_refused = lease.error is not None
+        if is_refused and lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
             reason = (
                 f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
             )

@@ -89,6 +89,19 @@ class Inventory:
                 known = [name for name in candidates if name in self.marker_infos]
                 yield known[0] if known else candidates[-1], info
 
+    def is_passed_over(self, name: str, orphan: ObjectInfo) -> bool:
+        """Whether no marker can come to name an orphan any more, from however long a sleep its worker wakes.
+
+        Markers are create-only, and a chunk without one may still get it. So may one with error rows, of the next
+        generation; the outputs of that are younger than the marker that was read before they were made.
+        """
+        marker, newest = self.standing(name), self.newest(name)
+        if marker is None or newest is None:
+            return False
+        return (
+            not marker.rows_error or 0 < orphan.modified < self.marker_infos[name][newest].modified
+        )
+
     def living(self) -> list[str]:
         """Ids of the workers whose heart still beat a short while ago."""
         return [name for name, (info, record) in self.workers.items() if self._beats(info, record)]
@@ -99,6 +112,17 @@ class Inventory:
         silence = max(self.patience_seconds, _LEASES_OF_SILENCE * record.lease_seconds)
         # A store that gives no times leaves the worker's own clock.
         return self.now - (info.modified or record.heartbeat) <= silence
+
+    def look_again(self, store: Store, worker: str) -> None:
+        """Read a worker's record as it is by now."""
+        key = layout.worker_key(worker)
+        try:
+            self.workers[worker] = (
+                store.stat(key),
+                codec.decode(store.get(key).data, Worker, name=key),
+            )
+        except (ObjectNotFound, InputError):
+            self.workers.pop(worker, None)
 
     def is_claim_alive(self, claim: Claim) -> bool:
         """Whether a claim's worker lives, at the claim's epoch."""

@@ -14,8 +14,11 @@ from batchinfer import codec, layout
 from batchinfer.errors import EngineDied, Interrupted, StorageError
 from batchinfer.records import Claim
 from batchinfer.services import Limits
+from batchinfer.storage import Object
 from fakes import marker_record, worker_record
+from simulation.scheduler import Process
 from simulation.stage import Stage, when
+from simulation.storage import StillStore
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +190,72 @@ def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_the
         marker = json.loads(objects["outputs/part-00000.jsonl.succeed"])
         assert marker["worker"] == "w0"
         assert f"outputs/{marker['output']}" in objects
+
+
+def test_clean_on_a_machine_whose_clock_was_ahead_did_not_take_the_living_for_dead() -> None:
+    """Ages were the store's times against its own clock: an hour ahead, every claim was given back."""
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.max_in_flight = 1
+        owners: list[str] = []
+
+        def clean() -> None:
+            stage.clean(ahead_seconds=3 * 3600.0)
+            owners.append(json.loads(stage.objects()[layout.claim_key("part-00000")])["worker"])
+
+        stage.scheduler.after(10.0, clean)
+        assert stage.run().is_success
+        assert owners == ["w0"]
+        assert not stage.objects(layout.PROBES)
+
+
+def test_clean_did_not_give_back_the_claim_of_a_worker_that_began_while_it_was_reading() -> None:
+    """Its record was not on the listing, so nobody seemed to stand behind the claim that had just been taken."""
+    with Stage([["mine"]]) as stage:
+        hold(stage, "part-00000", "w8")
+        key = layout.claim_key("part-00000")
+
+        class Busy(StillStore):
+            has_changed_hands = False
+
+            def get(self, name: str) -> Object:
+                if name == key and not self.has_changed_hands:
+                    type(self).has_changed_hands = True
+                    hold(stage, "part-00000", "w9")
+                return super().get(name)
+
+        stage.scheduler.run(5000.0)
+        stage.clean(Busy)
+        assert json.loads(stage.objects()[key])["worker"] == "w9"
+        stage.scheduler.run(15000.0)
+        stage.clean()
+        assert json.loads(stage.objects()[key])["worker"] == ""
+
+
+def test_an_output_whose_worker_slept_before_its_marker_was_not_cleaned_away() -> None:
+    """Nobody else was alive, and the output old; the machine woke, and its marker named what was gone."""
+    with Stage([["mine"]]) as stage:
+
+        def hook(_number: int, method: str, key: str, process: Process) -> float | None:
+            if method != "put_object" or ".succeed" not in key or process.has_been_frozen:
+                return None
+            process.freeze(8000.0, stops_clock=True)
+            stage.scheduler.after(7500.0, stage.clean)
+            return 8000.0
+
+        assert stage.run(hook=hook, within_seconds=20000.0).is_success
+        outputs = stage.objects(layout.OUTPUTS)
+        marker = json.loads(outputs[layout.marker_key("part-00000")])
+        assert layout.output_key(marker["output"]) in outputs
+
+
+def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
+    """The heartbeat counted as of its beginning: written, and yet "no heartbeat could be written", exit 34."""
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.max_in_flight = 1
+
+        def hook(_number: int, method: str, key: str, process: Process) -> None:
+            is_beat = method == "put_object" and layout.WORKERS in key
+            if is_beat and stage.scheduler.now > 5.0 and not process.has_been_frozen:
+                process.freeze(1000.0, stops_clock=False)
+
+        assert stage.run(hook=hook, within_seconds=2000.0).is_success

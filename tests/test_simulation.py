@@ -14,9 +14,11 @@ import pytest
 
 import batchinfer
 import simulation.scenario
-from batchinfer import session
+from batchinfer import clean, session
 from batchinfer.errors import AlreadyExists, StorageError
+from batchinfer.inventory import Inventory
 from batchinfer.storage.s3 import S3Store
+from simulation.cleaning import is_cleaned
 from simulation.defects import DEFECTS
 from simulation.scenario import Report, simulate
 from simulation.scheduler import Killed, Overrun, Process, Scheduler
@@ -64,7 +66,11 @@ class TestPromises:
 
 class TestNotices:
     # Where rare ones are looked for, so that the tests are quick.
-    FIRST_SEED = {"lost_reply_is_a_loss": 130, "other_configuration_let_in": 35}
+    FIRST_SEED = {
+        "lost_reply_is_a_loss": 130,
+        "other_configuration_let_in": 35,
+        "clean_takes_every_orphan": 70,
+    }
 
     def test_there_are_at_least_ten_defects(self) -> None:
         assert len(DEFECTS) >= 10
@@ -125,6 +131,44 @@ class TestReplay:
             env=environment, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.startswith("6 seeds in ")
+
+
+class TestCleaning:
+    def test_a_share_of_the_seeds_is_cleaned(self) -> None:
+        assert 150 < sum(is_cleaned(seed) for seed in range(800)) < 250
+
+    def test_it_removes_and_it_spares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Things of both sides of the age come before it, while workers are alive."""
+        real, removed, kept = clean.make_plan, set[str](), 0
+
+        def make_plan(inventory: Inventory, config: clean.CleanConfig) -> clean.Plan:
+            nonlocal kept
+            plan = real(inventory, config)
+            if config.older_than_seconds and inventory.living():
+                removed.update(plan.removed)
+                kept += plan.num_kept_young
+            return plan
+
+        monkeypatch.setattr(clean, "make_plan", make_plan)
+        assert all(not simulate(seed, is_cleaned=True).violation for seed in range(40))
+        assert removed >= {"orphan outputs", "segments of done chunks", "claims of done chunks"}
+        assert kept
+
+    def test_it_leaves_the_other_seeds_as_they_are(self) -> None:
+        seed = next(seed for seed in range(100) if not is_cleaned(seed))
+        plain, other = (simulate(seed, keeps_trace=True, is_cleaned=it) for it in (None, False))
+        assert plain.trace == other.trace
+        cleaned = simulate(seed, keeps_trace=True, is_cleaned=True)
+        assert cleaned.cleanings
+        # Looking does nothing to the workers: their ways part where one is interrupted, or a second day comes.
+        same = []
+        for line in cleaned.trace:
+            if "before its marker" in line or "==" in line:
+                break
+            if "clean#" not in line:
+                same.append(line)
+        assert same == plain.trace[: len(same)]
+        assert len(same) > 100
 
 
 class TestRunsTheRealWorker:

@@ -8,5 +8,6 @@
 * `machine`: what `session.run_worker` gets as its World: clock, background, engine, store.
 * `oracle`: what must hold after every write, and at the end.
 * `scenario`: what a seed stands for (job, workers, mishaps), run from its start to a finished run.
-* `defects`: deliberate mistakes in the worker, each of which the simulation must catch.
+* `cleaning`: `batchinfer clean --yes`, run beside the workers of a share of the seeds (`--clean`: of all).
+* `defects`: deliberate mistakes in the worker and in `clean`, each of which the simulation must catch.
 """

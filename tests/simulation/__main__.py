@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from .scenario import Report, Scenario, simulate
 
@@ -41,22 +42,23 @@ def logs_in_trace(scenario: Scenario) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def replay(seed: int) -> Report:
+def replay(seed: int, is_cleaned: bool | None = None) -> Report:
     """Run one seed and keep its trace, with the worker's log."""
-    scenario = Scenario(seed, keeps_trace=True)
+    scenario = Scenario(seed, keeps_trace=True, is_cleaned=is_cleaned)
     with logs_in_trace(scenario):
         return scenario.run()
 
 
-def reports(seeds: Iterable[int], jobs: int) -> Iterator[Report]:
+def reports(seeds: Iterable[int], jobs: int, is_cleaned: bool | None) -> Iterator[Report]:
     """Run seeds in `jobs` processes; reports come in the order in which they are done."""
+    one = partial(_one, is_cleaned=is_cleaned)
     if jobs == 1:
         _prepare()
         for seed in seeds:
-            yield _one(seed)
+            yield one(seed)
         return
     with multiprocessing.get_context("fork").Pool(jobs, initializer=_prepare) as pool:
-        yield from pool.imap_unordered(_one, seeds, chunksize=20)
+        yield from pool.imap_unordered(one, seeds, chunksize=20)
 
 
 def _prepare() -> None:
@@ -66,10 +68,10 @@ def _prepare() -> None:
     gc.disable()
 
 
-def _one(seed: int) -> Report:
+def _one(seed: int, is_cleaned: bool | None) -> Report:
     if seed % 50 == 0:
         gc.collect()
-    return simulate(seed)
+    return simulate(seed, is_cleaned=is_cleaned)
 
 
 def main() -> int:
@@ -82,19 +84,25 @@ def main() -> int:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print traces of failing seeds"
     )
+    parser.add_argument(
+        "--clean",
+        action=argparse.BooleanOptionalAction,
+        help="run `batchinfer clean` beside the workers in every seed, or in none (default: in a share)",
+    )
     options = parser.parse_args()
     if options.seed is not None:
-        report = replay(options.seed)
+        report = replay(options.seed, options.clean)
         print("\n".join(report.trace))
         print(f"seed {report.seed}: {report.violation or 'sound'} (events {report.digest})")
         return int(bool(report.violation))
     began = time.monotonic()
     failing: list[Report] = []
     total: Counter[str] = Counter()
-    for report in reports(range(options.start, options.start + options.seeds), options.jobs):
+    seeds = range(options.start, options.start + options.seeds)
+    for report in reports(seeds, options.jobs, options.clean):
         total.update(
             seeds=1, starts=report.starts, kills=report.kills, freezes=report.freezes,
-            virtual_hours=report.virtual_seconds / 3600,
+            cleanings=report.cleanings, virtual_hours=report.virtual_seconds / 3600,
         )  # fmt: skip
         if total["seeds"] % 2000 == 0:
             print(f"{total['seeds']} seeds", file=sys.stderr, flush=True)
@@ -102,15 +110,17 @@ def main() -> int:
             failing.append(report)
             print(f"seed {report.seed}: {report.violation}", flush=True)
             if options.verbose:
-                print("\n".join(replay(report.seed).trace))
+                print("\n".join(replay(report.seed, options.clean).trace))
     seconds = time.monotonic() - began
     print(
         f"{total['seeds']} seeds in {seconds:.0f} s ({total['seeds'] / seconds:.1f} a second): "
         f"{total['starts']} starts of workers, {total['kills']} kills, {total['freezes']} freezes, "
-        f"{total['virtual_hours']:.1f} virtual hours; {len(failing)} seeds broke a promise"
+        f"{total['cleanings']} cleanings, {total['virtual_hours']:.1f} virtual hours; "
+        f"{len(failing)} seeds broke a promise"
     )
     if failing:
-        print(f"replay with: python -m simulation --seed {failing[0].seed}")
+        flag = {None: "", True: " --clean", False: " --no-clean"}[options.clean]
+        print(f"replay with: python -m simulation --seed {failing[0].seed}{flag}")
     return int(bool(failing))
 
 

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the worker's own code. Each breaks a promise, and the simulation must notice.
+"""Deliberate mistakes in the code of worker and `clean`. Each breaks a promise, and the simulation must notice.
 
 A defect is a context: while it lasts, the mistake is in. `DEFECTS` names them all.
 """
@@ -13,11 +13,12 @@ from unittest import mock
 
 import msgspec
 
-from batchinfer import codec, layout, opening, plan, runconfig, shelf, stream
+from batchinfer import clean, codec, layout, opening, plan, runconfig, shelf, stream
 from batchinfer.checkpointing import Checkpointer
 from batchinfer.checkpoints import FinishedRow, Segments
 from batchinfer.claims import Claims, Lease, Taken
 from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
+from batchinfer.inventory import Inventory
 from batchinfer.publishing import Built, Published, Publisher
 from batchinfer.records import Marker
 from batchinfer.storage import Store
@@ -255,6 +256,28 @@ def lost_reply_is_a_loss() -> Defect:
     return mock.patch.object(Lease, "_settle", settle)
 
 
+def clean_takes_every_orphan() -> Defect:
+    """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
+    real = clean.make_plan
+
+    def make_plan(inventory: Inventory, config: clean.CleanConfig) -> clean.Plan:
+        plan = real(inventory, config)
+        plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
+        return plan
+
+    return mock.patch.object(clean, "make_plan", make_plan)
+
+
+def clean_goes_by_its_own_clock() -> Defect:
+    """`clean` compares the store's times with the clock of the machine that it runs on."""
+    return mock.patch.object(clean, "_time_of", lambda _store, clock: clock.now())
+
+
+def clean_releases_living_claims() -> Defect:
+    """`clean` gives claims back without a look at their owners."""
+    return mock.patch.object(Inventory, "is_claim_alive", return_value=False)
+
+
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
@@ -277,5 +300,8 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         torn_segment,
         stop_forgets_rows,
         lost_reply_is_a_loss,
+        clean_takes_every_orphan,
+        clean_goes_by_its_own_clock,
+        clean_releases_living_claims,
     )
 }

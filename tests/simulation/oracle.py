@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,8 @@ RUN = "run/"
 JOB = "job/"
 ENDED = ("done", "stopped", "failed")
 DEATHS_TO_GIVE_UP = 3
+CLEANER = "clean"
+"""Begins the names of processes that are no workers, but `batchinfer clean`."""
 
 
 class Violation(AssertionError):
@@ -71,6 +74,7 @@ class Oracle:
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._finished: dict[str, set[RowKey]] = {}
+        self.on_output: Callable[[Process], object] = lambda _process: None
         self.violation: Violation | None = None
 
     @property
@@ -104,6 +108,7 @@ class Oracle:
         elif name.startswith(layout.OUTPUTS):
             if changed:
                 self.fail(f"P4: the output {name} changes")
+            self.on_output(process)
         elif name.startswith(layout.CHECKPOINTS):
             self._store_segment(name, data)
         elif name.startswith(layout.CLAIMS):
@@ -335,11 +340,12 @@ class Oracle:
         if record["epoch"] > old["epoch"] or record["state"] in ENDED:
             return
         if not new["worker"]:
-            owner = (process.name.split("#")[0], self._epochs.get(process.name))
-            if owner == (old["worker"], old["epoch"]):
+            who = process.name.split("#")[0]
+            if (who, self._epochs.get(process.name)) == (old["worker"], old["epoch"]):
                 return
-            self.fail(f"claims: {process.name} releases {name}, which is {old['worker']}'s")
-            return
+            if who != CLEANER:
+                self.fail(f"claims: {process.name} releases {name}, which is {old['worker']}'s")
+                return
         beats = self._beats[f"{layout.WORKERS}{old['worker']}.json"]
         ends = [*beats[1:], self._scheduler.now]
         stillness = max(

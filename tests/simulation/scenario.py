@@ -41,14 +41,14 @@ from batchinfer.storage import Preconditions, probing
 from batchinfer.verify import VerifyConfig, run_verify
 from batchinfer.world import WorkerConfig, World
 
+from . import cleaning
+from .cleaning import CALM_SECONDS, Cleanings
 from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_world, sampling
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
 from .storage import Network, Server, StillStore, Weather
 
 BUCKET = "s3://sim/"
-CALM_SECONDS = 400.0
-"""Virtual time that the workers have to come to an end, once nothing bad happens any more."""
 AUDITED = 20
 """Of so many seeds one ends with `clean` and `verify`."""
 BASE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -89,6 +89,7 @@ class Report(NamedTuple):
     starts: int
     kills: int
     freezes: int
+    cleanings: int
 
 
 @dataclass(slots=True)
@@ -181,7 +182,12 @@ class Scenario:
     """One seed, from beginning to end. `run` gives its report."""
 
     def __init__(
-        self, seed: int, *, keeps_trace: bool = False, watches_claims: bool = True
+        self,
+        seed: int,
+        *,
+        keeps_trace: bool = False,
+        watches_claims: bool = True,
+        is_cleaned: bool | None = None,
     ) -> None:
         self.seed = seed
         self.plot = draw_plot(seed)
@@ -203,6 +209,13 @@ class Scenario:
         self.oracle.lease_seconds = self.plot.lease_seconds
         self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
+        self.cleanings: Cleanings | None = None
+        if cleaning.is_cleaned(seed) if is_cleaned is None else is_cleaned:
+            self.cleanings = Cleanings(
+                seed, self.scheduler, self.network, self.oracle, self.plot.lease_seconds
+            )
+            self.oracle.on_output = self._interrupt
+            self.plot.has_retry |= self.cleanings.has_retry
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
         self.live: list[Start] = []
         self.is_retrying = False
@@ -220,6 +233,7 @@ class Scenario:
             with (
                 mock.patch.object(plan, "_FEW", self.plot.few),
                 mock.patch.object(probing, "secrets", names),
+                cleaning.in_virtual_time(random.Random(f"probes {self.seed}")),
                 tracked_files(),
             ):
                 self._play()
@@ -230,6 +244,8 @@ class Scenario:
         finally:
             for start in self.live:
                 start.process.kill()
+            if self.cleanings is not None:
+                self.cleanings.end()
             shutil.rmtree(self.folder, ignore_errors=True)
         if violation:
             self.scheduler.log("oracle", violation)
@@ -244,6 +260,7 @@ class Scenario:
             self.num_starts,
             self.num_kills,
             self.num_freezes,
+            0 if self.cleanings is None else self.cleanings.num,
         )
 
     # -- the story
@@ -259,7 +276,8 @@ class Scenario:
         self.scheduler.run(float("inf"))
         self.oracle.check_end()
         self._raise()
-        if self.seed % AUDITED == 0 and self.plot.is_safe:
+        is_audited = self.seed % AUDITED == 0 or self.cleanings is not None
+        if is_audited and self.plot.is_safe:
             self._audit()
 
     def _audit(self) -> None:
@@ -292,10 +310,29 @@ class Scenario:
 
     def _phase(self) -> None:
         """Workers and mishaps, then calm until all have ended, then one clean worker."""
+        scheduler, cleanings = self.scheduler, self.cleanings
+        self.network.weather = self.plot.weather
+        slots = self._slots()
+        if cleanings is not None:
+            cleanings.begin(1.5 * self.plot.mishaps_seconds)
+        self._day(slots)
+        if cleanings is not None and cleanings.night_seconds:
+            self._night(cleanings)
+            self._day(slots)
+        scheduler.log("scenario", "== calm ==")
+        self._calm_down()
+        self._let_pass(scheduler.now + CALM_SECONDS, lambda: not self.live)
+        if self.live:
+            names = ", ".join(start.process.name for start in self.live)
+            self.oracle.fail(f"ends: {names} still run after {CALM_SECONDS:.0f} s of calm")
+        self._raise()
+        self._finish_cleanly()
+
+    def _day(self, slots: list[Slot]) -> None:
+        """Workers and mishaps."""
         plot, scheduler = self.plot, self.scheduler
         self.are_mishaps_over = False
-        self.network.weather = plot.weather
-        for slot in self._slots():
+        for slot in slots:
             scheduler.after(
                 plot.chance.random() * plot.mishaps_seconds * 0.5 * plot.chance.choice([0, 1]),
                 lambda slot=slot: self.start(slot),
@@ -305,14 +342,21 @@ class Scenario:
             self._next_mishap(end)
         self._let_pass(end)
         self.are_mishaps_over = True
-        scheduler.log("scenario", "== calm ==")
-        self._calm_down()
-        self._let_pass(scheduler.now + CALM_SECONDS, lambda: not self.live)
-        if self.live:
-            names = ", ".join(start.process.name for start in self.live)
-            self.oracle.fail(f"ends: {names} still run after {CALM_SECONDS:.0f} s of calm")
-        self._raise()
-        self._finish_cleanly()
+
+    def _night(self, cleanings: Cleanings) -> None:
+        """Every worker is killed, or its machine sleeps. What they left grows old."""
+        self.scheduler.log("scenario", "== night ==")
+        seconds = cleanings.night_seconds
+        for start in list(self.live):
+            if cleanings.chance.random() < 0.5:
+                start.process.kill()
+            else:
+                start.process.freeze(
+                    seconds * cleanings.chance.uniform(0.8, 1.1),
+                    stops_clock=cleanings.chance.random() < 0.5,
+                )
+        cleanings.begin(1.1 * seconds + self.plot.mishaps_seconds)
+        self._let_pass(self.scheduler.now + seconds)
 
     def _calm_down(self) -> None:
         self.network.weather = Weather(latency_seconds=self.plot.weather.latency_seconds)
@@ -385,6 +429,10 @@ class Scenario:
             start.world.stopper.request(Interrupted("stopped by the scenario"))
         elif start.slot.starts < 6:
             self.start(start.slot)
+
+    def _interrupt(self, process: Process) -> None:
+        if self.cleanings is not None and not self.plot.is_calm and not self.are_mishaps_over:
+            self.cleanings.interrupt(process)
 
     def _resume(self) -> None:
         self.scheduler.log("scenario", "stop.json goes")
@@ -663,6 +711,21 @@ def close_files(process_name: str) -> None:
         file.close()
 
 
-def simulate(seed: int, *, keeps_trace: bool = False, watches_claims: bool = True) -> Report:
-    """Run one seed from its beginning to its end. `watches_claims`: whether claims must be respected."""
-    return Scenario(seed, keeps_trace=keeps_trace, watches_claims=watches_claims).run()
+def simulate(
+    seed: int,
+    *,
+    keeps_trace: bool = False,
+    watches_claims: bool = True,
+    is_cleaned: bool | None = None,
+) -> Report:
+    """Run one seed from its beginning to its end.
+
+    Args:
+        seed: Of everything.
+        keeps_trace: Whether the report holds all that happened.
+        watches_claims: Whether claims must be respected.
+        is_cleaned: Whether `batchinfer clean` runs beside the workers; None leaves that to the seed, too.
+    """
+    return Scenario(
+        seed, keeps_trace=keeps_trace, watches_claims=watches_claims, is_cleaned=is_cleaned
+    ).run()

@@ -37,16 +37,19 @@ class Scheduler:
         self._max_events = max_events
         self._events: list[tuple[float, float, int, Callable[[], object]]] = []
 
-    def at(self, when: float, action: Callable[[], object]) -> None:
-        """Run `action` in the hub once time has come to `when`."""
+    def at(
+        self, when: float, action: Callable[[], object], chance: random.Random | None = None
+    ) -> None:
+        """Run `action` in the hub once time has come to `when`. `chance` orders the events of one instant."""
         self.num_events += 1
-        heapq.heappush(
-            self._events, (max(when, self.now), self.random.random(), self.num_events, action)
-        )
+        place = (chance or self.random).random()
+        heapq.heappush(self._events, (max(when, self.now), place, self.num_events, action))
 
-    def after(self, seconds: float, action: Callable[[], object]) -> None:
+    def after(
+        self, seconds: float, action: Callable[[], object], chance: random.Random | None = None
+    ) -> None:
         """Run `action` so many seconds from now."""
-        self.at(self.now + seconds, action)
+        self.at(self.now + seconds, action, chance)
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Let time pass up to `until`, or until `is_over`, or until nothing is left to happen."""
@@ -66,11 +69,17 @@ class Scheduler:
 
 
 class Process:
-    """One worker process: its greenlets stand for its threads, and die and freeze together."""
+    """One worker process: its greenlets stand for its threads, and die and freeze together.
 
-    def __init__(self, scheduler: Scheduler, name: str) -> None:
+    `chance`: draws what befalls it. One of its own leaves what the others draw as it is.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, name: str, chance: random.Random | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.name = name
+        self.chance = chance or scheduler.random
         self.is_dead = False
         self.thawed_at = 0.0
         self.frozen_seconds = 0.0
@@ -151,14 +160,16 @@ class Process:
             self.frozen_seconds += self.thawed_at - frozen_until
 
     def _wake_later(self, thread: Any, ticket: int, delay: float) -> None:
-        self.scheduler.after(delay, lambda: self._resume(thread, ticket))
+        self.scheduler.after(delay, lambda: self._resume(thread, ticket), self.chance)
 
     def _resume(self, thread: Any, ticket: int) -> None:
         if self.is_dead or self._greenlets.get(thread) != ticket:
             return
         if self.scheduler.now < self.thawed_at:
-            late = self.scheduler.random.random() * 0.01
-            self.scheduler.at(self.thawed_at + late, lambda: self._resume(thread, ticket))
+            late = self.chance.random() * 0.01
+            self.scheduler.at(
+                self.thawed_at + late, lambda: self._resume(thread, ticket), self.chance
+            )
             return
         self.scheduler.running = self.name
         thread.switch()

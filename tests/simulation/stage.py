@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from batchinfer import layout, session
+from batchinfer.clean import CleanConfig, run_clean
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import BatchinferError
 from batchinfer.prompts import PromptConfig
@@ -16,11 +17,11 @@ from batchinfer.records import Completion, Request, RowKey
 from batchinfer.session import WorkerConfig, World
 from batchinfer.storage import Preconditions
 
-from .machine import EngineTraits, SimEngine, make_world, sampling
-from .oracle import RUN
+from .machine import EngineTraits, SimClock, SimEngine, make_world, sampling
+from .oracle import CLEANER, RUN
 from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
 from .scheduler import Process, Scheduler
-from .storage import Hook, Network, Server
+from .storage import Hook, Network, Server, StillStore
 
 
 class Ending(NamedTuple):
@@ -127,6 +128,18 @@ class Stage:
     def put(self, key: str, data: bytes) -> None:
         """Put an object into the run by hand."""
         self.server.put(RUN + key, data)
+
+    def clean(
+        self, store_type: type[StillStore] = StillStore, *, ahead_seconds: float = 0.0
+    ) -> None:
+        """Run `batchinfer clean --yes` at this instant, on a machine whose clock is so far ahead."""
+        process = Process(self.scheduler, CLEANER)
+        store = store_type(f"{BUCKET}run", self.server, process)
+        run_clean(
+            CleanConfig(run=store.url, yes=True),
+            store=store,
+            clock=SimClock(process, ahead_seconds),
+        )
 
     def stop(self, error: BatchinferError) -> None:
         """Ask the worker that runs to stop."""

@@ -215,7 +215,7 @@ class Network:
     def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
         """Send one request and wait for its reply."""
         process.check()
-        scheduler, weather, chance = self.scheduler, self.weather, self.scheduler.random
+        scheduler, weather, chance = self.scheduler, self.weather, process.chance
         fate = self._fate(process, method, arguments)
         outcome: list[tuple[Any, BatchinferError | None]] = []
         ticket = process.ticket()
@@ -241,10 +241,10 @@ class Network:
                 process.wake(ticket, latency * chance.random())
 
         if fate == "late":
-            scheduler.after(latency + chance.random() * weather.late_seconds, land)
+            scheduler.after(latency + chance.random() * weather.late_seconds, land, chance)
             process.wake(ticket, latency)
         else:
-            scheduler.after(latency, land)
+            scheduler.after(latency, land, chance)
         process.block()
         if fate in ("refused", "lost", "late", "partly"):
             raise TransientError(f"{self._subject(arguments)}: no answer")
@@ -259,7 +259,7 @@ class Network:
         """Let a request take effect. Returns its answer or error."""
         if fate == "partly":
             keys = arguments["Delete"]["Objects"]
-            some = keys[: self.scheduler.random.randrange(len(keys) + 1)]
+            some = keys[: process.chance.randrange(len(keys) + 1)]
             arguments = {"Delete": {"Objects": some}}
         self._log(process, method, arguments, fate)
         try:
@@ -269,7 +269,7 @@ class Network:
             return None, error
 
     def _fate(self, process: Process, method: str, arguments: dict[str, Any]) -> str | float | None:
-        weather, chance, now = self.weather, self.scheduler.random, self.scheduler.now
+        weather, chance, now = self.weather, process.chance, self.scheduler.now
         if self.hook is not None:
             number, self.num_requests = self.num_requests, self.num_requests + 1
             return self.hook(number, method, self._subject(arguments), process)
@@ -364,9 +364,19 @@ class SimStore(S3Store):
                     self._process.num_faults += 1
                     network.scheduler.log(self._process.name, f"    {error.message}: given up")
                     raise StorageError(f"{error.message} (after {attempt} attempts)") from error
-                pause = network.pause_seconds * attempt * (0.5 + network.scheduler.random.random())
+                pause = network.pause_seconds * attempt * (0.5 + self._process.chance.random())
                 self._process.sleep(pause)
         raise AssertionError("unreachable")
+
+
+class CleanStore(SimStore):
+    """What `batchinfer clean` gets. Small objects go up whole, so that no upload is left unfinished."""
+
+    def list_multipart_uploads(self) -> Iterator[Any]:
+        return iter(())
+
+    def abort_multipart_uploads(self, older_than_seconds: float) -> int:
+        return 0
 
 
 class StillStore(S3Store):
