@@ -112,7 +112,7 @@ def tell(result: dict[str, Any]) -> None:
     if "estimate" in result:
         found = result["estimate"]
         click.echo(
-            f"estimate: {figures.count(found['rows'])} rows, {found['workers']} workers, "
+            f"estimate: {figures.count(found['rows'])} rows, {figures.many(found['workers'], 'worker')}, "
             f"{figures.duration(found['hours'] * 3600)}, {figures.money(found['cost'])}",
             err=True,
         )
@@ -184,7 +184,7 @@ def command(**options: Any) -> dict[str, Any]:
     tell(result)
     if result["errors"]:
         error = ConfigError(
-            f"would not work: {result['errors']} errors, listed above",
+            f"would not work: {figures.many(result['errors'], 'error')}, listed above",
             hint="mend them and check again; nothing was started",
         )
         error.result = result  # type: ignore[attr-defined]  # printed by the command line

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from batchinfer import __version__, codec
+from batchinfer import __version__, codec, layout
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.collecting import Selection, select
 from batchinfer.collection import SHARD_ROWS, CollectConfig, Collecting, Collection
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _LISTED = 1000
+_OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
+"""Endings of files that are not written; nobody means a folder by them."""
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
@@ -83,6 +85,11 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
 def _check(config: CollectConfig) -> str:
     """Check the options against each other and return the format."""
     suffix = suffix_of(config.dest)
+    if not suffix and config.dest.lower().endswith(_OTHER_FILES):
+        raise ConfigError(
+            f"{config.dest}: is named like a file, expected a name in {', '.join(FORMATS.values())}, or a folder",
+            hint="for JSON Lines: answers.jsonl",
+        )
     by_name = next((name for name, ending in FORMATS.items() if ending == suffix), "")
     if config.format and suffix and FORMATS[config.format] != suffix:
         raise ConfigError(
@@ -266,8 +273,8 @@ def command(**options: Any) -> dict[str, Any]:
 
     columns = options["columns"]
     config = CollectConfig(
-        run=options["run"].rstrip("/"),
-        dest=options["dest"].rstrip("/"),
+        run=layout.without_slash(options["run"]),
+        dest=layout.without_slash(options["dest"]),
         format=options["format"] or "",
         with_source=options["with_source"],
         columns=[name.strip() for name in columns.split(",")] if columns else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -154,9 +155,13 @@ class Collection:
         kinds = observer.kinds()
         for name in self._config.columns or ():
             if name not in kinds:
+                job = self._selection.job
+                known = job.columns if job is not None else []
+                near = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
-                    f"--columns: no row has a column {name!r}, they have {', '.join(list(kinds)[:20])}",
-                    hint="check the spelling",
+                    f"--columns: no row has a column {name!r}"
+                    + (f", expected some of: {', '.join(known[:30])}" if known else ""),
+                    hint=f"did you mean {near[0]}?" if near else "check the spelling",
                 )
         taken = {*self._shape.names, "chunk"}
         names = {name: free_name(name, taken) for name in kinds}

@@ -205,7 +205,9 @@ def configure_logging() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     # Each retry is in our own log; without a handler the library's bare event names would follow on stderr.
-    logging.getLogger("stamina").addHandler(logging.NullHandler())
+    # gcsfs logs the traceback of what it then raises.
+    for library in ("stamina", "gcsfs"):
+        logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def _set_level(_context: click.Context, _parameter: click.Parameter, value: str) -> None:

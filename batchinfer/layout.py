@@ -163,6 +163,16 @@ def worker_key(worker_id: str) -> str:
     return f"{WORKERS}{worker_id}.json"
 
 
+def without_slash(url: str) -> str:
+    """A path or URL without slashes at its end, as long as it still names the same.
+
+    >>> without_slash("s3://b/run/"), without_slash("s3://"), without_slash("/")
+    ('s3://b/run', 's3://', '/')
+    """
+    stripped = url.rstrip("/")
+    return stripped if stripped and not stripped.endswith(":") else url
+
+
 def run_url(job_url: str, run_name: str) -> str:
     """Default place of a run below its job."""
     return f"{job_url.rstrip('/')}/runs/{run_name}"

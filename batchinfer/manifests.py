@@ -6,13 +6,14 @@ otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from batchinfer import codec, layout
-from batchinfer.errors import ConfigError, InputError, ObjectNotFound
+from batchinfer.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
 from batchinfer.records import Job
 from batchinfer.storage import Store
 
@@ -182,6 +183,8 @@ def read_assignment(
     if found is not None:
         assert base is not None
         job, sha256 = found
+        if "://" not in base:  # it is recorded in run.json, and read from other folders
+            base = open_store(base).url
         refs = _resolve_in_job(lines, job, base, limit)
     else:
         job, sha256 = None, ""
@@ -218,16 +221,24 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
     try:
         data = open_store(folder).get(name).data
     except ObjectNotFound:
-        raise InputError(
-            f"{manifest}: no such manifest", hint="`batchinfer split` writes them to JOB/manifests/"
-        ) from None
+        hint = "`batchinfer split` writes them to JOB/manifests/"
+        with contextlib.suppress(BatchinferError):  # it is only for the hint
+            if next(iter(open_store(manifest).list(layout.MANIFESTS)), None) is not None:
+                hint = f"it is a job: pass --job {manifest}, or a file of {manifest}/manifests/"
+        raise InputError(f"{manifest}: no such manifest", hint=hint) from None
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise InputError(
             f"{manifest}: not a text file ({error})", hint="give one chunk path a line"
         ) from error
-    return [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if lines and lines[0].startswith("{"):
+        raise InputError(
+            f"{manifest}: holds JSON Lines, expected one chunk's path a line",
+            hint="a chunk is no manifest: name the manifest that lists it, or write its path into one",
+        )
+    return lines
 
 
 def _resolve_in_job(

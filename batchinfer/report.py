@@ -13,7 +13,7 @@ import click
 from batchinfer import __version__
 from batchinfer.clock import Clock, SystemClock
 from batchinfer.console import common_options
-from batchinfer.errors import AlreadyExists, ConfigError
+from batchinfer.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.manifests import split_name
 from batchinfer.overview import overview
 from batchinfer.pages import render_page
@@ -76,7 +76,13 @@ def put_page(url: str, page: bytes, open_store: Callable[[str], Store]) -> None:
     try:
         store.create(name, page)
     except AlreadyExists:
-        store.replace(name, page, store.stat(name).etag)
+        try:
+            store.replace(name, page, store.stat(name).etag)
+        except ObjectNotFound:
+            raise ConfigError(
+                f"--output {url}: is a folder, expected a file",
+                hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
+            ) from None
 
 
 @click.command("report")

@@ -53,6 +53,13 @@ def no_run(store: Store) -> InputError:
     try:
         store.stat(layout.JOB_KEY)
     except ObjectNotFound:
+        if url.endswith(f"/{layout.RUNS.rstrip('/')}"):
+            keys = (info.key.split("/") for info in store.list())
+            if names := sorted({parts[0] for parts in keys if len(parts) > 1}):
+                return InputError(
+                    f"{url}: holds runs, expected one of them ({', '.join(names)})",
+                    hint=f"give {url}/{names[0]}",
+                )
         return InputError(
             f"{url}: no run there (neither run.json nor workers nor outputs)",
             hint="check the URL; it is what the worker's --output says, by default JOB/runs/default",

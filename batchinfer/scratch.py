@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batchinfer.errors import ScratchFull
+from batchinfer.errors import ConfigError, ScratchFull
 
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
@@ -49,7 +49,7 @@ class Scratch:
     def __init__(self, parent: Path | None = None) -> None:
         base = parent if parent is not None else Path(tempfile.gettempdir())
         with scratch_errors(base):
-            base.mkdir(parents=True, exist_ok=True)
+            _make(base)
             _sweep(base)
             while True:
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -69,6 +69,17 @@ class Scratch:
         """Remove the folder. Idempotent."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+def _make(base: Path) -> None:
+    """Make the folder that was asked for, unless it cannot be one."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"scratch folder {base}: cannot be made ({error.strerror}), expected a place for a local folder",
+            hint="name another folder with --scratch-dir",
+        ) from error
 
 
 def _sweep(base: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from batchinfer import codec, layout
+from batchinfer import codec, figures, layout
 from batchinfer.console import common_options
 from batchinfer.errors import ConfigError, InputError
 from batchinfer.records import FORMAT_VERSION, Chunk, Job, Record
@@ -121,6 +121,11 @@ def _check_options(config: SplitConfig) -> None:
             + ", expected exactly one",
             hint="--chunk-rows 5000 is a good start",
         )
+    if not all(source.strip() for source in config.sources):
+        raise ConfigError(
+            "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
+            hint="an unset variable of the shell? The present folder is `.`",
+        )
     if config.columns is not None and not config.columns:
         raise ConfigError(
             "--columns: names no column, expected at least one",
@@ -150,7 +155,8 @@ def _borders(config: SplitConfig, rows: int) -> list[int]:
 def _check_workers(config: SplitConfig, num_chunks: int) -> None:
     if config.num_workers > num_chunks:
         raise ConfigError(
-            f"--num-workers {config.num_workers}: more than the {num_chunks} chunks, expected a chunk for each",
+            f"--num-workers {config.num_workers}: more than the {figures.many(num_chunks, 'chunk')}, "
+            "expected a chunk for each",
             hint=f"use --num-workers {num_chunks} or fewer, or make smaller chunks",
         )
 
@@ -163,6 +169,7 @@ def _group_borders(plan: Plan, column: str, borders: list[int]) -> list[int]:
     """
     from batchinfer.sources import Oddities, Plan, View
 
+    plan.require_column("--group-by", column)
     narrow = Plan(
         sources=plan.sources,
         inputs=plan.inputs,

@@ -117,7 +117,7 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     return WorkerConfig(
         manifests=manifests,
         job=job,
-        output=output.rstrip("/"),
+        output=layout.without_slash(output),
         engine=engine_config(options),
         prompt=prompt_config(options),
         sampling=sampling_config(options),

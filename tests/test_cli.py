@@ -135,3 +135,14 @@ def test_a_place_that_can_only_be_read_is_refused_before_any_request(
     }[command]
     assert main([command, *rest, "--output", url]) == 2
     assert "can only be read" in capsys.readouterr().err
+
+
+def test_a_storage_librarys_own_log_is_not_shown() -> None:
+    """gcsfs logs the traceback of what it then raises, and the command line says it in a line."""
+    code = (
+        "import logging; from batchinfer.cli import main; main(['status']); "
+        "logging.getLogger('gcsfs').error('out of retries')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Missing argument" in done.stderr
+    assert "out of retries" not in done.stderr

@@ -553,6 +553,26 @@ def test_no_run_and_newer_run_and_run_without_answers_are_told_apart(
         collect(run, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["answers.json", "answers.jsonl.gz", "Answers.TXT"])
+def test_a_name_of_a_file_that_is_not_written_makes_no_folder(
+    run: str, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ConfigError, match="named like a file"):
+        collect(run, tmp_path / name)
+    assert not (tmp_path / name).exists()
+    collect(run, tmp_path / "answers-v1.2")
+
+
+def test_a_column_that_no_row_has_is_answered_with_those_they_have(
+    run: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InputError, match=r"no row has a column 'promt', expected some of: .*prompt"
+    ) as caught:
+        collect(run, tmp_path / "out", with_source=True, columns=["promt"])
+    assert caught.value.hint == "did you mean prompt?"
+
+
 def test_job_of_another_run_is_refused(run: str, tmp_path: Path) -> None:
     make_job(tmp_path / "other", rows=3, per_chunk=3)
     with pytest.raises(InputError, match=r"another job\.json"):

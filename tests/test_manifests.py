@@ -193,3 +193,28 @@ def job_of(source_format: str) -> Job:
         chunks=[],
         num_workers=1,
     )
+
+
+def test_a_relative_job_is_known_by_its_whole_path(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json records it, and commands in other folders read that."""
+    monkeypatch.chdir(Path(job).parent)
+    name = Path(job).name
+    for found in (
+        read(f"{name}/manifests/all.txt"),
+        read(f"{name}/manifests/all.txt", job=name),
+    ):
+        assert found.job_url == job
+        assert {ref.root for ref in found.chunks} == {job}
+
+
+def test_a_job_given_as_a_manifest_is_named_as_one(job: str) -> None:
+    with pytest.raises(InputError, match="no such manifest") as caught:
+        read(job)
+    assert f"--job {job}" in caught.value.hint
+
+
+def test_a_chunk_given_as_a_manifest_is_named_as_one(job: str) -> None:
+    with pytest.raises(InputError, match="holds JSON Lines"):
+        read(f"{job}/chunks/part-00000.jsonl")

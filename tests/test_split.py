@@ -481,6 +481,22 @@ def test_options_that_cannot_work_are_refused_before_anything_is_written(
     assert not (tmp_path / "job").exists()
 
 
+def test_an_empty_source_is_not_the_present_folder(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(source)
+    with pytest.raises(ConfigError, match="names nothing"):
+        run_split(config_for("", tmp_path / "job"), store=LocalStore(tmp_path / "job"))
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_group_column_that_is_not_there_is_refused_by_its_option(tmp_path, kind):
+    text = {"csv": "doc\na\n", "jsonl": '{"doc": "a"}\n'}[kind]
+    (tmp_path / f"a.{kind}").write_text(text)
+    with pytest.raises(InputError, match="no column 'dok' \\(from --group-by\\)") as caught:
+        run(tmp_path / f"a.{kind}", tmp_path / "job", num_chunks=1, group_by="dok")
+    assert caught.value.hint == "did you mean doc?"
+
+
 def test_output_and_source_must_lie_apart(source, tmp_path):
     for output in (source, source / "job"):
         with pytest.raises(InputError, match="lies inside the source"):

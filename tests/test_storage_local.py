@@ -262,6 +262,8 @@ def test_folder_below_a_file_is_access_denied_not_a_missing_object(tmp_path: Pat
     with pytest.raises(AccessDenied, match="cannot be made"):
         LocalStore(tmp_path / "file/run").create("outputs/k", b"1")
     with pytest.raises(AccessDenied, match="cannot be made"):
+        LocalStore(tmp_path / "file").create("k", b"1")
+    with pytest.raises(AccessDenied, match="cannot be made"):
         LocalStore("/proc/batchinfer").create("k", b"1")
 
 

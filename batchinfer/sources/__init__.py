@@ -69,6 +69,10 @@ class Plan(Record, frozen=True, kw_only=True):
             yield from (first + row for row, _ in item.marks)
             first += item.rows
 
+    def require_column(self, option: str, name: str) -> None:
+        """Raise InputError unless rows have this column; JSON Lines may lack it in some. May read them."""
+        _require_columns(self.inputs, [(option, name)])
+
     def check_apart(self, output: str) -> None:
         """Raise InputError if the output would lie inside a source, or a source inside the output."""
         for base in self.bases:
@@ -133,9 +137,15 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
 
 def _check_columns(inputs: list[Input], view: View) -> list[str]:
     """Return the columns that rows will hold. JSON Lines may lack a column in some rows, but not in all."""
-    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in inputs)))
     asked = [("--columns", name) for name in view.columns or []]
     asked += [("--id-column", view.id_column)] if view.id_column else []
+    known = _require_columns(inputs, asked)
+    return [name for name in (view.columns or known) if name not in OWN_FIELDS]
+
+
+def _require_columns(inputs: list[Input], asked: list[tuple[str, str]]) -> list[str]:
+    """Return all columns, if those asked for by the options are among them."""
+    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in inputs)))
     open_names = {name for _, name in asked} - set(known)
     if open_names:
         from batchinfer.sources import json_lines
@@ -150,7 +160,7 @@ def _check_columns(inputs: list[Input], view: View) -> list[str]:
         for item in inputs:
             if item.format != "jsonl" and name not in item.columns:
                 raise no_such_column(name, item.columns, where=item.found.url, option=option)
-    return [name for name in (view.columns or known) if name not in OWN_FIELDS]
+    return known
 
 
 def _warn_about_repeats(inputs: list[Input]) -> None:

@@ -214,6 +214,8 @@ class LocalStore:
     def _make_folder(self, folder: Path) -> None:
         try:
             _make_folder(folder)
+            if folder == self.root and not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
