@@ -6,7 +6,6 @@ come, change and go while it reads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,8 +18,6 @@ from batchinfer.records import Job, Run, Worker
 from batchinfer.runconfig import no_run, read_run
 from batchinfer.scope import job_places, job_sha256_of
 from batchinfer.storage import ObjectInfo, Store
-
-logger = logging.getLogger(__name__)
 
 _READERS = 16
 _SHOWN = 3
@@ -86,7 +83,7 @@ class RunReader:
         self._clock = clock
         self._asked_job_url = job_url
         self._run: Run | None = None
-        self._job: tuple[Job | None, str] | None = None
+        self._job: tuple[Job, str] | None = None
         self._seen: dict[str, _Read] = {}
 
     def read(self) -> Snapshot:
@@ -200,16 +197,14 @@ class RunReader:
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
         if self._job is None and self._asked_job_url:
             self._job = self._asked_job()
-        if self._job is None:
-            found = self._guess_job()
-            if self._run is not None:
-                self._job = found  # what run.json says does not change any more
-            if found[0] is None:
-                notes.append("its job.json was not found, so totals are not known; pass --job URL")
-            return found
-        if self._job[0] is None:
+        if self._job is not None:
+            return self._job
+        job, url = self._guess_job(notes)
+        if job is None:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
-        return self._job
+        elif self._run is not None:
+            self._job = job, url  # what run.json says does not change any more
+        return job, url
 
     def _asked_job(self) -> tuple[Job, str]:
         url = self._asked_job_url
@@ -225,8 +220,11 @@ class RunReader:
             )
         return found[0], url
 
-    def _guess_job(self) -> tuple[Job | None, str]:
-        """The job that the run lies in, or that run.json names; only if its checksum is the run's."""
+    def _guess_job(self, notes: list[str]) -> tuple[Job | None, str]:
+        """The job that the run lies in, or that run.json names; only if its checksum is the run's.
+
+        One that is there and cannot be read is noted.
+        """
         wanted = job_sha256_of(self._run)
         for url in job_places(self._run, self._store.url):
             try:
@@ -234,7 +232,7 @@ class RunReader:
             except NewerVersion:
                 raise
             except BatchinferError as error:
-                logger.debug("%s: %s", url, error)
+                notes.append(error.message)
                 continue
             if found is not None and wanted in ("", found[1]):
                 return found[0], url

@@ -23,6 +23,7 @@ from batchinfer.storage.counting import CountingStore
 from batchinfer.storage.memory import MemoryStore
 from big_run import Shape, make_run, make_workers, write_big_run, write_local
 from fakes import FakeClock
+from making import overwrite
 
 NOW = 1_790_000_000.0
 SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, now=NOW)
@@ -176,6 +177,21 @@ def test_a_newer_format_version_is_refused(root: str) -> None:
     with pytest.raises(InputError, match="format version 99") as caught:
         look(root)
     assert caught.value.hint == "upgrade batchinfer"
+
+
+def test_a_job_json_that_cannot_be_read_is_noted_until_it_can(root: str) -> None:
+    write(root)
+    store = opener()(root)
+    data = store.get(layout.JOB_KEY).data
+    overwrite(store, layout.JOB_KEY, b"{")
+    status = Status(StatusConfig(run=f"{root}/runs/a"), open_store=opener(), clock=FakeClock(NOW))
+    seen = status.look()
+    assert seen.rows.total is None
+    assert any("job.json: not a readable job record" in note for note in seen.notes)
+    overwrite(store, layout.JOB_KEY, data)
+    seen = status.look()
+    assert seen.rows.total is not None
+    assert not any("job.json" in note for note in seen.notes)
 
 
 def test_foreign_and_damaged_files_are_noted_and_left_out(root: str) -> None:
