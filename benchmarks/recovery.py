@@ -1,7 +1,7 @@
 """What kills, slow workers and dead workers cost, against the least possible.
 
-    python benchmarks/recovery.py            # echo and real vLLM on the CPU, about six minutes
-    python benchmarks/recovery.py --quick    # echo only, about two minutes
+    python benchmarks/recovery.py            # echo and real vLLM on the CPU, about twelve minutes
+    python benchmarks/recovery.py --quick    # echo only, workers that help only, one run with kills: two minutes
 
 Real worker processes over the local disk. The echo engine answers after a random latency, so that a worker's speed is
 its latency and not this machine's. Prints a table, and one JSON object as the last line.
@@ -240,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="echo only, shorter runs")
+    parser.add_argument("--quick", action="store_true", help="echo only, fewer and shorter runs")
     parser.add_argument("--only", choices=("makespan", "kills", "restart"), help="one part")
     arguments = parser.parse_args()
     latency = 0.25 if arguments.quick else 0.5
@@ -253,10 +253,11 @@ def main() -> None:
             spans = [
                 makespan(place, case=case, steal=steal, latency=latency)
                 for case in ("slow", "dead")
-                for steal in (True, False)
+                for steal in ((True,) if arguments.quick else (True, False))
             ]
         if "kills" in parts:
-            kills = [rows_with_kills(place, latency=latency, seed=seed) for seed in (1, 2, 3)]
+            seeds = (1,) if arguments.quick else (1, 2, 3)
+            kills = [rows_with_kills(place, latency=latency, seed=seed) for seed in seeds]
         if "restart" in parts:
             engines = ("echo",) if arguments.quick else ("echo", "vllm")
             firsts = [time_to_first_row(place, engine=engine) for engine in engines]
