@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,11 +63,23 @@ def group() -> None:
 
 @group.result_callback()
 def print_result(result: Any) -> None:
-    """Print a command's result."""
+    """Print a command's result.
+
+    Raises:
+        BatchinferError: stdout takes none: the disk that it goes to is full, for example.
+    """
     if result is not None:
         from batchinfer import codec
 
-        click.echo(codec.encode(result).decode())
+        try:
+            click.echo(codec.encode(result).decode())
+        except BrokenPipeError:  # who reads has seen enough; click ends quietly
+            raise
+        except OSError as error:
+            raise BatchinferError(
+                f"stdout: cannot take the result ({error.strerror})",
+                hint="what the command did is done; run it again to see its result",
+            ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,9 +109,10 @@ def _show(error: BatchinferError) -> None:
     click.echo(f"error: {error.message}", err=True)
     if error.hint:
         click.echo(f"hint: {error.hint}", err=True)
-    result = getattr(error, "result", None)
-    if result is not None:
-        print_result(result)
+    try:
+        print_result(getattr(error, "result", None))
+    except BatchinferError as second:
+        click.echo(f"error: {second.message}", err=True)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -106,15 +121,28 @@ def run(arguments: Sequence[str] | None = None) -> None:
     Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
     ending. By then every result is durable and the streams are flushed.
     """
+    _open_closed_streams()
     given = sys.argv[1:] if arguments is None else arguments
     if "split" in given[:1]:
         from batchinfer.sources import light
 
         light.is_alone = True
     status = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk; it was said
+            stream.flush()
     os._exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Where whoever started us closed stdout or stderr, have it go nowhere.
+
+    Else the next file that is opened took its number, and what a child process says went into that file.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as we run
+            setattr(sys, name, nowhere)
 
 
 if __name__ == "__main__":

@@ -146,3 +146,36 @@ def test_a_storage_librarys_own_log_is_not_shown() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Missing argument" in done.stderr
     assert "out of retries" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_leave_the_exit_status_alone(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    command = (
+        f"{sys.executable} -m batchinfer split rows.jsonl --output job --num-chunks 1 {closed}"
+    )
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False).returncode == 0
+    command = f"{sys.executable} -m batchinfer verify job {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("limit", "status"), [("4", 1), ("1", 2)])
+def test_a_full_disk_below_stdout_is_said_in_a_line(
+    tmp_path: Path, limit: str, status: int
+) -> None:
+    """After a success, and after a failure that has a result too."""
+    make_job(tmp_path / "job", rows=4, per_chunk=2)
+    words = worker_arguments(tmp_path / "job", tmp_path / "run", "--limit")
+    assert run_process([*words, "4"]).status == 0
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchinfer", *words, limit],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == status
+    assert "error: stdout: cannot take the result (No space left on device)" in done.stderr
+    assert "Traceback" not in done.stderr
