@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from batchinfer import layout
 from batchinfer.check_data import Data, from_assignment, from_sources, synthetic
 from batchinfer.checking import Asked, Measured, ask_for_memory, give_advice, measure_run, parse_gpu
 from batchinfer.clock import Clock
 from batchinfer.engines.config import EngineConfig, check_config
-from batchinfer.errors import AccessDenied, BatchinferError
+from batchinfer.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.manifests import OpenStore, read_assignment
 from batchinfer.preview import RenderedRow, make_preview_builder, rendered, show_rows
 from batchinfer.prices import Machine, PriceSource
@@ -175,6 +176,14 @@ class Examination:
 
     def _check_output(self) -> None:
         store = self.world.open_store(self.config.output)
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(layout.JOB_KEY)
+            self._problem(
+                ERROR,
+                "config",
+                f"--output {store.url}: is a job's own place",
+                f"write the run beside it, as in --output {layout.run_url(store.url, 'first')}",
+            )
         preconditions = self.world.probe(store)
         self.result["storage"] = {"url": store.url, "is_safe": preconditions.is_safe}
         if not preconditions.is_safe:

@@ -44,6 +44,12 @@ def messages(result: dict[str, Any], level: str = "error") -> list[str]:
     return [one["message"] for one in result["problems"] if one["level"] == level]
 
 
+def test_the_jobs_own_place_is_no_place_for_a_run(check: Checker, job: str) -> None:
+    status, result, _ = check("--job", job, "--output", job, *ECHO)
+    assert status == 2
+    assert messages(result) == [f"--output {job}: is a job's own place"]
+
+
 def test_sound_job_is_ok_and_leaves_no_trace(check: Checker, job: str) -> None:
     run = f"{job}/runs/a"
     status, result, shown = check("--job", job, "--output", run, *ECHO, "--show", "1")
