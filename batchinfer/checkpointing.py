@@ -108,7 +108,7 @@ class Checkpointer:
         services = self._services
         chunk.num_segments_written += 1
         key = layout.segment_key(
-            chunk.name, services.lease.epoch, services.lease.worker_id, chunk.num_segments_written
+            chunk.name, services.lease.epoch, services.lease.writer, chunk.num_segments_written
         )
 
         def work() -> int:

@@ -70,6 +70,11 @@ class Lease:
         self.epoch = 0
         self.error: StorageError | None = None
 
+    @property
+    def writer(self) -> str:
+        """Whose an object is, in its key. Where two processes may come to share an epoch, they must not share that."""
+        return self.worker_id if self._is_safe else f"{self.worker_id}.{self.nonce}"
+
     def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
         """Take the record with the next epoch. Return the record it replaces, if there was one.
 

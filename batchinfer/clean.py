@@ -27,6 +27,7 @@ from batchinfer.inventory import Inventory, take_inventory
 from batchinfer.records import Claim, Record
 from batchinfer.runconfig import no_run, refuse_newer
 from batchinfer.storage import ObjectInfo, Store
+from batchinfer.storage.probing import probe
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Plan:
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     num_kept_young: int = 0
+    num_kept_orphans: int = 0
+    """Outputs that a late marker may still come to name, because the store would not refuse it."""
 
     def add(self, what: str, info: ObjectInfo) -> None:
         """Put an object on the list."""
@@ -105,9 +108,15 @@ def run_clean(
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    plan = make_plan(inventory, config)
+    # Looking must not write: a dry run takes the store's word for granted.
+    plan = make_plan(inventory, config, is_safe=not config.yes or probe(store).is_safe)
     for what, infos in plan.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
+    if plan.num_kept_orphans:
+        show(
+            f"orphan outputs: {plan.num_kept_orphans} stay, since this store ignores preconditions and a worker that "
+            "wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
+        )
     if plan.released:
         show(f"claims of workers that are gone, released: {len(plan.released)}")
     age_seconds = config.older_than_seconds
@@ -130,6 +139,7 @@ def run_clean(
         "claims_released": len(plan.released),
         "uploads_aborted": num_temps,
         "kept_young": plan.num_kept_young,
+        "kept_orphans": plan.num_kept_orphans,
     }
 
 
@@ -153,8 +163,11 @@ def _time_of(store: Store, clock: Clock) -> float:
         store.delete([key])
 
 
-def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
-    """Decide what goes. Pure."""
+def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Plan:
+    """Decide what goes. Pure.
+
+    `is_safe`: the store honours preconditions, so that a marker once written stays the one that counts.
+    """
     plan = Plan()
     nobody_lives = not inventory.living()
 
@@ -179,8 +192,12 @@ def make_plan(inventory: Inventory, config: CleanConfig) -> Plan:
     for name, info in inventory.orphans():
         # What an unreadable marker names is not known: its output stays until the chunk is done again.
         is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
-        if is_settled and not inventory.damaged_markers.get(name):
+        if not is_settled or inventory.damaged_markers.get(name):
+            continue
+        if is_safe or not config.older_than_seconds:
             consider("orphan outputs", info)
+        else:
+            plan.num_kept_orphans += 1
     for name, infos in inventory.segments.items():
         if (
             name not in config.redo

@@ -108,7 +108,7 @@ def finish(chunk: OpenChunk, *lines: int) -> None:
 
 
 def services_with(hands: Hands, store: str) -> Services:
-    lease = SimpleNamespace(epoch=1, worker_id="w0", require=lambda: None)
+    lease = SimpleNamespace(epoch=1, writer="w0", require=lambda: None)
     return cast("Services", SimpleNamespace(run=MemoryStore(store), lease=lease, background=hands))
 
 

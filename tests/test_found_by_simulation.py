@@ -16,6 +16,7 @@ from batchinfer.records import Claim
 from batchinfer.services import Limits
 from batchinfer.storage import Object
 from fakes import marker_record, worker_record
+from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
 from simulation.storage import StillStore
@@ -259,3 +260,32 @@ def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
                 process.freeze(1000.0, stops_clock=False)
 
         assert stage.run(hook=hook, within_seconds=2000.0).is_success
+
+
+def test_clean_kept_outputs_that_a_careless_store_might_let_a_late_marker_name() -> None:
+    """A sleeper overwrote the standing marker with its own, whose output had been cleaned away."""
+    with Stage([["mine"]]) as stage:
+        stage.server.is_safe = False
+        assert stage.run().is_success
+        orphan = f"{layout.OUTPUTS}part-00000.{16 * 'a'}.jsonl"
+        stage.put(orphan, b"the sleeper's")
+        stage.scheduler.run(20000.0)
+        stage.clean()
+        assert orphan in stage.objects()
+        stage.clean(older_than_seconds=0.0)
+        assert orphan not in stage.objects()
+
+
+def test_two_processes_of_one_epoch_did_not_overwrite_each_others_checkpoints() -> None:
+    """On a careless store nothing keeps two processes of one worker id from sharing an epoch."""
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.server.is_safe = False
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run()
+        before = saved_lines(stage)
+        assert before
+        stage.server.objects.pop(RUN + layout.worker_key("w0"))
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run()
+        assert saved_lines(stage) > before

@@ -16,6 +16,7 @@ from unittest import mock
 from batchinfer import clean, inventory, layout
 from batchinfer.clean import CleanConfig, run_clean
 from batchinfer.errors import BatchinferError, InputError, StorageError
+from batchinfer.storage import probing
 
 from .machine import SimClock
 from .oracle import CLEANER, RUN, Oracle
@@ -141,9 +142,10 @@ class Cleanings:
 
 
 def in_virtual_time(chance: random.Random) -> AbstractContextManager[object]:
-    """Let clean read one record after the other, in its own process, and name its probe from the seed."""
+    """Let clean read one record after the other, in its own process, and name its probes from the seed."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(inventory, "in_parallel", map))
     names = SimpleNamespace(token_hex=lambda _: f"{chance.getrandbits(64):x}")
-    stack.enter_context(mock.patch.object(clean, "secrets", names))
+    for module in (clean, probing):
+        stack.enter_context(mock.patch.object(module, "secrets", names))
     return stack

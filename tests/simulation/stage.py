@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from batchinfer import layout, session
-from batchinfer.clean import CleanConfig, run_clean
+from batchinfer.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import BatchinferError
 from batchinfer.prompts import PromptConfig
@@ -130,13 +130,17 @@ class Stage:
         self.server.put(RUN + key, data)
 
     def clean(
-        self, store_type: type[StillStore] = StillStore, *, ahead_seconds: float = 0.0
+        self,
+        store_type: type[StillStore] = StillStore,
+        *,
+        ahead_seconds: float = 0.0,
+        older_than_seconds: float = DEFAULT_AGE_SECONDS,
     ) -> None:
         """Run `batchinfer clean --yes` at this instant, on a machine whose clock is so far ahead."""
         process = Process(self.scheduler, CLEANER)
         store = store_type(f"{BUCKET}run", self.server, process)
         run_clean(
-            CleanConfig(run=store.url, yes=True),
+            CleanConfig(run=store.url, yes=True, older_than_seconds=older_than_seconds),
             store=store,
             clock=SimClock(process, ahead_seconds),
         )
