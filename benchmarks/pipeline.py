@@ -310,6 +310,7 @@ def measure_memory(base: Path, scratch: Path, rows: int, repeats: int) -> dict[s
         for name, count, chunks in (
             (f"{rows // 10} rows, 1 chunk", rows // 10, 1),
             (f"{rows} rows, 1 chunk", rows, 1),
+            (f"{rows // 10} rows, 100 chunks", rows // 10, 100),
             (f"{rows} rows, 1000 chunks", rows, 1000),
         ):
             folder = scratch / f"memory-{count}-{chunks}"
@@ -364,11 +365,18 @@ def report_memory(memory: dict[str, Spread], result: dict[str, Any]) -> None:
     """Print the table of peak memory, and enter its figures into the result."""
     for name, peak in memory.items():
         print(f"peak memory, {name:28}{format(peak, '.0f'):>18} MB")
-    few, many, chunks = (peak.median for peak in memory.values())
+    small, large, few_chunks, many_chunks = (peak.median for peak in memory.values())
     result["peak_memory"] = {name: peak.entries("mb", 1) for name, peak in memory.items()}
+    # Where each row of an open chunk lies is remembered; the rest must not grow.
+    added_rows = 0.9 * int(list(memory)[1].split()[0])
+    result["bytes_a_row_of_an_open_chunk"] = round(1e6 * (large - small) / added_rows, 1)
+    print(
+        f"and that is {result['bytes_a_row_of_an_open_chunk']} bytes for each row of an open chunk"
+    )
     result["reached"] |= {
-        "memory_flat_in_rows": many < 1.25 * few,
-        "memory_flat_in_chunks": chunks < 1.25 * few,
+        "memory_flat_in_data_set": many_chunks < 1.25 * few_chunks,
+        "memory_flat_in_chunks": many_chunks < 1.25 * small,
+        "memory_of_a_row_of_an_open_chunk": result["bytes_a_row_of_an_open_chunk"] <= 20,
     }
 
 
