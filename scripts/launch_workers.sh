@@ -2,7 +2,8 @@
 # Submit workers to SkyPilot and return. Running it again is harmless: workers skip what is done
 # and share what is left.
 #
-#   scripts/launch_workers.sh --job s3://b/job --run s3://b/job/runs/llama --model NAME --workers 16
+#   scripts/launch_workers.sh --job s3://b/job --run s3://b/job/runs/llama --model NAME --workers 16 \
+#     -- --messages-column conversation --max-tokens 512
 #
 #   --job URL         the job that `batchinfer split` wrote
 #   --run URL         where the run lies (created by the first worker)
