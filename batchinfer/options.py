@@ -261,6 +261,7 @@ behaviour_options = _group(
         type=click.FloatRange(0, min_open=True),
         default=30.0,
         show_default=True,
+        help="Seconds between checkpoints of open chunks.",
     ),
     click.option(
         "--checkpoint-rows",

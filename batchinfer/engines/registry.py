@@ -55,6 +55,6 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--engine vllm: the package vllm is not installed in this environment",
-            hint="pip install 'batchinfer[vllm]' on a machine with GPUs, 'batchinfer[cpu]' on one "
-            "without; --engine echo needs neither",
+            hint="in batchinfer's checkout: pip install '.[vllm]' on a machine with GPUs, `bash scripts/setup.sh "
+            "--extras cpu` on one without; --engine echo needs neither",
         )

@@ -44,7 +44,7 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
     except ImportError as error:
         raise ConfigError(
             "package transformers: not installed, expected for tokenizing prompts",
-            hint="pip install 'batchinfer[vllm]' on a machine with GPUs, 'batchinfer[cpu]' on others",
+            hint="pip install transformers; the extras vllm and cpu bring it along",
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -110,7 +110,7 @@ def _filesystem(scheme: str) -> Any:
     except (ImportError, TypeError, ValueError) as error:
         raise InputError(
             f"{scheme}://: no filesystem of this name can be used here ({error})",
-            hint="plain paths, s3://, gs:// (pip install 'batchinfer[gcs]') and hf:// work",
+            hint="plain paths, s3://, gs:// (pip install 'gcsfs>=2025.7') and hf:// work",
         ) from error
 
 

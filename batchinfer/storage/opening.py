@@ -76,7 +76,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
     if scheme in S3_SCHEMES:
         return _open_s3(url, scheme, rest, retries)
     if scheme in GCS_SCHEMES:
-        _require("gcsfs", url, "pip install 'batchinfer[gcs]'")
+        _require("gcsfs", url, "pip install 'gcsfs>=2025.7'")
         from batchinfer.storage.gcs import GcsStore
 
         return GcsStore(url)
