@@ -88,7 +88,9 @@ class Audit:
 
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
         """Check everything that needs no reading of outputs. Return the chunks that are sound so far."""
-        self._check_job()
+        if self._is_of_another_job():
+            # By the wrong job every chunk looks foreign, and what is named to mend that would destroy sound ones.
+            return []
         sound = []
         for name, ref in self._expected.items():
             marker = self._check_chunk(name, ref)
@@ -106,16 +108,18 @@ class Audit:
         """Note a finding."""
         self.findings.append(Finding(kind=kind, subject=subject, problem=problem, mend=mend))
 
-    def _check_job(self) -> None:
+    def _is_of_another_job(self) -> bool:
         wanted = str(self._run.config.get("job_sha256") or "")
-        if wanted != self._job_sha256:
-            self.add(
-                FOREIGN,
-                layout.RUN_KEY,
-                f"the run is of the job.json with sha256 {wanted[:12] or '(none)'}…, "
-                f"this one has {self._job_sha256[:12] or '(none)'}…",
-                "job",
-            )
+        if wanted == self._job_sha256:
+            return False
+        self.add(
+            FOREIGN,
+            layout.RUN_KEY,
+            f"the run is of the job.json with sha256 {wanted[:12] or '(none)'}…, "
+            f"this one has {self._job_sha256[:12] or '(none)'}…",
+            "job",
+        )
+        return True
 
     def _check_chunk(self, name: str, ref: ChunkRef) -> Marker | None:
         newest = self._inventory.newest(name)
@@ -236,13 +240,12 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
     for name, owner in inventory.claims.items():
         if inventory.standing(name) is not None and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
-        elif is_stranger(name):
+        elif is_stranger(name) and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
     for name, infos in inventory.segments.items():
-        if inventory.standing(name) is not None:
-            yield _finding(
-                LEFTOVER, infos[0].key, f"{len(infos)} segments of a done chunk", "clean"
-            )
+        left = [info for info in infos if inventory.is_passed_over(name, info)]
+        if left:
+            yield _finding(LEFTOVER, left[0].key, f"{len(left)} segments of a done chunk", "clean")
         elif is_stranger(name):
             yield from _segments_of_no_chunk(infos)
     yield from _superseded(inventory)

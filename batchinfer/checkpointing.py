@@ -7,6 +7,7 @@ holds its rows.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,7 @@ class Checkpointer:
         self._services = services
         self._may_write = may_write
         self._writing: list[_Writing] = []
-        self._asked: list[OpenChunk] = []
+        self._asked: deque[OpenChunk] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -77,8 +78,9 @@ class Checkpointer:
         return any(entry.chunk is chunk for entry in self._writing)
 
     def ask(self, chunks: Iterable[OpenChunk]) -> None:
-        """Write down the rows of each of these that no segment holds yet. Forgets what was asked before."""
-        self._asked = list(chunks)
+        """Write down the rows of each of these that no segment holds yet, those first that were asked for before."""
+        waiting = {id(chunk) for chunk in self._asked}
+        self._asked.extend(chunk for chunk in chunks if id(chunk) not in waiting)
         self._start()
 
     def tick(self) -> None:
@@ -96,7 +98,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         while self._asked and len(self._writing) < _MAX_WRITING:
-            chunk = self._asked.pop()
+            chunk = self._asked.popleft()
             if self.is_writing_of(chunk) or not self._may_write(chunk):
                 continue
             start = chunk.checkpointed_bytes

@@ -70,7 +70,12 @@ class _Header(Record, frozen=True, kw_only=True):
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Line)
 _header_decoder = msgspec.json.Decoder(_Header)
-_UNREADABLE = (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError)
+_UNREADABLE = (
+    msgspec.DecodeError,
+    msgspec.ValidationError,
+    UnicodeDecodeError,
+    RecursionError,
+)
 
 
 def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:

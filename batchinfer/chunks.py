@@ -18,7 +18,7 @@ from batchinfer.fetching import LocalChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.records import Marker
-from batchinfer.scratch import Spool
+from batchinfer.scratch import Spool, scratch_errors
 
 _READ_BYTES = 1 << 17
 """What is read of a local chunk at a time."""
@@ -80,7 +80,6 @@ class OpenChunk:
         self.num_segments_written = 0
         self.checkpointed_bytes = 0
         self.generation = ref.generation
-        self.is_backup = False
         self._reader: BinaryIO | None = None
         self._cursor = 0
 
@@ -94,6 +93,10 @@ class OpenChunk:
 
         One caller at a time. Reads the local copy only.
         """
+        with scratch_errors(self.local.path.parent):
+            return self._read_rows(max_rows, max_bytes)
+
+    def _read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         rows: list[RawRow] = []
         size = 0
         if self._reader is None:
@@ -118,7 +121,7 @@ class OpenChunk:
 
     def read_row(self, index: int) -> RawRow:
         """Read one row, wherever it is. Slow: for the few that run alone."""
-        with self.local.path.open("rb") as file:
+        with scratch_errors(self.local.path.parent), self.local.path.open("rb") as file:
             for number, line in enumerate(codec.lines(file)):
                 if number == index:
                     return RawRow(index, line)

@@ -40,7 +40,7 @@ ENDED_STATES = ("done", "stopped", "failed")
 
 
 class Lease:
-    """This worker's own record. `take` once, then `renew` every quarter of the lease, from one thread.
+    """This worker's own record. `take` once, then `renew` every quarter of the lease, from any thread.
 
     `describe` gives the record's content at that moment; identity, epoch and beat are filled in here.
     """
@@ -234,7 +234,7 @@ class _Sighting(NamedTuple):
 
 
 class Claims:
-    """Takes, watches and releases claims in one worker's name. One thread at a time."""
+    """Takes, watches and releases claims in one worker's name, from any thread; `look` from one at a time."""
 
     def __init__(
         self, store: Store, lease: Lease, clock: Clock, *, new_nonce: Callable[[], str]

@@ -170,6 +170,7 @@ def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Pl
     """
     plan = Plan()
     nobody_lives = not inventory.living()
+    is_told_none_runs = not config.older_than_seconds
 
     def is_old(info: ObjectInfo) -> bool:
         # A store that gives no times: nothing is known to be old while anybody may be at work.
@@ -192,19 +193,19 @@ def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Pl
     for name, info in inventory.orphans():
         # What an unreadable marker names is not known: its output stays until the chunk is done again.
         is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
-        if not is_settled or inventory.damaged_markers.get(name):
+        # The marker that settles it may go now: then it is no orphan before the chunk has another.
+        if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
-        if is_safe or not config.older_than_seconds:
+        if is_safe or is_told_none_runs:
             consider("orphan outputs", info)
         else:
             plan.num_kept_orphans += 1
     for name, infos in inventory.segments.items():
-        if (
-            name not in config.redo
-            and inventory.standing(name) is not None
-            and not is_in_hand(name)
-        ):
-            for info in infos:
+        if name in config.redo or is_in_hand(name) or inventory.standing(name) is None:
+            continue
+        for info in infos:
+            # Of a chunk with error rows they may be the repair's, begun and not ended.
+            if is_told_none_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, plan)
     _add_unreadable(inventory, plan)

@@ -16,11 +16,12 @@ _READ_BYTES = 1 << 17
 
 
 class LocalChunk(NamedTuple):
-    """A chunk's plain lines in the scratch folder. `sha256` is the stored object's."""
+    """A chunk's plain lines in the scratch folder, `size_bytes` of them. `sha256` is the stored object's."""
 
     path: Path
     num_lines: int
     sha256: str
+    size_bytes: int = 0
 
 
 def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
@@ -58,7 +59,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
             f"{name}: {num_lines} rows, job.json says {ref.rows}",
             hint="split again with --overwrite",
         )
-    return LocalChunk(stored, num_lines, digest)
+    return LocalChunk(stored, num_lines, digest, stored.stat().st_size)
 
 
 def _scan(path: Path) -> tuple[str, int]:
@@ -67,7 +68,11 @@ def _scan(path: Path) -> tuple[str, int]:
     num_lines = 0
     last = b"\n"
     buffer = bytearray(_READ_BYTES)  # one for all, small enough for the processor's cache
-    with path.open("rb", buffering=0) as file, memoryview(buffer) as view:
+    with (
+        scratch_errors(path.parent),
+        path.open("rb", buffering=0) as file,
+        memoryview(buffer) as view,
+    ):
         while size := file.readinto(buffer):
             digest.update(view[:size])
             # find() leaps from newline to newline; count() looks at every byte, a third of the hash's time.
@@ -88,6 +93,7 @@ def _decompress(source: Path, target: Path, name: str) -> None:
             while block := reader.read(_BLOCK_BYTES):
                 plain.write(block)
     except zstandard.ZstdError as error:
+        target.unlink(missing_ok=True)
         raise InputError(
             f"{name}: not readable as zstd ({error})", hint="split again with --overwrite"
         ) from error

@@ -89,18 +89,16 @@ class Inventory:
                 known = [name for name in candidates if name in self.marker_infos]
                 yield known[0] if known else candidates[-1], info
 
-    def is_passed_over(self, name: str, orphan: ObjectInfo) -> bool:
-        """Whether no marker can come to name an orphan any more, from however long a sleep its worker wakes.
+    def is_passed_over(self, name: str, left: ObjectInfo) -> bool:
+        """Whether no marker can come to vouch for an orphan or a segment any more, however long its worker sleeps.
 
         Markers are create-only, and a chunk without one may still get it. So may one with error rows, of the next
-        generation; the outputs of that are younger than the marker that was read before they were made.
+        generation; what is made for that is younger than the marker that was read before.
         """
         marker, newest = self.standing(name), self.newest(name)
         if marker is None or newest is None:
             return False
-        return (
-            not marker.rows_error or 0 < orphan.modified < self.marker_infos[name][newest].modified
-        )
+        return not marker.rows_error or 0 < left.modified < self.marker_infos[name][newest].modified
 
     def living(self) -> list[str]:
         """Ids of the workers whose heart still beat a short while ago."""

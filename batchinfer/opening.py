@@ -16,7 +16,7 @@ from batchinfer.formats import read_line
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import Publisher
 from batchinfer.records import Marker
-from batchinfer.scratch import Scratch, Spool
+from batchinfer.scratch import Scratch, Spool, scratch_errors
 from batchinfer.storage import Store
 
 
@@ -94,10 +94,7 @@ class Opener:
 
     def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
         """Open a chunk that a slower worker holds, without its claim: the first of the two to publish wins."""
-        opened = self._open_claimed(ref, Taken(""), now=now)
-        if isinstance(opened, OpenChunk):
-            opened.is_backup = True
-        return opened
+        return self._open_claimed(ref, Taken(""), now=now)
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
         marker = self._publisher.standing_marker(ref.name, ref.generation)
@@ -161,7 +158,15 @@ class Opener:
         path = self._scratch.new_path(f"{chunk.name}.before")
         self._run.download(layout.output_key(before.output), path)
         try:
-            with path.open("rb") as file:
+            with scratch_errors(path.parent), path.open("rb") as file:
+                if codec.sha256_file(file) != before.output_sha256:
+                    # Its lines may have moved, and by their place they are taken up.
+                    raise InputError(
+                        f"{chunk.name}: {before.output} is not what its marker vouches for",
+                        hint="restore it, or do the chunk again from the start: "
+                        f"batchinfer clean RUN --redo {chunk.name} --yes",
+                    )
+                file.seek(0)
                 _take_up(chunk, good_rows(file, chunk.num_rows))
         finally:
             path.unlink(missing_ok=True)

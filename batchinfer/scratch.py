@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batchinfer.errors import ConfigError, ScratchFull
+from batchinfer.errors import ConfigError, ScratchFull, StorageError
 
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 16
 
 @contextlib.contextmanager
 def scratch_errors(folder: Path) -> Iterator[None]:
-    """Turn a full or unwritable scratch folder into ScratchFull (exit 34), which names it."""
+    """Turn a full or unwritable scratch folder into ScratchFull, a broken one into StorageError (34); both name it."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,10 @@ def scratch_errors(folder: Path) -> Iterator[None]:
         elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             what = "cannot be written"
         else:
-            raise
+            raise StorageError(
+                f"scratch folder {folder}: cannot be used ({error.strerror or error})",
+                hint="see to the disk, or name another folder with --scratch-dir",
+            ) from error
         raise ScratchFull(
             f"scratch folder {folder}: {what} ({error.strerror})",
             hint="free space there, or name another folder with --scratch-dir",
@@ -123,12 +126,13 @@ class Spool:
     def read(self, start: int, end: int) -> bytes:
         """Bytes [start, end) of the records."""
         parts = []
-        while start < end:
-            part = os.pread(self._file.fileno(), end - start, start)
-            if not part:
-                raise OSError(errno.EIO, "spool ended early", str(self._path))
-            parts.append(part)
-            start += len(part)
+        with scratch_errors(self._path.parent):
+            while start < end:
+                part = os.pread(self._file.fileno(), end - start, start)
+                if not part:
+                    raise OSError(errno.EIO, "spool ended early", str(self._path))
+                parts.append(part)
+                start += len(part)
         return b"".join(parts)
 
     def record_end(self, place: int) -> int:

@@ -23,7 +23,7 @@ class Limits(Record, frozen=True, kw_only=True):
     max_open_chunks: int = 64
     max_openings: int = 4
     max_open_bytes: int = 16 << 30
-    """Of chunks in the scratch folder."""
+    """Of open chunks in the scratch folder: their rows as text, and what of them is finished."""
     prefix_window: int = 0
     """Rows that are put in order of their prompts' beginnings; 0: none."""
     max_build_rows: int = 512

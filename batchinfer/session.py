@@ -24,6 +24,7 @@ from batchinfer.errors import (
     EngineError,
     PolicyStop,
     StorageError,
+    Superseded,
 )
 from batchinfer.events import event
 from batchinfer.formats import encoder_for
@@ -365,14 +366,23 @@ class _Worker:
             shelf.checkpoint()
             while shelf.is_writing and self.clock.monotonic() < deadline:
                 self.world.background.wait(_POLL_SECONDS)
-                shelf.tick(
-                    rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=0.0, is_building=True
-                )
-                # Again: a chunk whose segment was on its way has rows that came after it.
-                shelf.checkpoint()
+                self._save_more(shelf)
             shelf.release_all(deadline)
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
+
+    def _save_more(self, shelf: Shelf) -> None:
+        """One round of saving. What fails for one chunk keeps no other from being saved."""
+        try:
+            shelf.tick(
+                rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=0.0, is_building=True
+            )
+        except Superseded:
+            raise
+        except BatchinferError as error:
+            logger.warning("not everything could be saved (%s)", error)
+        # Again: a chunk whose segment was on its way has rows that came after it.
+        shelf.checkpoint()
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """See outcome.make_result."""

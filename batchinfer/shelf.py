@@ -314,7 +314,8 @@ class Shelf:
         return candidate.ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:
-        held = sum(chunk.ref.bytes or 0 for chunk in self.open.values())
+        chunks = self.open.values()
+        held = sum(chunk.local.size_bytes + chunk.spool.size_bytes for chunk in chunks)
         return not self.open or held < self._limits.max_open_bytes
 
     # -- closing

@@ -20,7 +20,7 @@ from batchinfer.chunks import DEATHS_BEFORE_ERROR, OpenChunk, RowState
 from batchinfer.codec import raw
 from batchinfer.formats import Encoder
 from batchinfer.prefixes import PrefixWindow
-from batchinfer.prompts import Prepared, PromptBuilder
+from batchinfer.prompts import Code, Prepared, PromptBuilder
 from batchinfer.records import Completion, Failure, Request, RowKey
 from batchinfer.services import Limits, Services
 from batchinfer.shelf import Shelf
@@ -88,7 +88,7 @@ class RowStream:
         self.tick()
         self._release(max_requests)
         requests: list[Request] = []
-        while self._ready and len(requests) < max_requests and self._alone is None:
+        while self._ready and len(requests) < max_requests and self._may_send(self._ready[0]):
             flight = self._ready.popleft()
             if self._shelf.open.get(flight.chunk.name) is flight.chunk:
                 requests.append(self._send(flight))
@@ -119,8 +119,6 @@ class RowStream:
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 continue  # its chunk was published by somebody else meanwhile
-            if key == self._alone:
-                self._alone = None
             failure = completion.failure
             if (
                 failure is not None
@@ -131,6 +129,8 @@ class RowStream:
                 again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
                 self._ready.appendleft(again)
                 continue
+            if key == self._alone:
+                self._alone = None
             finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
             self._finish(name, rows)
@@ -187,12 +187,28 @@ class RowStream:
         if self._window.is_full or not self._ready:
             self._ready.extend(self._window.release())
 
+    def _may_send(self, flight: _Flight) -> bool:
+        """While a row that may kill the engine runs, no other does; it may itself be tried again."""
+        return self._alone is None or flight.prepared.key == self._alone
+
     def _send(self, flight: _Flight) -> Request:
         request = _request_of(flight)
         self._in_flight[request.key] = flight
         return request
 
     def _encode(self, prepared: Prepared, completion: Completion) -> FinishedRow:
+        try:
+            line = self._encoder.encode(prepared, completion)
+        except RecursionError:
+            # What the line repeats of the row is nested deeper than can be written, if only just not to be read.
+            message = "JSON of the row is nested too deep to be written"
+            completion = Completion(
+                key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
+            )
+            prepared = Prepared(
+                key=prepared.key, row=prepared.row, id=prepared.id, url=prepared.url
+            )
+            line = self._encoder.encode(prepared, completion)
         failure = completion.failure
         if failure is not None:
             self._services.observer.row_failed(*prepared.key, failure)
@@ -204,7 +220,7 @@ class RowStream:
             prompt_tokens=completion.prompt_tokens,
             cached_tokens=completion.cached_tokens,
             completion_tokens=completion.completion_tokens,
-            output=raw(self._encoder.encode(prepared, completion)),
+            output=raw(line),
         )
 
     def _finish(self, name: str, rows: list[FinishedRow]) -> None:

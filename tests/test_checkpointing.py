@@ -137,6 +137,27 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
         chunk.close()
 
 
+def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later(
+    tmp_path: Path,
+) -> None:
+    """The newest came first, and each round forgot the rest: the oldest, of the slowest rows, were never written."""
+    hands = Hands()
+    services = services_with(hands, "memory://in-turn")
+    checkpointer = Checkpointer(services, lambda _chunk: True)
+    chunks = [open_chunk(tmp_path, f"chunk-{index}", 2, num_done=1) for index in range(9)]
+    checkpointer.ask(chunks)
+    for chunk in chunks[:4]:
+        finish(chunk, 1)
+    checkpointer.ask(chunks)
+    while checkpointer.is_busy:
+        checkpointer.tick()
+    order = [info.key.split("/")[1] for info in services.run.list(layout.CHECKPOINTS)]
+    assert sorted(order) == sorted([c.name for c in chunks] + [c.name for c in chunks[:4]])
+    assert [chunk.num_segments_written for chunk in chunks] == [2] * 4 + [1] * 5
+    for chunk in chunks:
+        chunk.close()
+
+
 def test_the_log_counts_the_rows_that_the_segment_holds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

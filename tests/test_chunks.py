@@ -15,6 +15,7 @@ import pytest
 from batchinfer import codec, layout
 from batchinfer.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.chunks import OpenChunk
+from batchinfer.errors import InputError, StorageError
 from batchinfer.manifests import ChunkRef
 from batchinfer.opening import Opener
 from batchinfer.publishing import Publisher, build_output
@@ -226,4 +227,38 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     assert isinstance(chunk, OpenChunk)
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
     assert (chunk.counts.resumed, chunk.counts.ok) == (2, 2)
+    chunk.close()
+
+
+def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    failed = b'{"_row":0,"status":"error","error":{"code":"c","message":"m"}}'
+    lines = [failed, output_line(1), output_line(2)]
+    built = build_output(scratch.new_path("output"), iter(lines))
+    marker = marker_record(chunk_sha256=codec.sha256(data), rows_ok=2, rows_error=1)
+    published = publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    key = layout.output_key(published.marker.output)
+    run.delete([key])
+    run.create(key, b"\n".join([failed, output_line(2), b""]))
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
+        opener(run, source, scratch).open(ref, now=0.0)
+    assert "--redo texts" in caught.value.hint
+
+
+def test_a_disk_that_fails_is_said_in_a_line(scratch: Scratch, tmp_path: Path, run: Store) -> None:
+    """The worker ended with a traceback and exit 1, which no job manager starts again."""
+    source, _ = put_chunk(tmp_path)
+    chunk = opener(run, source, scratch).open(
+        ChunkRef(name="texts", root="job", key="texts.jsonl"), now=0.0
+    )
+    assert isinstance(chunk, OpenChunk)
+    chunk.local.path.unlink()
+    with pytest.raises(StorageError, match="cannot be used"):
+        chunk.read_rows(1, 1)
     chunk.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -315,6 +316,31 @@ def test_redo_makes_a_chunk_as_if_it_had_never_been_done(run: Store, job: str) -
         VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
     )
     assert not verdict.findings
+
+
+def test_checkpoints_of_a_repair_stay(run: Store, job: str) -> None:
+    """The chunk counts as done meanwhile; cleaned away, its repaired rows were to do again."""
+    before = keys(run)
+    marker = json.loads(run.get(layout.marker_key(CHUNK)).data)
+    overwrite(
+        run,
+        layout.marker_key(CHUNK),
+        json.dumps({**marker, "rows_ok": 9, "rows_error": 1}).encode(),
+    )
+    run.create(SEGMENT, b"{}\n")
+    clean(run)
+    assert keys(run) >= before | {SEGMENT}
+    clean(run, older_than_seconds=0.0)
+    assert SEGMENT not in keys(run)
+
+
+def test_redo_leaves_what_a_late_marker_may_come_to_name(run: Store) -> None:
+    """With the standing marker gone, nothing kept a sleeper's out, and its output was gone too."""
+    orphan = f"{layout.OUTPUTS}{CHUNK}.{16 * 'b'}.jsonl"
+    run.create(orphan, b"the sleeper's")
+    clean(run, redo=[CHUNK])
+    assert layout.marker_key(CHUNK) not in keys(run)
+    assert orphan in keys(run)
 
 
 def test_redo_of_what_is_not_done_is_a_mistake(run: Store) -> None:
