@@ -47,16 +47,15 @@ class PublishQueue:
     Args:
         services: The publisher, the lease, the scratch folder and the background.
         limits: How often a chunk is tried, and after which time again.
-        is_checkpointing: Whether a segment of a chunk is on its way. Such a chunk waits: publishing removes the
-            segments, so it has to know them all.
+        must_wait: Whether a chunk is not to be published yet, as while a segment of it is on its way.
     """
 
     def __init__(
-        self, services: Services, limits: Limits, is_checkpointing: Callable[[OpenChunk], bool]
+        self, services: Services, limits: Limits, must_wait: Callable[[OpenChunk], bool]
     ) -> None:
         self._services = services
         self._limits = limits
-        self._is_checkpointing = is_checkpointing
+        self._must_wait = must_wait
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
         self.fingerprint = ""
@@ -101,7 +100,7 @@ class PublishQueue:
         """Start what is due and can be published now."""
         now = self._services.clock.monotonic()
         for entry in list(self._waiting):
-            if entry.due <= now and not self._is_checkpointing(entry.chunk) and self._may_publish():
+            if entry.due <= now and not self._must_wait(entry.chunk) and self._may_publish():
                 self._waiting.remove(entry)
                 self._publish(entry.chunk, entry.attempts)
 

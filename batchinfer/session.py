@@ -359,7 +359,7 @@ class _Worker:
 
     def _save(self, shelf: Shelf, *, deaths: dict[str, list[int]]) -> None:
         """Before ending early: write down the finished rows and give the claims back, within the grace."""
-        shelf.is_closing = True
+        shelf.begin_saving()
         deadline = self.clock.monotonic() + max(5.0, self.world.stopper.seconds_left)
         try:
             shelf.note_deaths(deaths)

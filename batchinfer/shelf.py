@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_POLL_SECONDS = 0.1
 _MOST_OPEN_CHUNKS = 1000
+_FIRST_OPENING_SECONDS = 2.0
+"""What opening a chunk is taken to last, before any has been opened."""
 
 
 @dataclass(slots=True)
@@ -59,13 +61,14 @@ class Shelf:
         self._openings: list[_Opening] = []
         self._retries: list[_Retry] = []
         self._checkpointer = Checkpointer(services, self._may_checkpoint)
-        self._publish_queue = PublishQueue(services, limits, self._checkpointer.is_writing_of)
+        self._publish_queue = PublishQueue(services, limits, self._must_wait)
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
-        self._opening_seconds = 0.5
+        self._opening_seconds = _FIRST_OPENING_SECONDS
         self.open: dict[str, OpenChunk] = {}
         self.failures: dict[str, BatchinferError] = {}
         self.is_closing = False
+        self._is_saving = False
 
     # -- state
 
@@ -147,11 +150,23 @@ class Shelf:
         """Start writing a segment for every open chunk that has rows no segment holds yet."""
         self._checkpointer.ask(self.open.values())
 
+    def begin_saving(self) -> None:
+        """The worker ends early: from now on every finished row goes into a checkpoint, whatever else is on its way."""
+        self.is_closing = self._is_saving = True
+
     def _may_checkpoint(self, chunk: OpenChunk) -> bool:
+        if self.open.get(chunk.name) is not chunk:
+            return False
+        if self._is_saving:
+            return True
         # A complete chunk is about to be published, unless the worker ends before it can be.
         is_wanted = bool(chunk.num_left) or self.is_closing
-        is_open = self.open.get(chunk.name) is chunk
-        return is_wanted and is_open and not self._publish_queue.is_publishing(chunk)
+        return is_wanted and not self._publish_queue.is_publishing(chunk)
+
+    def _must_wait(self, chunk: OpenChunk) -> bool:
+        """Publishing removes the segments, so it has to know them all; and saving comes before it."""
+        is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
+        return is_unsafe or self._checkpointer.is_writing_of(chunk)
 
     def note_deaths(self, rows: dict[str, list[int]]) -> None:
         """Write down which rows were in flight when an engine died."""
@@ -233,7 +248,8 @@ class Shelf:
             self._openings.remove(entry)
             name = entry.candidate.ref.name
             took = self._services.clock.monotonic() - entry.started
-            self._opening_seconds += 0.3 * (took - self._opening_seconds)
+            # A slow one counts at once, and is forgotten slowly: the next may be slow, too.
+            self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
             try:
                 opened = entry.pending.result()
             except ScratchFull:
@@ -335,8 +351,8 @@ class Shelf:
         self._publish_queue.drop(chunk)
         if outcome in ("done", "lost"):
             self._plan.finished(chunk.name)
-        if outcome == "lost" and chunk.segment_keys:
-            # Its publisher has removed those that it knew.
+        if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
+            # Its publisher has removed those that it knew when it began.
             keys = list(chunk.segment_keys)
             self._services.background.submit(partial(_delete_quietly, self._services.run, keys))
         self._services.observer.chunk_closed(chunk, outcome)

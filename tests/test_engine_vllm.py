@@ -251,11 +251,10 @@ def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
     engine, info = opened(vllm_config, replicas=2, max_num_seqs=4, engine_args=small)
     try:
         assert (info.num_replicas, info.max_num_seqs, info.max_in_flight) == (2, 8, 12)
-        both = [
-            all(replica.in_flight for replica in engine.replicas)
-            for batch in engine.generate(ListSource(requests(60)), Flag())
-        ]
-        assert sum(both) > len(both) * 0.8
+        drive(engine, ListSource(requests(60)))
+        tokens = [replica.stats.completion_tokens for replica in engine.replicas]
+        # Whoever has room gets the next rows: on a busy machine not half each, but never all.
+        assert min(tokens) > 0.1 * sum(tokens)
         assert engine.stats().preemptions == 0
         long = requests(16, max_tokens=400, ignore_eos=True)
         found = drive(engine, ListSource(long))

@@ -141,16 +141,18 @@ class TestCleaning:
         """Things of both sides of the age come before it, while workers are alive."""
         real, removed, kept = clean.make_plan, set[str](), 0
 
-        def make_plan(inventory: Inventory, config: clean.CleanConfig) -> clean.Plan:
+        def make_plan(
+            inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
+        ) -> clean.Plan:
             nonlocal kept
-            plan = real(inventory, config)
+            plan = real(inventory, config, is_safe=is_safe)
             if config.older_than_seconds and inventory.living():
                 removed.update(plan.removed)
                 kept += plan.num_kept_young
             return plan
 
         monkeypatch.setattr(clean, "make_plan", make_plan)
-        assert all(not simulate(seed, is_cleaned=True).violation for seed in range(40))
+        assert all(not simulate(seed, is_cleaned=True).violation for seed in range(120))
         assert removed >= {"orphan outputs", "segments of done chunks", "claims of done chunks"}
         assert kept
 

@@ -260,8 +260,8 @@ def clean_takes_every_orphan() -> Defect:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
     real = clean.make_plan
 
-    def make_plan(inventory: Inventory, config: clean.CleanConfig) -> clean.Plan:
-        plan = real(inventory, config)
+    def make_plan(inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool) -> clean.Plan:
+        plan = real(inventory, config, is_safe=is_safe)
         plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
         return plan
 
