@@ -289,3 +289,20 @@ def test_two_processes_of_one_epoch_did_not_overwrite_each_others_checkpoints() 
         stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run()
         assert saved_lines(stage) > before
+
+
+def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
+    """A segment was on its way when the worker had to end; publishing then took the rest of its grace in vain."""
+    with Stage([[f"say {index}" for index in range(4)]]) as stage:
+        stage.engine.max_in_flight = 2
+        stage.engine.row_seconds = 0.5
+
+        def hook(_number: int, method: str, key: str, _process: object) -> float | None:
+            if method == "put_object" and layout.CHECKPOINTS in key:
+                return max(0.0, 12.0 - stage.scheduler.now)
+            return 500.0 if method == "put_object" and layout.OUTPUTS in key else None
+
+        stage.scheduler.after(10.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(hook=hook, checkpoint_seconds=0.5)
+        assert len(stage.finished) == 4
+        assert saved_lines(stage) == {0, 1, 2, 3}
