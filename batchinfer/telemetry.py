@@ -54,6 +54,7 @@ class Telemetry:
         self._tally = Tally()
         self._spans: list[Span] = []
         self._running_since: float | None = None
+        self._running_until: float | None = None
         self._load_seconds = 0.0
         self._stats = EngineStats()
         self._epoch = 0
@@ -152,6 +153,8 @@ class Telemetry:
         """Enter a state; see records.Worker."""
         self._state = state
         self._reason = reason
+        if state in ENDED_STATES:
+            self._running_until = self._clock.monotonic()
         if state == "done":
             self._attempts = 0
 
@@ -301,8 +304,11 @@ class Telemetry:
 
     @property
     def busy_seconds(self) -> float:
-        """Since the engine was ready."""
-        return 0.0 if self._running_since is None else self._clock.monotonic() - self._running_since
+        """Since the engine was ready, until the work ended: closing the engine takes seconds more."""
+        if self._running_since is None:
+            return 0.0
+        until = self._running_until
+        return (self._clock.monotonic() if until is None else until) - self._running_since
 
     @property
     def run_seconds(self) -> float:

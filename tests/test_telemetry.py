@@ -98,6 +98,23 @@ def test_the_newest_minutes_are_not_joined() -> None:
 # --------------------------------------------------------------------------- over epochs
 
 
+def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
+    """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
+    clock = FakeClock()
+    telemetry = make_telemetry(clock)
+    telemetry.begin(None)
+    telemetry.engine_ready(
+        EngineInfo(
+            name="echo", version="", model="m", max_model_len=1, max_num_seqs=1, max_in_flight=1
+        )
+    )
+    clock.seconds += 20
+    assert telemetry.busy_seconds == 20
+    telemetry.set_state("done")
+    clock.seconds += 5
+    assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
+
+
 def test_counters_add_up_over_epochs() -> None:
     clock = FakeClock()
     first = make_telemetry(clock)
