@@ -77,7 +77,7 @@ class Scout:
         if self._claims is None:
             return survey
         wanted = [name for name in generations if name not in own]
-        owners: dict[tuple[str, int], Worker | None] = {}
+        owners: dict[tuple[str, int], Worker] = {}
         claimed: set[str] | None = None
         if len(wanted) > _FEW:
             claimed = {
@@ -107,7 +107,7 @@ class Scout:
         name: str,
         claimed: set[str] | None,
         survey: Survey,
-        owners: dict[tuple[str, int], Worker | None],
+        owners: dict[tuple[str, int], Worker],
     ) -> None:
         if claimed is not None and name not in claimed:
             survey.unclaimed.append(name)
@@ -123,12 +123,12 @@ class Scout:
             survey.lapsed[name] = held  # released
             return
         key_of_owner = (held.claim.worker, held.claim.epoch)
-        if key_of_owner not in owners:
-            owners[key_of_owner] = claims.look(held)
-        owner = owners[key_of_owner]
+        # Only life is remembered: an owner that seemed gone may have come back, and made this claim since.
+        owner = owners.get(key_of_owner) or claims.look(held)
         if owner is None:
             survey.lapsed[name] = held
         else:
+            owners[key_of_owner] = owner
             survey.alive[name] = (held, owner)
 
 

@@ -6,13 +6,17 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import making
 from batchinfer import codec, layout
+from batchinfer.claims import Claims as RealClaims
+from batchinfer.claims import Held
 from batchinfer.errors import EngineDied, Interrupted, StorageError
-from batchinfer.records import Claim
+from batchinfer.plan import Scout
+from batchinfer.records import Claim, Worker
 from batchinfer.services import Limits
 from batchinfer.storage import Object
 from fakes import marker_record, worker_record
@@ -306,3 +310,24 @@ def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
         stage.run(hook=hook, checkpoint_seconds=0.5)
         assert len(stage.finished) == 4
         assert saved_lines(stage) == {0, 1, 2, 3}
+
+
+def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_since() -> None:
+    """It had seemed gone at the look's first claim, and the second was taken from it by that."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        hold(stage, "part-00000", "w9")
+        hold(stage, "part-00001", "w9")
+        record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=6.0)
+        looks: list[str] = []
+
+        class Claims:
+            def look(self, held: Held) -> Worker | None:
+                looks.append(held.claim.worker)
+                return None if len(looks) == 1 else record
+
+        store = StillStore("s3://sim/run", stage.server, Process(stage.scheduler, "looker"))
+        survey = Scout(store, cast("RealClaims", Claims())).survey(
+            {"part-00000": 0, "part-00001": 0}
+        )
+        assert list(survey.lapsed) == ["part-00000"]
+        assert list(survey.alive) == ["part-00001"]
