@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from batchinfer import codec, layout
 from batchinfer.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
+from batchinfer.prompts import PromptConfig
 from batchinfer.records import Job
 from batchinfer.storage import Store
 
@@ -81,14 +82,14 @@ def split_again(url: str) -> str:
     )
 
 
-def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
+def check_columns(job: Job, prompt: PromptConfig) -> None:
     """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
 
     Says nothing where a source is JSON Lines: there each row has columns of its own.
 
     Args:
         job: What `split` made.
-        wanted: Names of columns by the option that gave them.
+        prompt: Whose options name columns.
 
     Raises:
         ConfigError: a column is not among the job's.
@@ -96,6 +97,11 @@ def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
     if not job.sources or any(source.format not in _TABLES for source in job.sources):
         return
     known = {*job.columns, "_row", "_id"}
+    wanted = {
+        "--prompt-column": [prompt.prompt_column],
+        "--messages-column": [prompt.messages_column],
+        "--keep": prompt.keep,
+    }
     for option, names in wanted.items():
         for name in names:
             if name and name != "*" and name not in known:

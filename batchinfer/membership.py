@@ -70,13 +70,7 @@ class Membership:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._world.check_sampling(self.config)
         if self.assignment.job is not None:
-            prompt = self.config.prompt
-            wanted = {
-                "--prompt-column": [prompt.prompt_column],
-                "--messages-column": [prompt.messages_column],
-                "--keep": prompt.keep,
-            }
-            check_columns(self.assignment.job, wanted)
+            check_columns(self.assignment.job, self.config.prompt)
         self.make_builder(None, None)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:

@@ -228,13 +228,7 @@ def run_preview(
         open_store=open_store,
     )
     if assignment.job is not None:
-        prompt = config.prompt
-        wanted = {
-            "--prompt-column": [prompt.prompt_column],
-            "--messages-column": [prompt.messages_column],
-            "--keep": prompt.keep,
-        }
-        check_columns(assignment.job, wanted)
+        check_columns(assignment.job, config.prompt)
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
         config.prompt, config.sampling, config.run_seed, tokenizer, longest(config.engine)

@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
-_USUAL_SEQS = 256
-_FILLS_WHILE_LOADING = 4
-"""How many times the engine could be filled with what is opened while it loads: opening is free of charge then."""
+_ROWS_WHILE_LOADING = 256
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -281,8 +279,7 @@ class _Worker:
                     return None
                 shelf.tick(
                     rows_ahead=shelf.num_unread,
-                    rows_wanted=_FILLS_WHILE_LOADING
-                    * (self.config.engine.max_num_seqs or _USUAL_SEQS),
+                    rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
                     rows_per_second=0.0,
                     own_rate=0.0,
                     is_building=False,

@@ -15,6 +15,7 @@ from batchinfer.manifests import (
     rank_manifests,
     read_assignment,
 )
+from batchinfer.prompts import PromptConfig
 from batchinfer.records import FORMAT_VERSION, Job, Source
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
@@ -175,13 +176,13 @@ def test_a_limit_without_a_job_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
     job = job_of(source_format)
     with pytest.raises(ConfigError, match="--prompt-column promt: no column of the job") as caught:
-        check_columns(job, {"--prompt-column": ["promt"]})
+        check_columns(job, PromptConfig(prompt_column="promt"))
     assert "--prompt-column prompt" in caught.value.hint
-    check_columns(job, {"--prompt-column": ["prompt"], "--keep": ["*"], "--messages-column": [""]})
+    check_columns(job, PromptConfig(prompt_column="prompt", keep=["*"]))
 
 
 def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know() -> None:
-    check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]})
+    check_columns(job_of("jsonl"), PromptConfig(prompt_column="promt"))
 
 
 def job_of(source_format: str) -> Job:
