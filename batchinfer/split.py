@@ -12,7 +12,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         ConfigError: Options that contradict each other or the number of rows.
         InputError: A source cannot be used, or the output holds another job.
     """
-    from batchinfer.sources import View, resolve
+    from batchinfer.sources import View, borders, resolve
     from batchinfer.sources.filing import read_job, refuse_newer, remove_job
 
     started = time.monotonic()
@@ -81,7 +81,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     view = View(columns=config.columns, id_column=config.id_column)
     plan = resolve(config.sources, view=view, limit=config.limit)
     plan.check_apart(config.output)
-    borders = _borders(config, plan.rows)
+    starts = borders.even(plan.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows)
     draft = _draft_job(config, plan)
     if config.overwrite:
         refuse_newer(store)
@@ -90,11 +90,11 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         return _result("unchanged", config, existing, {}, time.monotonic() - started)
     _check_no_runs(store, config)
     if config.group_by:
-        borders = _group_borders(plan, config.group_by, borders)
-    _check_workers(config, len(borders) - 1)
+        starts = borders.between_groups(plan, config.group_by, starts)
+    _check_workers(config, len(starts) - 1)
     if config.overwrite:
         remove_job(store)
-    job, odd = _write(config, store, plan, draft, _spans(borders))
+    job, odd = _write(config, store, plan, draft, borders.spans(starts))
     _warn(odd)
     return _result("done", config, job, odd.nulls, time.monotonic() - started)
 
@@ -133,25 +133,6 @@ def _check_options(config: SplitConfig) -> None:
         )
 
 
-def _borders(config: SplitConfig, rows: int) -> list[int]:
-    """Row numbers where chunks start, and the end: one more than there are chunks.
-
-    >>> _borders(SplitConfig(sources=[], output="", num_chunks=3), 10)
-    [0, 3, 6, 10]
-    >>> _borders(SplitConfig(sources=[], output="", chunk_rows=4), 10)
-    [0, 4, 8, 10]
-    """
-    if config.chunk_rows is not None:
-        return [*range(0, rows, config.chunk_rows), rows]
-    assert config.num_chunks is not None
-    if config.num_chunks > rows:
-        raise ConfigError(
-            f"--num-chunks {config.num_chunks}: more than the {rows} rows, expected at least one row a chunk",
-            hint=f"use --num-chunks {rows} or fewer",
-        )
-    return [index * rows // config.num_chunks for index in range(config.num_chunks + 1)]
-
-
 def _check_workers(config: SplitConfig, num_chunks: int) -> None:
     if config.num_workers > num_chunks:
         raise ConfigError(
@@ -159,54 +140,6 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
             "expected a chunk for each",
             hint=f"use --num-workers {num_chunks} or fewer, or make smaller chunks",
         )
-
-
-def _group_borders(plan: Plan, column: str, borders: list[int]) -> list[int]:
-    """Move each border forward to where the column's value changes. Reads that column once.
-
-    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group longer than a
-    chunk swallows the borders in it, so there may be fewer chunks than asked for. A row without a value is a group.
-    """
-    from batchinfer.sources import Oddities, Plan, View
-
-    plan.require_column("--group-by", column)
-    narrow = Plan(
-        sources=plan.sources,
-        inputs=plan.inputs,
-        bases=plan.bases,
-        view=View(columns=[], id_column=column),
-        rows=plan.rows,
-        columns=[],
-    )
-    moved = [0]
-    wanted = iter(borders[1:-1])
-    border = next(wanted, None)
-    row, last = 0, None
-    for block in narrow.read(range(plan.rows), Oddities()):
-        for value in block.ids or [None] * block.num_rows:
-            if border is not None and row >= border and (value is None or value != last):
-                moved.append(row)
-                while border is not None and border <= row:
-                    border = next(wanted, None)
-            last = value
-            row += 1
-        if border is None:
-            break
-    if len(moved) < len(borders) - 1:
-        logger.info(
-            "--group-by %s: %d chunks of the %d asked for", column, len(moved), len(borders) - 1
-        )
-    return [*moved, plan.rows]
-
-
-def _spans(borders: Sequence[int]) -> list[Span]:
-    from batchinfer.sources.building import Span
-
-    count = len(borders) - 1
-    return [
-        Span(layout.chunk_name(index, count), borders[index], borders[index + 1] - borders[index])
-        for index in range(count)
-    ]
 
 
 def _draft_job(config: SplitConfig, plan: Plan) -> Job:

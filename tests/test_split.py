@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from batchinfer import codec, layout, split
 from batchinfer.errors import ConfigError, InputError, StorageError
 from batchinfer.records import Job
+from batchinfer.sources import borders
 from batchinfer.split import SplitConfig, run_split
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
@@ -102,13 +103,13 @@ def test_job_json_describes_every_chunk_truly(source, tmp_path):
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
 def test_borders_are_even_whatever_the_numbers(rows, num_chunks, chunk_rows):
     if num_chunks <= rows:
-        borders = split._borders(SplitConfig(sources=[], output="", num_chunks=num_chunks), rows)
-        sizes = [end - start for start, end in itertools.pairwise(borders)]
+        found = borders.even(rows, num_chunks=num_chunks)
+        sizes = [end - start for start, end in itertools.pairwise(found)]
         assert len(sizes) == num_chunks
         assert sum(sizes) == rows
         assert max(sizes) - min(sizes) <= 1
-    borders = split._borders(SplitConfig(sources=[], output="", chunk_rows=chunk_rows), rows)
-    sizes = [end - start for start, end in itertools.pairwise(borders)]
+    found = borders.even(rows, chunk_rows=chunk_rows)
+    sizes = [end - start for start, end in itertools.pairwise(found)]
     assert sum(sizes) == rows
     assert set(sizes[:-1]) <= {chunk_rows}
     assert 0 < sizes[-1] <= chunk_rows
