@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from batchinfer.errors import InputError, ObjectNotFound
 from batchinfer.manifests import ChunkRef
 from batchinfer.scratch import Scratch, scratch_errors
 from batchinfer.storage import Store
+from batchinfer.zst import ZstdFile
 
 _BLOCK_BYTES = 1 << 20
 _READ_BYTES = 1 << 17
@@ -35,8 +37,13 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
     try:
         with scratch_errors(stored.parent):
             store.download(ref.key, stored)
-    except ObjectNotFound:
-        raise InputError(f"{name}: the chunk is gone", hint="split again, or restore it") from None
+    except BaseException as error:
+        # Tried again under another name, for as long as the worker lives.
+        stored.unlink(missing_ok=True)
+        if isinstance(error, ObjectNotFound):
+            hint = "split again, or restore it"
+            raise InputError(f"{name}: the chunk is gone", hint=hint) from None
+        raise
     is_compressed = ref.key.endswith((".zst", ".zstd"))
     digest, num_lines = _scan(stored)
     if ref.sha256 is not None and digest != ref.sha256:
@@ -89,11 +96,10 @@ def _decompress(source: Path, target: Path, name: str) -> None:
 
     try:
         with scratch_errors(target.parent), source.open("rb") as packed, target.open("wb") as plain:
-            reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
-            while block := reader.read(_BLOCK_BYTES):
-                plain.write(block)
-    except zstandard.ZstdError as error:
+            shutil.copyfileobj(ZstdFile(packed), plain, _BLOCK_BYTES)
+    except (zstandard.ZstdError, EOFError) as error:
         target.unlink(missing_ok=True)
         raise InputError(
-            f"{name}: not readable as zstd ({error})", hint="split again with --overwrite"
+            f"{name}: not readable as zstd ({error})",
+            hint="copy it there again, or split again with --overwrite",
         ) from error

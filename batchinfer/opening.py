@@ -156,8 +156,8 @@ class Opener:
                 hint=f"restore it, or do it again from the start: batchinfer clean RUN --redo {chunk.name} --yes",
             )
         path = self._scratch.new_path(f"{chunk.name}.before")
-        self._run.download(layout.output_key(before.output), path)
         try:
+            self._run.download(layout.output_key(before.output), path)
             with scratch_errors(path.parent), path.open("rb") as file:
                 if codec.sha256_file(file) != before.output_sha256:
                     # Its lines may have moved, and by their place they are taken up.

@@ -16,6 +16,7 @@ from batchinfer.formats import read_line
 from batchinfer.records import Marker
 from batchinfer.snapshot import Snapshot
 from batchinfer.storage import Store
+from batchinfer.zst import ZstdFile
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,8 @@ def _plain(path: Path, *, is_compressed: bool) -> Iterator[IO[bytes]]:
         import zstandard
 
         try:
-            reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            yield io.BufferedReader(reader)
-        except zstandard.ZstdError as error:
+            yield io.BufferedReader(ZstdFile(file))
+        except (zstandard.ZstdError, EOFError) as error:
             raise ValueError(str(error)) from error
 
 

@@ -11,16 +11,19 @@ from typing import Any
 
 import msgspec
 import pytest
+import zstandard
 
 from batchinfer import codec, layout
 from batchinfer.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.chunks import OpenChunk
 from batchinfer.errors import InputError, StorageError
+from batchinfer.fetching import fetch
 from batchinfer.manifests import ChunkRef
 from batchinfer.opening import Opener
 from batchinfer.publishing import Publisher, build_output
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import marker_record
 from simulation.machine import FLAKY
@@ -262,3 +265,44 @@ def test_a_disk_that_fails_is_said_in_a_line(scratch: Scratch, tmp_path: Path, r
     with pytest.raises(StorageError, match="cannot be used"):
         chunk.read_rows(1, 1)
     chunk.close()
+
+
+class HalfStore(LocalStore):
+    """Its downloads end half way."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Write the first half, then fail."""
+        data = self.get(key).data
+        path.write_bytes(data[: len(data) // 2])
+        raise StorageError("the connection was reset")
+
+
+def test_a_download_that_fails_leaves_nothing_on_the_disk(scratch: Scratch, tmp_path: Path) -> None:
+    """Each try has a file of its own, so a flaky network filled the disk."""
+    put_chunk(tmp_path)
+    store = HalfStore(tmp_path / "job")
+    with pytest.raises(StorageError, match="reset"):
+        fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl"), scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_a_compressed_file_that_was_cut_is_not_taken_for_a_whole_one(
+    scratch: Scratch, tmp_path: Path, kept: float
+) -> None:
+    """Nothing else vouches for a list from elsewhere: the rows behind the cut were lost, and the marker said all."""
+    packed = zstandard.compress(b"".join(b'{"n":%d}\n' % n for n in range(20_000)))
+    store = open_store(str(tmp_path / "job"))
+    store.create("texts.jsonl.zst", packed[: int(len(packed) * kept)])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl.zst")
+    with pytest.raises(InputError, match=r"not readable as zstd.*ends early"):
+        fetch(store, ref, scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
+
+
+def test_a_compressed_file_may_have_many_frames(scratch: Scratch, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "job"))
+    frames = [zstandard.compress(b'{"n":%d}\n' % n) for n in range(3)]
+    store.create("texts.jsonl.zst", b"".join(frames))
+    local = fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl.zst"), scratch)
+    assert local.path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":2}\n'

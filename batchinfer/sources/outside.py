@@ -18,10 +18,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from batchinfer.errors import AccessDenied, BatchinferError, InputError, StorageError
 from batchinfer.sources import hub
+from batchinfer.zst import ZstdFile
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
-_ZSTD_BYTES = 32 << 10
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 _REFUSED_STATUS = (401, 403)
 _UNREACHABLE = frozenset({"ConnectionError", "Timeout", "TransportError"})
@@ -173,7 +173,7 @@ def open_stream(found: Found, offset: int = 0) -> Iterator[BinaryIO]:
             with gzip.open(raw, "rb") as stream:
                 yield cast("BinaryIO", stream)
         elif name.endswith((".zst", ".zstd")):
-            with io.BufferedReader(_ZstdFile(raw), 1 << 20) as stream:
+            with io.BufferedReader(ZstdFile(raw), 1 << 20) as stream:
                 yield cast("BinaryIO", stream)
         else:
             if offset:
@@ -183,42 +183,6 @@ def open_stream(found: Found, offset: int = 0) -> Iterator[BinaryIO]:
             else:  # fsspec's files lack some of a file's methods
                 with io.BufferedReader(cast("io.RawIOBase", raw), 1 << 20) as stream:
                     yield cast("BinaryIO", stream)
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompresses frame after frame; raises EOFError where one is cut short, which zstandard's own reader hides."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        super().__init__()
-        self._raw = raw
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame: Any = None
-        self._compressed = b""
-        self._plain = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._plain:
-            if not self._compressed:
-                self._compressed = self._raw.read(_ZSTD_BYTES)
-                if not self._compressed:
-                    if self._frame is not None:
-                        raise EOFError("the last zstd frame ends early")
-                    return 0
-            if self._frame is None:
-                self._frame = self._new_frame()
-            self._plain = memoryview(self._frame.decompress(self._compressed))
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._plain))
-        buffer[:count] = self._plain[:count]
-        self._plain = self._plain[count:]
-        return count
 
 
 @contextlib.contextmanager
