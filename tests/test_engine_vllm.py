@@ -344,6 +344,7 @@ for number, _ in enumerate(engine.generate(source, Flag())):
 
 def test_a_worker_that_is_killed_leaves_nothing_of_vllm(vllm_config, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "")  # as where batchinfer is on PYTHONPATH only
     arguments = [msgspec.json.encode(vllm_config).decode(), str(Path(__file__).parent)]
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE

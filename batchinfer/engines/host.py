@@ -31,7 +31,7 @@ from batchinfer.engines.channel import (
     unpack_request,
 )
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent
+from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent, guard_forks, register
 from batchinfer.errors import BatchinferError, EngineDied, EngineError
 from batchinfer.records import Completion, Request
 
@@ -216,7 +216,11 @@ def main(arguments: list[str]) -> int:
     # Ctrl-C is the worker's affair; it decides what happens to its engines.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    channel = Channel(socket.socket(fileno=descriptor), to_engine_decoder)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    channel = Channel(connection, to_engine_decoder)
+    # A forked engine core that kept the connection would hide from the worker that this process is gone.
+    guard_forks(channel.close)
     inbox = Inbox(channel)
     threading.Thread(target=inbox.run, name="inbox", daemon=True).start()
     try:
@@ -233,6 +237,9 @@ def main(arguments: list[str]) -> int:
         return 1
     return 0
 
+
+if __name__ == "__mp_main__":
+    register()  # a process that vLLM spawned: multiprocessing imports its parent's main module
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])

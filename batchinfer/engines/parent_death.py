@@ -1,9 +1,14 @@
 """No engine process outlives the one that started it, however that one ends.
 
 vLLM starts processes of its own (an engine core, a worker per GPU). When their parent is killed by
-SIGKILL they would go on for ever, holding the GPU. `register` is a vLLM plugin (entry point group
-``vllm.general_plugins``): vLLM calls it in each of those processes, and it asks the kernel to kill the
-process together with its parent. Other users of vLLM in the same environment are left alone.
+SIGKILL they would go on for ever, holding the GPU. So each of them asks the kernel to be killed together
+with its parent, however it was started:
+
+* Spawned: Python imports our host's module again there, which calls `register`. vLLM calls it, too, as a
+  plugin (entry point group ``vllm.general_plugins``) where the package is installed.
+* Forked: nothing is imported and vLLM takes its plugins for loaded, but `guard_forks` acts at the fork.
+
+Other users of vLLM in the same environment are left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 ENGINE_VARIABLE = "BATCHINFER_ENGINE"
@@ -18,13 +25,36 @@ ENGINE_VARIABLE = "BATCHINFER_ENGINE"
 
 
 def register() -> None:
-    """Tie this process to its parent, if one of our engine processes is above it. Called by vLLM."""
+    """Tie this process to its parent, if one of our engine processes is above it. Idempotent."""
     host = os.environ.get(ENGINE_VARIABLE, "")
     if not host.isdigit() or int(host) == os.getpid():
         return
     die_with_parent()
     if not is_alive(int(host)):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def guard_forks(release: Callable[[], object]) -> None:
+    """Tie every process that this one forks from now on to its parent, and theirs to them.
+
+    Args:
+        release: Called in each child: closes what a child must not hold, such as a connection whose end
+            tells the other side that this process is gone.
+    """
+    forking = threading.local()
+
+    def before() -> None:
+        forking.parent = os.getpid()
+        # The kernel kills a child when the thread that forked it ends, and others than the main one may end
+        # before their children should.
+        forking.is_main = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        release()
+        if forking.is_main:
+            die_with_parent(forking.parent)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def die_with_parent(parent: int | None = None) -> None:

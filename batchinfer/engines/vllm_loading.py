@@ -53,6 +53,9 @@ def prepare_process() -> bool:
     if is_cpu:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    else:
+        # A forked core would inherit this process's threads' locks and its connection to the worker.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return is_cpu
 
 

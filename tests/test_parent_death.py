@@ -1,0 +1,118 @@
+"""Real process trees whose root is killed: nothing below it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# Stands in for engines/host.py: takes its socket's end, then starts a child in one of the ways vLLM has.
+HOST = """
+import multiprocessing, os, socket, sys, threading, time
+from batchinfer.engines import host
+from batchinfer.engines.parent_death import ENGINE_VARIABLE, guard_forks
+os.environ[ENGINE_VARIABLE] = str(os.getpid())
+connection = socket.socket(fileno=int(sys.argv[2]))
+guard_forks(connection.close)
+sys.modules["__main__"].__spec__ = host.__spec__  # as under `python -m batchinfer.engines.host`
+
+def start(method=sys.argv[1]):
+    child = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
+    child.start()
+    return child
+
+def start_two():  # a child whose child is forked again
+    grandchild = start("fork")
+    print(grandchild.pid, flush=True)
+    time.sleep(60)
+
+if sys.argv[1] == "nested":
+    child = multiprocessing.get_context("fork").Process(target=start_two)
+    child.start()
+    print(child.pid, flush=True)
+elif sys.argv[1] == "thread":
+    def run():
+        print(start("fork").pid, flush=True)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+else:
+    print(start().pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Alive and no zombie: who was orphaned here may have nobody that collects it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, f"still alive: {left}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start_host():
+    """Starts `HOST` with a way to start children; returns it, and our end of its socket."""
+    started = []
+
+    def start(way: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", HOST, way, str(theirs.fileno())],
+                stdout=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        started.append((process, ours))
+        return process, ours
+
+    yield start
+    for process, ours in started:
+        # The whole group, so that a failing test leaves nothing either.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        ours.close()
+
+
+@pytest.mark.parametrize(("way", "count"), [("fork", 1), ("nested", 2), ("spawn", 1)])
+def test_children_of_a_host_that_is_killed_are_gone_and_its_socket_reads_end_of_file(
+    start_host, way, count
+):
+    process, ours = start_host(way)
+    children = [int(process.stdout.readline()) for _ in range(count)]
+    # One that is spawned imports first; until then it is not tied.
+    time.sleep(2.0 if way == "spawn" else 0.1)
+    assert all(map(is_running, children))
+    process.kill()
+    process.wait(10)
+    ours.settimeout(5.0)
+    assert ours.recv(1) == b""
+    wait_until_gone(children)
+
+
+def test_a_child_forked_by_a_thread_outlives_it_and_still_holds_no_socket(start_host):
+    process, ours = start_host("thread")
+    child = int(process.stdout.readline())
+    time.sleep(0.5)
+    assert is_running(child)
+    process.kill()
+    ours.settimeout(5.0)
+    assert ours.recv(1) == b""
+    assert is_running(child)
