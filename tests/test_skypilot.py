@@ -172,6 +172,12 @@ def test_recovery_restarts_what_a_restart_can_cure_and_nothing_else(name):
     assert codes <= exit_codes, "listed codes are ones that the worker can end with"
 
 
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_exits_that_ask_for_no_restart_get_none(name):
+    # SkyPilot counts every exit that is not in the list against this number, 2 and 3 ("stop") too.
+    assert load(name)["resources"]["job_recovery"]["max_restarts_on_errors"] == 0
+
+
 def test_recovery_is_the_same_in_every_candidate_and_file(skypilot):
     # Reading accepts a difference; the job's controller fails on it later.
     seen = [
