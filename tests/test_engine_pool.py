@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -205,6 +206,51 @@ def test_a_stop_while_it_loads_ends_every_process_at_once():
     assert len(pids) == 2
     wait_until_gone(pids, 2.0)
     pool.close()
+
+
+@pytest.fixture
+def held_open(monkeypatch):
+    """Another process holds every replica's end of its connection, as a forked engine core might."""
+    held = []
+    plain = socket.socketpair
+
+    def pair():
+        ours, theirs = plain()
+        held.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr("batchinfer.engines.replica.socket.socketpair", pair)
+    yield
+    for each in held:
+        each.close()
+
+
+def test_a_replica_that_died_is_seen_though_its_connection_is_held_open(held_open, make_pool):
+    pool = make_pool(echo_latency_seconds=0.05)
+    victim = pool.replicas[0].pid
+    found = {}
+    for batch in pool.generate(ListSource(requests(300)), Flag()):
+        found.update({completion.key: completion for completion in batch})
+        if victim and len(found) > 20:
+            os.kill(victim, signal.SIGKILL)
+            victim = 0
+    assert len(found) == 300
+    assert len(pool.replicas) == 1
+
+
+def test_a_replica_that_dies_loading_is_an_error_though_its_connection_is_held_open(held_open):
+    pool = ProcessPool(pool_config(replicas=1, echo_load_seconds=60.0))
+
+    def kill_once_started() -> None:
+        while not pool.replicas:
+            time.sleep(0.01)
+        os.kill(pool.replicas[0].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_once_started)
+    thread.start()
+    with pytest.raises(EngineLoadError, match="replica 0: killed by SIGKILL"):
+        pool.open(Flag())
+    thread.join()
 
 
 def test_an_engine_that_never_gets_ready_is_an_error():

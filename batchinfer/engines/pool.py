@@ -45,6 +45,8 @@ POLL_SECONDS = 0.01
 SLOWEST_POLL_SECONDS = 0.1
 # The caller gets control, and the watchdog looks, at least this often.
 LONGEST_WAIT_SECONDS = 0.25
+# Whether processes still run is asked so often, beside their connections, which say it at once.
+RUNNING_LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
 # A row that was in this many replicas when they died goes to no other one.
@@ -70,6 +72,7 @@ class ProcessPool:
         self._lost_stats = EngineStats()
         self._failure: EngineError | None = None
         self._looked = time.monotonic()
+        self._next_running_look = 0.0
 
     # ------------------------------------------------------------------ life
 
@@ -243,7 +246,8 @@ class ProcessPool:
                 want |= selectors.EVENT_WRITE
             if self._selector.get_key(replica.channel).events != want:
                 self._selector.modify(replica.channel, want, replica)
-        for key, events in self._selector.select(timeout_seconds):
+        ready = self._selector.select(timeout_seconds)
+        for key, events in ready:
             replica = key.data
             if events & selectors.EVENT_WRITE:
                 with contextlib.suppress(Closed):
@@ -256,6 +260,18 @@ class ProcessPool:
                 continue
             if frames:
                 yield replica, frames
+        now = time.monotonic()
+        if now < self._next_running_look:
+            return
+        self._next_running_look = now + RUNNING_LOOK_SECONDS
+        # A process that vLLM started may hold a dead one's connection open.
+        for replica in {*self.replicas}.difference(key.data for key, _ in ready):
+            if not replica.is_running():
+                with contextlib.suppress(Closed):
+                    if frames := replica.channel.receive():
+                        yield replica, frames
+                        continue
+                yield replica, None
 
     def _collect(self, timeout_seconds: float) -> list[Completion]:
         finished: list[Completion] = []
