@@ -199,7 +199,7 @@ def read_assignment(
                 "--limit: needs the job of the manifest, and there is no job.json",
                 hint="pass --job URL, or shorten the manifest",
             )
-        refs = _resolve_elsewhere(lines, allow_absolute)
+        refs = _resolve_elsewhere(lines, allow_absolute, open_store)
         _require_present(refs, open_store)
     return Assignment(refs, job, base if job is not None and base else "", sha256)
 
@@ -264,8 +264,12 @@ def _resolve_in_job(
     return [wanted[line] for _, line in lines if line in wanted]
 
 
-def _resolve_elsewhere(lines: list[tuple[str, str]], allow_absolute: bool) -> list[ChunkRef]:
+def _resolve_elsewhere(
+    lines: list[tuple[str, str]], allow_absolute: bool, open_store: OpenStore
+) -> list[ChunkRef]:
     _refuse_repeats(lines)
+    # By folder as it was written: from where the worker was started makes no other data set of it, nor the same one.
+    roots: dict[str, str] = {}
     refs = []
     for manifest, line in lines:
         folder, _ = split_name(manifest)
@@ -286,7 +290,9 @@ def _resolve_elsewhere(lines: list[tuple[str, str]], allow_absolute: bool) -> li
                 hint="run the same `batchinfer split` command again; it goes on where it stopped",
             )
         root, key = split_name(line) if is_absolute else (folder, posixpath.normpath(line))
-        refs.append(ChunkRef(name=layout.stem(line), root=root, key=key))
+        if root not in roots:
+            roots[root] = root if "://" in root else open_store(root).url
+        refs.append(ChunkRef(name=layout.stem(line), root=roots[root], key=key))
     return refs
 
 

@@ -390,7 +390,10 @@ class TestBadInput:
         assert "sampling.temperature: the run has 0.5, this worker 0.7" in caught.value.message
         assert "--output" in caught.value.hint
 
-    def test_another_data_set_in_the_same_run_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("from_within", [False, True])
+    def test_another_data_set_in_the_same_run_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_within: bool
+    ) -> None:
         """Lists from elsewhere have no job.json; files of one name must not pass for each other's answers."""
         from batchinfer.worker import command
 
@@ -406,13 +409,19 @@ class TestBadInput:
             "--prompt-column",
             "prompt",
         ]
-        command.main(
-            ["--manifest", str(tmp_path / "a/list.txt"), *arguments], standalone_mode=False
-        )
+
+        def work_on(folder: str) -> Any:
+            monkeypatch.chdir(tmp_path / folder)
+            manifest = "list.txt" if from_within else str(tmp_path / folder / "list.txt")
+            return command.main(["--manifest", manifest, *arguments], standalone_mode=False)
+
+        work_on("a")
         with pytest.raises(RunMismatch, match="folders"):
-            command.main(
-                ["--manifest", str(tmp_path / "b/list.txt"), *arguments], standalone_mode=False
-            )
+            work_on("b")
+        # The same one is the same, however it is named.
+        monkeypatch.chdir(tmp_path)
+        result = command.main(["--manifest", "a/list.txt", *arguments], standalone_mode=False)
+        assert result["chunks_skipped"] == 1
 
     def test_two_workers_that_give_up_different_chunks_do_not_wait_for_each_other(
         self, job: str
