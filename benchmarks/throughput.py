@@ -2,9 +2,9 @@
 
 The same requests for all: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads its
 chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading
-of the engine, which is reported apart. On a CPU the engine computes in the process that drives it; the lines "own
-process" have it in another, as on a GPU, so that the driver's CPU seconds show. About 12 minutes on two quiet cores.
-The last line is one JSON object.
+of the engine, which is reported apart; what the first request costs counts for every way. On a CPU the engine computes
+in the process that drives it; the lines "own process" have it in another, as on a GPU, so that the driver's CPU seconds
+show. About 12 minutes on two quiet cores. The last line is one JSON object.
 
     python benchmarks/throughput.py [--quick] [--gpu] [--prompts 800] [--repeats 3] [--model FOLDER]
     python benchmarks/throughput.py --ways batchinfer,characters    # or --ways all; see --help

@@ -32,8 +32,6 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=model, **json.loads(arguments))
-    # The first request of a process pays for warming up; none of the ways should.
-    llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)
     load_seconds = time.monotonic() - begin
     steps = count_steps(llm.llm_engine)
     prepared = [(each.pop("prompt"), SamplingParams(**each)) for each in requests]

@@ -32,7 +32,14 @@ CPU_ENGINE = {
     "enable_chunked_prefill": False,
     "block_size": 32,
 }
-GPU_ENGINE = {"max_model_len": 4096, "max_num_seqs": 256, "load_format": "dummy"}
+# Stated where vLLM's defaults differ between offline use and serving, and where the worker would choose by GPUs.
+GPU_ENGINE = {
+    "max_model_len": 4096,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "tensor_parallel_size": 1,
+    "load_format": "dummy",
+}
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 Request = dict[str, Any]
@@ -148,7 +155,9 @@ def write_job(url: str, requests: Sequence[Request], *, per_chunk: int) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables of every measured process: one thread, no network."""
+    """The variables of every measured process: one thread, no network, one GPU at most."""
+    # vLLM itself may be on the inherited path only.
+    paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -157,7 +166,8 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        "PYTHONPATH": os.pathsep.join(paths),
         **more,
     }
 
@@ -308,7 +318,7 @@ def last_object(text: str) -> dict[str, Any]:
 
 def engine_options(engine: dict[str, Any]) -> list[str]:
     """The same engine arguments as options of the worker."""
-    own = {"max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+    own = {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"}
     options: list[str] = []
     for name, value in engine.items():
         if name in own:
