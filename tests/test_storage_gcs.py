@@ -2,25 +2,31 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import gcsfs.retry
 import pytest
+from google.auth.exceptions import RefreshError, TransportError
 
-from batchinfer.errors import AccessDenied, AlreadyExists, InputError
+from batchinfer.errors import AccessDenied, AlreadyExists, InputError, StorageError
 from batchinfer.storage import Store
 from batchinfer.storage.gcs import GcsStore
 from batchinfer.storage.probing import probe
+from batchinfer.storage.retrying import RetryPolicy
 from store_contract import StoreContract
 
 BUCKET = "bucket"
 PAGE = 3
 TIME = "2026-01-02T03:04:05.678Z"
 MIB = 1 << 20
+QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 
 
 class FakeGcs(ThreadingHTTPServer):
@@ -35,6 +41,8 @@ class FakeGcs(ThreadingHTTPServer):
         self.uploads: dict[str, tuple[str, str | None, bytearray]] = {}
         self.generation = 1000
         self.refusal: tuple[int, str] | None = None
+        self.loss: list[int] = []
+        """For as many pieces of uploads, the status of an answer that says that the upload is gone."""
 
     def put(self, name: str, data: bytes, expected: str | None) -> dict[str, str] | None:
         with self.lock:
@@ -129,6 +137,8 @@ class Handler(BaseHTTPRequestHandler):
             name, expected, data = server.uploads[query["upload_id"]]
             if self.command == "DELETE":
                 return self.answer(499)
+            if server.loss:
+                return self.answer(server.loss.pop())
             data += body
             last, total = re.fullmatch(
                 r"bytes \d+-(\d+)/(\d+)", self.headers["Content-Range"]
@@ -194,6 +204,7 @@ def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
         lambda store: store.download("k", tmp_path / "copy"),
         lambda store: store.create("k", b"1"),
         lambda store: store.create_file("k", file),
+        lambda store: GcsStore(store.url, retries=QUICK, resumable_bytes=1).create_file("k", file),
         lambda store: store.replace("k", b"1", "1"),
     ):
         with pytest.raises(InputError, match="'nowhere'") as caught:
@@ -211,3 +222,119 @@ def test_refused_access_says_what_to_do(server: FakeGcs, status: int, message: s
         with pytest.raises(AccessDenied) as caught:
             verb()
         assert re.search("gcloud|role", caught.value.hint)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs repeats at once."""
+
+    async def sleep(seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", SimpleNamespace(sleep=sleep))
+
+
+@pytest.fixture
+def silent_endpoint(server: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that accepts connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        yield
+
+
+@pytest.mark.timeout(60)
+def test_server_that_never_answers_is_a_storage_error(silent_endpoint, no_pauses, tmp_path: Path):
+    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK, resumable_bytes=1, silence_seconds=0.2)
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    for verb in (
+        lambda: store.get("k"),
+        lambda: list(store.list()),
+        lambda: store.create("k", b"1"),
+        lambda: store.create_file("k", file),
+    ):
+        with pytest.raises(StorageError, match="no answer") as caught:
+            verb()
+        assert type(caught.value) is StorageError
+
+
+class Metadata:
+    """Credentials of a machine whose metadata server does not answer for a while."""
+
+    valid = False
+    expiry = None
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def refresh(self, request: object) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.valid = True
+
+    def apply(self, headers: dict[str, str]) -> None:
+        headers["Authorization"] = "Bearer token"
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+UNREACHABLE = chained(RefreshError("compute"), TransportError("nobody answers"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TransportError("nobody answers"), UNREACHABLE, RefreshError("503", retryable=True)],
+    ids=["token endpoint", "metadata server", "overloaded"],
+)
+def test_credentials_that_cannot_be_refreshed_for_a_while_are_asked_for_again(
+    server: FakeGcs, no_pauses, error: Exception
+):
+    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK)
+    # gcsfs asks six times where it asks again at all.
+    tries = 1 if type(error) is TransportError else 6
+    credentials = store._fs.credentials.credentials = Metadata(*[error] * 2 * tries)
+    store.create("k", b"1")
+    assert credentials.valid
+    store._fs.credentials.credentials = Metadata(*[error] * 3 * tries)
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
+        store.get("k")
+    assert type(caught.value) is StorageError, "exit 34, for which a worker is started again"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefreshError("invalid_grant"),
+        chained(RefreshError("compute"), TransportError("Status: 404", object())),
+    ],
+    ids=["revoked", "machine without a role"],
+)
+def test_credentials_that_are_refused_are_access_denied(
+    server: FakeGcs, no_pauses, error: Exception
+):
+    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK)
+    store._fs.credentials.credentials = Metadata(*[error] * 6)
+    with pytest.raises(AccessDenied, match="credentials"):
+        store.get("k")
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+@pytest.mark.parametrize("status", [404, 410])
+def test_upload_that_the_service_lost_is_started_again(
+    server: FakeGcs, tmp_path: Path, status: int
+):
+    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK, resumable_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * 4096 * 33)
+    server.loss = [status] * 2
+    store.create_file("outputs/a", file)
+    store.download("outputs/a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+    server.loss = [status] * 3
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
+        store.create_file("outputs/b", file)
+    assert type(caught.value) is StorageError
+    assert [found.key for found in store.list()] == ["outputs/a"]

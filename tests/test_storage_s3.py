@@ -244,6 +244,29 @@ def test_missing_credentials_are_access_denied(s3_url, monkeypatch):
     assert "AWS_ACCESS_KEY_ID" in caught.value.hint
 
 
+def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
+    s3_url, monkeypatch, tmp_path
+):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    counter, config, source = (tmp_path / name for name in ("counter", "config", "source.sh"))
+    source.write_text(
+        f"echo >>{counter}; [ $(wc -l <{counter}) -gt 2 ] || exit 1\n"
+        """echo '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b"}'\n"""
+    )
+    config.write_text(f"[profile p]\ncredential_process = sh {source}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "p")
+    store.create("k", b"1")
+    assert len(counter.read_text()) == 3
+    source.write_text("exit 1\n")
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
+        S3Store(store.url, retries=QUICK).get("k")
+    assert type(caught.value) is StorageError, "exit 34, for which a worker is started again"
+    assert "AWS_PROFILE" in caught.value.hint
+
+
 def test_unknown_profile_is_access_denied(s3_url, monkeypatch):
     url = s3_url("job")
     monkeypatch.setenv("AWS_PROFILE", "nobody")
@@ -307,7 +330,7 @@ ANSWER = (
 class Scripted:
     """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up."""
 
-    def __init__(self, *answers: tuple[int, str]) -> None:
+    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.answers = list(answers)
@@ -336,8 +359,9 @@ class Scripted:
                         b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
                     )
                     continue
-                status, code = self.answers.pop(0)
-                body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+                status, code, *more = self.answers.pop(0)
+                message = more[0] if more else "no"
+                body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
                 if request.startswith(b"HEAD "):
                     body = b""
                 connection.sendall(ANSWER % (status, len(body), body))
@@ -394,6 +418,22 @@ def test_lasting_trouble_is_reported_at_once(scripted, status: int, code: str, e
     with pytest.raises(expected, match="bucket"):
         S3Store("s3://bucket/job", retries=QUICK).create("k", b"1")
     assert server.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (501, "NotImplemented", "no"),
+        (400, "MissingContentMD5", "no"),
+        (400, "InvalidRequest", "Missing required header for this request: Content-MD5"),
+    ],
+)
+def test_store_that_takes_no_bulk_deletion_is_asked_one_by_one(
+    scripted, status: int, code: str, message: str
+):
+    server = scripted((status, code, message))
+    S3Store("s3://bucket/job", retries=QUICK).delete(["a", "b"])
+    assert server.num_requests == 3
 
 
 def test_refused_head_hints_at_the_listing_permission(scripted):

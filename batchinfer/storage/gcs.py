@@ -1,6 +1,7 @@
 """A store in a Google Cloud Storage bucket, over its JSON API: generations are the etags, so preconditions are exact.
 
-gcsfs gives the session and the credentials, and repeats failed requests by itself (6 tries, about a minute).
+gcsfs gives the session and the credentials, and repeats failed requests by itself (6 tries, about half a minute of
+pauses). What it does not repeat, and may pass all the same, is repeated here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,11 +36,15 @@ from batchinfer.errors import (
 )
 from batchinfer.storage import Object, ObjectInfo
 from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch_files import scratch_errors
 
 RESUMABLE_BYTES = 64 << 20
 """Files of at least this size go up in pieces of `PIECE_BYTES`; only the last one makes them an object."""
 PIECE_BYTES = 16 << 20
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""A connection on which nothing arrives for so long is given up. gcsfs by itself would wait for ever."""
 DELETE_CONCURRENCY = 8
 ABSENT = "0"
 """The generation of an object that does not exist."""
@@ -64,21 +70,36 @@ class GcsStore:
 
     Args:
         url: ``gs://bucket`` or ``gs://bucket/prefix``.
+        retries: How a request is repeated that gcsfs does not repeat.
         resumable_bytes: As `RESUMABLE_BYTES`.
+        silence_seconds: As `SILENCE_SECONDS`.
     """
 
-    def __init__(self, url: str, *, resumable_bytes: int = RESUMABLE_BYTES) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        retries: RetryPolicy | None = None,
+        resumable_bytes: int = RESUMABLE_BYTES,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
         bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
         self.bucket = bucket
         self.url = f"gs://{bucket}/{root}" if root else f"gs://{bucket}"
         self._root = f"{root}/" if root else ""
+        self._retries = retries or RetryPolicy()
         self._resumable_bytes = resumable_bytes
         self._is_bucket_seen = False
         with self._errors(root):
             # The plain class: the package's default one asks a second API about the bucket's kind. A project is
             # needed for making buckets only, and gcsfs warns if there is none.
             self._fs = gcsfs.core.GCSFileSystem(
-                project="", use_listings_cache=False, skip_instance_cache=True
+                project="",
+                use_listings_cache=False,
+                skip_instance_cache=True,
+                requests_timeout=aiohttp.ClientTimeout(
+                    sock_connect=CONNECT_SECONDS, sock_read=silence_seconds
+                ),
             )
 
     def get(self, key: str) -> Object:
@@ -118,10 +139,7 @@ class GcsStore:
         if data is not None:
             return self._create(name, data)
         try:
-            with self._missing_bucket(), self._errors(name):
-                self._fs.put_file(
-                    str(path), f"{self.bucket}/{name}", mode="create", chunksize=PIECE_BYTES
-                )
+            retried(self._retries, partial(self._upload, name, path))
             return self.stat(key).etag
         except PreconditionFailed as error:
             found = self.stat(key)
@@ -159,16 +177,16 @@ class GcsStore:
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         token: dict[str, str] = {}
         while True:
-            with self._errors(""):
-                page = self._fs.call(
-                    "GET",
-                    "b/{}/o",
-                    self.bucket,
-                    json_out=True,
-                    prefix=self._root + prefix,
-                    fields="items(name,size,generation,updated),nextPageToken",
-                    **token,
-                )
+            page = self._request(
+                "GET",
+                "b/{}/o",
+                self.bucket,
+                about="",
+                json_out=True,
+                prefix=self._root + prefix,
+                fields="items(name,size,generation,updated),nextPageToken",
+                **token,
+            )
             for item in page.get("items", ()):
                 if not item["name"].endswith("/"):  # consoles make "folders" that end in a slash
                     yield self._info(item)
@@ -193,12 +211,13 @@ class GcsStore:
             return etag
 
     def _put(self, path: str, data: bytes, generation: str) -> str:
-        with self._missing_bucket(), self._errors(path):
+        with self._missing_bucket():
             # The upload service lives beside the API's base path, at the same host.
             host = self._fs.base.removesuffix("/storage/v1/")
-            answer = self._fs.call(
+            answer = self._request(
                 "POST",
                 f"{host}/upload/storage/v1/b/{quote(self.bucket)}/o",
+                about=path,
                 uploadType="media",
                 name=path,
                 ifGenerationMatch=generation,
@@ -207,6 +226,23 @@ class GcsStore:
                 json_out=True,
             )
         return str(answer["generation"])
+
+    def _upload(self, path: str, file: Path) -> None:
+        """Upload a file in pieces; only the last one makes it an object, if there is none.
+
+        Raises:
+            TransientError: The upload is gone without having become an object; start again.
+        """
+        try:
+            with self._errors(path):
+                self._fs.put_file(
+                    str(file), f"{self.bucket}/{path}", mode="create", chunksize=PIECE_BYTES
+                )
+        except ObjectNotFound as error:
+            # An upload that the service has lost answers like a missing bucket.
+            with suppress(AccessDenied):
+                next(self._list(path), None)
+            raise TransientError(f"{self._url(path)}: its upload was lost") from error
 
     def _etag_if_equal(self, path: str, data: bytes) -> str | None:
         try:
@@ -248,9 +284,19 @@ class GcsStore:
             raise self._no_such_bucket() from error
 
     def _call(self, method: str, path: str, **parameters: Any) -> tuple[Any, bytes]:
-        with self._errors(path):
-            headers, data = self._fs.call(method, "b/{}/o/{}", self.bucket, path, **parameters)
+        headers, data = self._request(
+            method, "b/{}/o/{}", self.bucket, path, about=path, **parameters
+        )
         return headers, data
+
+    def _request(self, method: str, *address: str, about: str, **parameters: Any) -> Any:
+        """Send one request on the object or prefix `about`. The answer is gcsfs's."""
+
+        def send() -> Any:
+            with self._errors(about):
+                return self._fs.call(method, *address, **parameters)
+
+        return retried(self._retries, send)
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
@@ -271,12 +317,21 @@ class GcsStore:
             if not path:
                 return self._no_such_bucket()
             return ObjectNotFound(f"{url}: no such object")
+        if code == "410":
+            return TransientError(f"{url}: its upload was lost")
+        if _is_passing(error):
+            return TransientError(
+                f"{url}: credentials could not be refreshed ({error.__cause__ or error})",
+                hint="check the network and the machine's metadata server",
+            )
         if isinstance(error, google.auth.exceptions.GoogleAuthError) or code == "401":
             return AccessDenied(f"{url}: no usable credentials ({error})", hint=CREDENTIALS_HINT)
         # gcsfs raises 403 as a bare OSError; errors of the network carry an errno or are of a client's class.
         is_refusal = type(error) is OSError and error.errno is None
         if code == "403" or isinstance(error, PermissionError) or is_refusal:
             return AccessDenied(f"{url}: the store refused access", hint=_ROLE_HINT)
+        if isinstance(error, TimeoutError):
+            return StorageError(f"{url}: no answer from the store", hint="check the network")
         return StorageError(f"{url}: {type(error).__name__}: {error}")
 
     def _no_such_bucket(self) -> InputError:
@@ -290,6 +345,19 @@ class GcsStore:
 
     def _url(self, path: str) -> str:
         return f"gs://{self.bucket}/{path}"
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether nobody could say anything about the credentials just now. gcsfs makes a 401 of it, with its cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # With a second argument, the metadata server's answer, it is a refusal.
+        if isinstance(cause, google.auth.exceptions.TransportError) and len(cause.args) < 2:
+            return True
+        if isinstance(cause, google.auth.exceptions.GoogleAuthError) and cause.retryable:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _file_sha256(path: Path) -> str:

@@ -79,7 +79,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
         _require("gcsfs", url, "pip install 'gcsfs>=2025.7'")
         from batchinfer.storage.gcs import GcsStore
 
-        return GcsStore(url)
+        return GcsStore(url, retries=retries)
     if scheme == "hf":
         _require("huggingface_hub", url, "pip install huggingface_hub")
     else:

@@ -40,7 +40,6 @@ _LIST_HINT = (
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
-    botocore.exceptions.CredentialRetrievalError,
     botocore.exceptions.TokenRetrievalError,
     botocore.exceptions.UnauthorizedSSOTokenError,
     botocore.exceptions.SSOError,
@@ -97,6 +96,9 @@ def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
             f"{url}: no usable credentials ({error}), expected a key for bucket {bucket}",
             hint=CREDENTIALS_HINT,
         )
+    if isinstance(error, botocore.exceptions.CredentialRetrievalError):
+        # Also what a metadata server that is out for a moment looks like, in the middle of a run.
+        return TransientError(f"{url}: {_first_line(error)}", hint=CREDENTIALS_HINT)
     if isinstance(error, botocore.exceptions.ParamValidationError):
         return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")
     if isinstance(error, _LOST):
@@ -142,7 +144,11 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
     if status == 409:
         # ConditionalRequestConflict: someone else is writing the same key right now.
         return TransientError(f"{url}: a concurrent write was in the way ({said})")
-    if status == 501 or code == "NotImplemented":
+    # Some stores want a digest with bulk deletions that AWS's clients no longer send.
+    is_md5_wanted = code == "MissingContentMD5" or (
+        code == "InvalidRequest" and "content-md5" in said.lower()
+    )
+    if status == 501 or code == "NotImplemented" or is_md5_wanted:
         return NotSupported(
             f"{url}: the store does not support this request ({said})",
             hint="some stores need AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
