@@ -80,13 +80,10 @@ class OpenChunk:
         self.num_segments_written = 0
         self.checkpointed_bytes = 0
         self.generation = ref.generation
+        self.num_unread = num_rows
+        """Rows to do that `read_rows` has not yet passed; of a chunk that others began, few may be."""
         self._reader: BinaryIO | None = None
         self._cursor = 0
-
-    @property
-    def num_unread(self) -> int:
-        """Rows that `read_rows` has not yet passed."""
-        return self.num_rows - self._cursor
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         """Read on to the next rows that are to do, and mark them taken. Rows known to kill engines are left out.
@@ -109,9 +106,11 @@ class OpenChunk:
             self._cursor += count
             if not self.deaths and state.count(todo, first, first + count) == count:
                 state[first : first + count] = bytes([taken]) * count
+                self.num_unread -= count
                 rows += [RawRow(index, line) for index, line in enumerate(lines, first)]
                 size += sum(map(len, lines))
                 continue
+            self.num_unread -= state.count(todo, first, first + count)
             for index, line in enumerate(lines, first):
                 if state[index] == todo and self.deaths.get(index, 0) < DEATHS_BEFORE_ALONE:
                     state[index] = taken
@@ -138,12 +137,15 @@ class OpenChunk:
     def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
         """Keep finished rows; return those that were not finished before. The first copy of a row stays."""
         fresh: list[FinishedRow] = []
-        state, done = self.state, RowState.DONE
+        state, todo, done = self.state, RowState.TODO, RowState.DONE
         for row in rows:
             line = row.line
-            if state[line] != done:
+            before = state[line]
+            if before != done:
                 state[line] = done
                 fresh.append(row)
+                if before == todo and line >= self._cursor:  # taken up: nobody reads it
+                    self.num_unread -= 1
         if fresh:
             self.spool.append(*encode_rows(fresh))
             self.counts.add(fresh)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 
 from batchinfer import layout
 from batchinfer.background import Background
 from batchinfer.claims import Lease
+from batchinfer.clock import Clock
 from batchinfer.errors import (
     BatchinferError,
     NoProgress,
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LEASES_WITHOUT_STORAGE = 10.0
 """After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
+_END_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 
 
 def check_stop_request(store: Store) -> None:
@@ -41,10 +45,13 @@ def check_stop_request(store: Store) -> None:
 class Heartbeat:
     """Keeps the record of `lease` fresh with what `telemetry` counts, and tells `stopper` when the worker must end."""
 
-    def __init__(self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper) -> None:
+    def __init__(
+        self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper, clock: Clock
+    ) -> None:
         self._store = store
         self._telemetry = telemetry
         self._stopper = stopper
+        self._clock = clock
         self.lease = lease
 
     def start(
@@ -58,7 +65,7 @@ class Heartbeat:
         telemetry = self._telemetry
         before = self.lease.take(telemetry.begin)
         telemetry.log_start(before)
-        stack.callback(self._end)
+        stack.callback(self._end, background)
         if before is not None and before.state != "done" and before.attempts >= max_attempts:
             reason = f" (the last one: {before.reason})" if before.reason else ""
             telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
@@ -88,7 +95,16 @@ class Heartbeat:
             hint = "start the same command again once the bucket can be written"
             self._stopper.request(StorageError(reason, hint=hint))
 
-    def _end(self) -> None:
-        with contextlib.suppress(BatchinferError):
-            self.lease.close(self._telemetry.snapshot())
+    def _end(self, background: Background) -> None:
+        """Write the record for the last time. A bucket that is away must not hold up a machine that is going."""
+        # Urgent: the other hands may all wait for that bucket.
+        closing = background.submit(
+            partial(self.lease.close, self._telemetry.snapshot()), urgent=True
+        )
+        deadline = self._clock.monotonic() + _END_SECONDS
+        while not closing.is_done() and self._clock.monotonic() < deadline:
+            background.wait(_POLL_SECONDS)
+        if closing.is_done():
+            with contextlib.suppress(BatchinferError):
+                closing.result()
         self._telemetry.log_end()

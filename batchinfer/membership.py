@@ -102,17 +102,25 @@ class Membership:
             None if info is None else info.max_model_len,
         )
 
-    def chunks_left(self, done: dict[str, int]) -> list[ChunkRef]:
+    def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
         """The own chunks that are to do, in order. Pure.
 
         Args:
             done: Chunks that have a marker, with their highest generation.
+            goal: The generation that the repair is to reach; chunks that have it are done. 0 where nothing is repaired.
         """
-        chunks = self.assignment.chunks
-        if not self.config.retry_errors:
-            return [ref for ref in chunks if ref.name not in done]
         # Whether a chunk has error rows at all is seen when it is opened, in the background.
-        return [ref._replace(generation=done.get(ref.name, -1) + 1) for ref in chunks]
+        return [
+            ref._replace(generation=done.get(ref.name, -1) + 1)
+            for ref in self.assignment.chunks
+            if done.get(ref.name, -1) < goal
+        ]
+
+    def unrepaired(self, done: dict[str, int]) -> list[tuple[str, int]]:
+        """Own chunks, with their generations, that a repair which has begun has not reached, or need not. Pure."""
+        highest = max(done.values(), default=0)
+        mine = [(ref.name, done[ref.name]) for ref in self.assignment.chunks if ref.name in done]
+        return [(name, generation) for name, generation in mine if generation < highest]
 
     @property
     def may_help(self) -> bool:

@@ -64,6 +64,15 @@ def finished_chunks(store: Store) -> dict[str, int]:
     return {name: generation for name, generation in found.items() if name in outputs}
 
 
+def have_errors(store: Store, chunks: Iterable[tuple[str, int]]) -> bool:
+    """Whether the marker of any of these chunks, each with its generation, counts error rows. Reads one by one."""
+    for name, generation in chunks:
+        marker, _ = read_marker(store, name, generation)
+        if marker is not None and marker.rows_error:
+            return True
+    return False
+
+
 class Scout:
     """Looks at markers, claims and their owners. Read-only; used by one background job at a time."""
 

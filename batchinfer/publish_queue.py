@@ -48,14 +48,21 @@ class PublishQueue:
         services: The publisher, the lease, the scratch folder and the background.
         limits: How often a chunk is tried, and after which time again.
         must_wait: Whether a chunk is not to be published yet, as while a segment of it is on its way.
+        save: Called with a chunk that could not be published.
     """
 
     def __init__(
-        self, services: Services, limits: Limits, must_wait: Callable[[OpenChunk], bool]
+        self,
+        services: Services,
+        limits: Limits,
+        *,
+        must_wait: Callable[[OpenChunk], bool],
+        save: Callable[[OpenChunk], None],
     ) -> None:
         self._services = services
         self._limits = limits
         self._must_wait = must_wait
+        self._save = save
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
         self.fingerprint = ""
@@ -69,6 +76,10 @@ class PublishQueue:
     def is_publishing(self, chunk: OpenChunk) -> bool:
         """Whether this chunk's output is on its way, so that its files are being read."""
         return any(entry.chunk is chunk for entry in self._publishing)
+
+    def has_failed(self, chunk: OpenChunk) -> bool:
+        """Whether this chunk waits because it could not be published."""
+        return any(entry.chunk is chunk and entry.attempts for entry in self._waiting)
 
     def add(self, chunk: OpenChunk) -> None:
         """Publish a complete chunk, at once or when it can be."""
@@ -160,4 +171,5 @@ class PublishQueue:
             extra=event("chunk_retry", chunk=name),
         )
         self._wait(entry.chunk, attempts=attempts, delay=delay)
+        self._save(entry.chunk)
         return True

@@ -33,7 +33,7 @@ from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
 from batchinfer.opening import Opener
 from batchinfer.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.plan import Plan, Scout, finished_chunks
+from batchinfer.plan import Plan, Scout, finished_chunks, have_errors
 from batchinfer.publishing import Publisher
 from batchinfer.records import EngineInfo, RowKey
 from batchinfer.scratch import Scratch
@@ -50,6 +50,8 @@ _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
+_LOOKS = 4
+"""Markers are read by so many hands at once."""
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class _Worker:
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
-                self.store, self._make_lease(), self.telemetry, self.world.stopper
+                self.store, self._make_lease(), self.telemetry, self.world.stopper, self.clock
             )
             heartbeat.start(self.world.background, stack, max_attempts=self.config.max_attempts)
             try:
@@ -245,7 +247,7 @@ class _Worker:
         """Which chunks are left to do, here and elsewhere."""
         config, claims = self.config, services.claims
         own = membership.assignment.chunks
-        left = membership.chunks_left(done)
+        left = membership.chunks_left(done, self._goal(membership, done))
         num_done = len(own) - len(left)
         self.telemetry.count_skipped(num_done)
         self.telemetry.rows_skipped = _num_rows(own) - _num_rows(left)
@@ -266,6 +268,22 @@ class _Worker:
             worker_id=self.worker_id,
             done=done if not config.retry_errors else (),
         )
+
+    def _goal(self, membership: Membership, done: dict[str, int]) -> int:
+        """The generation that a repair is to reach: that of the last one until it is through, then the next.
+
+        Rows may fail for good, so that chunks which were repaired already have errors: without a goal, a worker that is
+        stopped now and then would repair the first ones for ever.
+        """
+        if not self.config.retry_errors:
+            return 0
+        chunks = membership.unrepaired(done)
+        looks = [
+            self.world.background.submit(partial(have_errors, self.store, chunks[hand::_LOOKS]))
+            for hand in range(_LOOKS)
+        ]
+        is_begun = any(self._await(look) for look in looks)
+        return max(done.values(), default=0) + (not is_begun)
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.

@@ -61,7 +61,9 @@ class Shelf:
         self._openings: list[_Opening] = []
         self._retries: list[_Retry] = []
         self._checkpointer = Checkpointer(services, self._may_checkpoint)
-        self._publish_queue = PublishQueue(services, limits, self._must_wait)
+        self._publish_queue = PublishQueue(
+            services, limits, must_wait=self._must_wait, save=self._save_complete
+        )
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
         self._opening_seconds = _FIRST_OPENING_SECONDS
@@ -159,14 +161,18 @@ class Shelf:
             return False
         if self._is_saving:
             return True
-        # A complete chunk is about to be published, unless the worker ends before it can be.
-        is_wanted = bool(chunk.num_left) or self.is_closing
+        # A complete chunk is about to be published, unless the worker ends before it can be, or the store refuses it.
+        is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
         return is_wanted and not self._publish_queue.is_publishing(chunk)
 
     def _must_wait(self, chunk: OpenChunk) -> bool:
         """Publishing removes the segments, so it has to know them all; and saving comes before it."""
         is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
         return is_unsafe or self._checkpointer.is_writing_of(chunk)
+
+    def _save_complete(self, chunk: OpenChunk) -> None:
+        """Publishing failed and may never succeed: the next start must not pay for these rows again."""
+        self._checkpointer.ask([chunk])
 
     def note_deaths(self, rows: dict[str, list[int]]) -> None:
         """Write down which rows were in flight when an engine died."""
@@ -327,6 +333,9 @@ class Shelf:
             self._publish_queue.add(chunk)
 
     def _expected_rows(self, candidate: Candidate) -> int:
+        begun = self._services.opener.begun or ()
+        if candidate.ref.generation or candidate.ref.name in begun:
+            return 1  # of a repair, or of a chunk with checkpoints, perhaps no row is left
         return candidate.ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:

@@ -14,7 +14,7 @@ import making
 from batchinfer import codec, layout
 from batchinfer.claims import Claims as RealClaims
 from batchinfer.claims import Held
-from batchinfer.errors import EngineDied, Interrupted, StorageError
+from batchinfer.errors import EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.plan import Scout
 from batchinfer.records import Claim, Worker
 from batchinfer.services import Limits
@@ -150,6 +150,22 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         ]
         assert len(written) > len(before)
         assert len(written) == len(set(written))
+
+
+def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:
+    """A complete chunk was in no checkpoint, so each start did its rows again, and that counted as progress."""
+    with Stage([["say a", "say b", "say c"]]) as stage:
+        refused = when(
+            lambda method, key: method != "get_object" and "outputs/part-00000" in key, "refused"
+        )
+        options = {"checkpoint_seconds": 1000.0, "limits": Limits(storage_retry_seconds=0.1)}
+        for resumed in (0, 3):
+            ending = stage.run(hook=refused, **options)
+            assert isinstance(ending.error, StorageError)
+            result = ending.error.result  # type: ignore[attr-defined]
+            assert (result["rows_resumed"], result["request_count"]) == (resumed, 3 - resumed)
+        assert isinstance(stage.run(hook=refused, max_attempts=1, **options).error, NoProgress)
+        assert stage.run(**options).is_success
 
 
 def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from batchinfer import codec, layout
 from batchinfer.cli import main
+from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import (
     AccessDenied,
     ConfigError,
@@ -23,8 +25,13 @@ from batchinfer.errors import (
     StorageError,
 )
 from batchinfer.plan import finished_chunks
+from batchinfer.prompts import PromptConfig
+from batchinfer.records import Sampling
+from batchinfer.session import run_worker
 from batchinfer.storage import Store
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
+from batchinfer.world import WorkerConfig, real_world
 from making import (
     default_row,
     finish_process,
@@ -245,6 +252,31 @@ class TestStoppedAndStartedAgain:
         assert again.result["request_count"] == 95 - done_before
         assert_every_row_once(run, 95)
 
+    def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(self, tmp_path: Path) -> None:
+        """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
+        make_job(tmp_path / "job", rows=1, per_chunk=1)
+        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+
+        class Away(LocalStore):
+            def replace(self, key: str, data: bytes, etag: str) -> str:
+                if '"state":"done"' in data.decode():
+                    time.sleep(60)
+                return super().replace(key, data, etag)
+
+        config = WorkerConfig(
+            manifests=[f"{tmp_path}/job/manifests/all.txt"],
+            output=str(tmp_path / "run"),
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+        )
+        begin = time.monotonic()
+        result = run_worker(
+            config, dataclasses.replace(world, open_store=lambda url: Away(Path(url)))
+        )
+        assert result["request_count"] == 1
+        assert time.monotonic() - begin < 40
+
     def test_a_signal_while_the_engine_loads_ends_it_at_once(self, job: str) -> None:
         run = f"{job}/runs/a"
         process = start_process(worker_arguments(job, run, "--echo-load-seconds", "300"))
@@ -380,6 +412,31 @@ class TestBadRows:
         assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
         assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
         assert [line["_row"] for line in all_lines(run)] == list(range(20))
+
+    def test_a_repair_that_was_stopped_goes_on_with_what_it_has_not_reached(
+        self, tmp_path: Path
+    ) -> None:
+        """Rows that always fail made every start begin with the first chunk again; the last ones were never reached."""
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(
+            job,
+            rows=40,
+            per_chunk=10,
+            workers=4,
+            make_row=lambda row: {"prompt": "" if row % 10 == 3 and row < 30 else f"row {row}"},
+        )
+        run_worker_here(job, run)
+        store = open_store(str(run))
+        # As a repair leaves it that reached one chunk only.
+        assert run_worker_here(job, run, "--retry-errors", index=0)["request_count"] == 1
+        assert finished_chunks(store)["part-00000"] == 1
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
+        reached = {"part-00000": 1, "part-00001": 1, "part-00002": 1, "part-00003": 0}
+        assert finished_chunks(store) == reached
+        # It is through: the next one begins anew.
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
+        assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 2)
+        assert [line["_row"] for line in all_lines(run)] == list(range(40))
 
 
 class TestBadInput:
