@@ -194,6 +194,7 @@ def test_large_file_becomes_visible_with_its_last_piece(server: FakeGcs, tmp_pat
     assert store.stat("outputs/a").etag == etag
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 def test_missing_bucket_is_named(server: FakeGcs, tmp_path: Path):
     file = tmp_path / "file"
     file.write_bytes(b"x" * 2 * MIB)
