@@ -13,10 +13,13 @@ from batchinfer.engines.gpus import (
     GIB,
     Gpu,
     choose_parallelism,
+    memory_per_gpu,
     parse_nvidia_smi,
+    query_nvml,
     visible_gpus,
 )
 from batchinfer.engines.models import ModelInfo, describe_model, weight_files
+from batchinfer.engines.placement import place
 from batchinfer.errors import AccessDenied, ConfigError, EngineLoadError
 from tiny_model import write_model_stub
 
@@ -50,6 +53,31 @@ def test_float32_weights_take_half_their_size_in_16_bits(tmp_path):
 def test_latent_attention_keeps_one_vector_per_layer(tmp_path):
     folder = write_model_stub(tmp_path / "m", kv_lora_rank=512, qk_rope_head_dim=64)
     assert describe_model(config_of(folder)).kv_bytes_per_token == 32 * (512 + 64) * 2
+
+
+def test_only_models_that_keep_every_token_have_an_exact_cache(tmp_path):
+    def described(name, options=None, **values):
+        return describe_model(
+            config_of(write_model_stub(tmp_path / name, **values), **(options or {}))
+        )
+
+    assert described("plain").is_cache_exact
+    assert described("full", layer_types=["full_attention"] * 32).is_cache_exact
+    assert described("off", sliding_window=4096, use_sliding_window=False).is_cache_exact
+    assert not described("window", sliding_window=4096).is_cache_exact
+    mixed = ["full_attention", "sliding_attention"]
+    assert not described("mixed", layer_types=mixed).is_cache_exact
+    assert not described("other", architectures=["JambaForCausalLM"]).is_cache_exact
+    assert not described("fp8", quantization_config={"quant_method": "fp8"}).is_cache_exact
+    assert described("latent", kv_lora_rank=512).has_latent_cache
+    assert not described("heads").has_latent_cache
+    half = described("half", {"engine_args": {"kv_cache_dtype": "fp8"}})
+    assert half.kv_bytes_per_token == described("whole").kv_bytes_per_token // 2
+
+
+def test_of_several_lengths_the_smallest_counts(tmp_path):
+    folder = write_model_stub(tmp_path / "m", max_position_embeddings=8192, max_seq_len=2048)
+    assert describe_model(config_of(folder)).max_model_len == 2048
 
 
 def test_a_multimodal_models_text_part_counts(tmp_path):
@@ -238,9 +266,9 @@ def chosen(info, devices, **options) -> tuple[int, int]:
         (1, 1, 24, (1, 1)),
         (1, 8, 24, (1, 8)),  # a small model eight times
         (15, 8, 80, (1, 8)),  # 8B on H100
-        (15, 8, 24, (2, 4)),  # 8B on L4: 7.5 + 4 of 19.6 GiB
+        (15, 8, 24, (2, 4)),  # 8B on L4: 7.5 + 4 of 20.1 GiB
         (15, 1, 24, (1, 1)),  # weights fit, the cache is small: it is tried
-        (132, 8, 80, (4, 2)),  # 70B on H100: 33 + 5 of 70 GiB
+        (132, 8, 80, (4, 2)),  # 70B on H100: 33 + 5 of 71.6 GiB
         (132, 4, 80, (4, 1)),
         (132, 6, 80, (4, 1)),  # two stay idle, since 32 heads do not divide by 6
         (15, 3, 24, (2, 1)),
@@ -297,9 +325,75 @@ def test_weights_that_fit_nowhere_are_refused_with_the_arithmetic():
     assert chosen(model(132), gpus(1, 80), tensor_parallel_size=1) == (1, 1), "stated is tried"
 
 
+LLAMA = {"is_cache_exact": True, "max_model_len": 131_072}  # 16 GiB for one sequence
+
+
+def test_a_sequence_that_surely_fits_nowhere_is_refused_with_a_length_that_fits():
+    # 24 GiB x 0.92 = 22.1: 20.1 without the overhead, 5.1 beside the weights
+    with pytest.raises(
+        ConfigError, match=r"15\.0 GiB .* 131072 tokens, 16\.0 GiB.* 22\.1 GiB"
+    ) as caught:
+        chosen(model(15, **LLAMA), gpus(1, 24))
+    assert "--max-model-len 40960 fits" in caught.value.hint
+    assert "--tensor-parallel-size" in caught.value.hint
+    assert chosen(model(15, **LLAMA), gpus(1, 24), max_model_len=40_960) == (1, 1)
+    assert chosen(model(15, **LLAMA), gpus(1, 24), tensor_parallel_size=1) == (1, 1)
+    assert chosen(model(15, **LLAMA), gpus(2, 24)) == (2, 1), "8 + 7.5 of 20.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"is_cache_exact": False}, {}),  # windows, hybrids, a quantized cache
+        ({}, {"quantization": "fp8"}),  # weights may shrink while they load
+        ({}, {"hf_config_path": "org/other"}),
+        ({}, {"engine_args": {"kv_cache_dtype": "nvfp4"}}),
+        ({}, {"engine_args": {"max_model_len": 4096}}),
+        ({"max_model_len": 0}, {}),
+        (
+            {},
+            {"max_model_len": 50_000},
+        ),  # 6.1 of 7.1: only the overhead, an estimate, is in the way
+    ],
+)
+def test_what_vllm_might_load_all_the_same_is_left_to_it(changes, options):
+    assert chosen(model(15, **{**LLAMA, **changes}), gpus(1, 24), **options) == (1, 1)
+
+
+def test_what_may_not_load_is_warned_of():
+    plan = choose_parallelism(
+        model(15, **LLAMA), gpus(1, 24), EngineConfig(model="m", max_model_len=50_000)
+    )
+    for part in ("may not load", "15.0 GiB", "50000 tokens 6.1 GiB", "--max-model-len 40960 fits"):
+        assert part in plan.warning
+    for options in ({"max_model_len": 8192}, {"tensor_parallel_size": 1}):
+        config = EngineConfig(model="m", **options)
+        assert not choose_parallelism(model(15, **LLAMA), gpus(1, 24), config).warning
+    # weights alone: 21 of 22.1 GiB are no reason to refuse
+    tight = choose_parallelism(model(21), gpus(1, 24), EngineConfig(model="m"))
+    assert "larger GPUs" in tight.warning
+
+
+def test_weights_that_may_shrink_while_they_load_are_not_refused():
+    assert chosen(model(132), gpus(1, 80), quantization="bitsandbytes") == (1, 1)
+    assert chosen(model(132), gpus(1, 80), engine_args={"quantization": "fp8"}) == (1, 1)
+
+
+def test_a_latent_cache_is_kept_whole_by_every_rank():
+    info = model(15, has_latent_cache=True, num_kv_heads=32)
+    config = EngineConfig(model="m")
+    assert memory_per_gpu(info, config, 4, 1024)[1] == 1024 * info.kv_bytes_per_token
+    assert memory_per_gpu(model(15), config, 4, 1024)[1] == 256 * info.kv_bytes_per_token
+
+
+def test_slices_of_a_gpu_hold_one_replica_each():
+    slices = [Gpu(id="MIG-aa"), Gpu(id="MIG-bb")]
+    assert chosen(model(15), slices) == (1, 2)
+
+
 def test_the_choice_is_explained_with_its_numbers():
     plan = choose_parallelism(model(15), gpus(8, 24), EngineConfig(model="m"))
-    for part in ("4 x tensor parallel 2", "8 of 8 GPUs", "7.5 GiB", "4.0 GiB", "19.6 GiB"):
+    for part in ("4 x tensor parallel 2", "8 of 8 GPUs", "7.5 GiB", "4.0 GiB", "20.1 GiB"):
         assert part in plan.explanation
 
 
@@ -343,6 +437,86 @@ def test_stated_gpus_win_and_must_exist(three_gpus, monkeypatch):
     assert ids(["1", "GPU-cc"]) == ["1", "2"]
     with pytest.raises(ConfigError, match="there are: 0, 1, 2"):
         ids(["5"])
+
+
+def test_a_shortened_uuid_names_the_one_gpu_that_begins_so(monkeypatch):
+    found = [(Gpu(id="0"), "GPU-8932aa"), (Gpu(id="1"), "GPU-8932bb")]
+    monkeypatch.setattr("batchinfer.engines.gpus.query_nvidia", lambda: found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932b")
+    assert ids() == ["1"]
+    assert ids(["GPU-8932a"]) == ["0"]
+    with pytest.raises(ConfigError, match="GPU-8932'"):
+        ids(["GPU-8932"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "wanted", "is_translated"),
+    [
+        (None, None, True),
+        ("GPU-bb,GPU-aa", None, True),
+        ("2,0", None, False),
+        ("MIG-aa", None, False),
+        ("2,0", ["0", "1"], True),
+    ],
+)
+def test_replicas_number_gpus_as_they_were_looked_up(
+    three_gpus, monkeypatch, tmp_path, variable, wanted, is_translated
+):
+    if variable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    config = config_of(write_model_stub(tmp_path / "m"), gpus=wanted, tensor_parallel_size=1)
+    for _, environment in place(config).replicas:
+        assert environment.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if is_translated else None)
+
+
+def test_a_launch_that_may_not_fit_is_warned_of_in_the_log(
+    three_gpus, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("batchinfer.engines.models.describe_model", lambda _: model(15, **LLAMA))
+    monkeypatch.setattr(
+        "batchinfer.engines.gpus.query_nvidia", lambda: [(gpus(1, 24)[0], "GPU-aa")]
+    )
+    place(config_of(tmp_path, max_model_len=50_000))
+    assert "--max-model-len 40960 fits" in caplog.text
+
+
+def fake_nvml(**changes) -> SimpleNamespace:
+    """Four GPUs: the second has fallen off the bus, the third tells no memory."""
+    error = type("NVMLError", (Exception,), {})
+
+    def unless(bad: int, answer):
+        def ask(index):
+            if index == bad:
+                raise error
+            return answer(index)
+
+        return ask
+
+    functions = {
+        "NVMLError": error,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": unless(1, int),
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
+        "nvmlDeviceGetMemoryInfo": unless(2, lambda _: SimpleNamespace(total=GIB)),
+    }
+    return SimpleNamespace(**{**functions, **changes})
+
+
+def test_a_gpu_that_the_driver_cannot_describe_takes_no_other_along():
+    found = [(gpu.id, gpu.total_bytes) for gpu, _ in query_nvml(fake_nvml())]
+    assert found == [("0", GIB), ("2", 0), ("3", GIB)]
+
+
+def test_a_driver_that_counts_no_gpus_has_none():
+    nvml = fake_nvml()
+
+    def fail():
+        raise nvml.NVMLError
+
+    assert query_nvml(fake_nvml(NVMLError=nvml.NVMLError, nvmlDeviceGetCount=fail)) == []
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown(three_gpus):

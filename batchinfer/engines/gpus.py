@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import io
@@ -18,12 +19,15 @@ from batchinfer.records import Record
 
 GIB = 1 << 30
 
-DEFAULT_UTILIZATION = 0.9
+# vLLM's own.
+DEFAULT_UTILIZATION = 0.92
 # Activations, CUDA graphs, the CUDA context and NCCL: what a replica needs beside weights and KV cache.
 OVERHEAD_BYTES = 2 * GIB
 # A KV cache below this keeps too few sequences running to use the GPU: 64 of 1024 tokens each.
 USEFUL_KV_TOKENS = 65_536
 QUERY_SECONDS = 20.0
+# Any other engine argument may change what weights or the cache take, and nothing is refused by an estimate.
+HARMLESS_ENGINE_ARGS = {"load_format", "kv_cache_dtype", "enable_prefix_caching", "download_dir"}
 
 
 class Gpu(Record, frozen=True, kw_only=True):
@@ -35,11 +39,15 @@ class Gpu(Record, frozen=True, kw_only=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """How many replicas of how many GPUs each, and why in one sentence with its arithmetic."""
+    """How many replicas of how many GPUs each, and why in one sentence with its arithmetic.
+
+    `warning` is empty unless it may well not fit.
+    """
 
     tensor_parallel_size: int
     replicas: int
     explanation: str
+    warning: str = ""
 
 
 def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Plan:
@@ -55,7 +63,8 @@ def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConf
         config: Reads the parallel sizes, replicas, utilization, offload and lengths.
 
     Raises:
-        ConfigError: more GPUs are asked for than there are, the heads do not divide, or the weights fit nowhere.
+        ConfigError: more GPUs are asked for than there are, the heads do not divide, or the weights and one
+            sequence surely fit nowhere.
     """
     pipeline = config.pipeline_parallel_size
     stated = config.tensor_parallel_size
@@ -65,18 +74,23 @@ def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConf
         return plan_on_cpu(config)
     count = len(gpus)
     wanted = 1 if config.replicas == "auto" else config.replicas
+    warning = ""
     if stated or wanted * pipeline > count:
         size = stated or 1
         check_enough(count, wanted, size, pipeline)
         why = f"tensor parallel {size} as asked for"
+    elif any(gpu.id.startswith("MIG-") for gpu in gpus):
+        size, why = 1, "a process can use no more than one MIG slice"
     else:
-        size, why = smallest_size(model, gpus, config, count // (wanted * pipeline))
+        size, why, warning = smallest_size(model, gpus, config, count // (wanted * pipeline))
     replicas = count // (size * pipeline) if config.replicas == "auto" else wanted
     shape = f"{replicas} x tensor parallel {size}"
     if pipeline > 1:
         shape += f" x pipeline parallel {pipeline}"
     explanation = f"{shape} on {replicas * size * pipeline} of {count} GPUs: {why}"
-    return Plan(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
+    return Plan(
+        tensor_parallel_size=size, replicas=replicas, explanation=explanation, warning=warning
+    )
 
 
 def plan_on_cpu(config: EngineConfig) -> Plan:
@@ -126,43 +140,84 @@ def divides(model: ModelInfo, size: int) -> bool:
 
 def smallest_size(
     model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig, most: int
-) -> tuple[int, str]:
-    """The smallest tensor-parallel size that fits, up to `most`, and the reason."""
+) -> tuple[int, str, str]:
+    """The smallest tensor-parallel size that fits, up to `most`, the reason, and what to warn of."""
     # vLLM is happiest with powers of two; others only where every GPU is needed.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
     sizes = [size for size in sizes if divides(model, size)]
     smallest_gpu = min(gpu.total_bytes for gpu in gpus)
     if not smallest_gpu or not model.parameter_bytes:
         what = "GPUs' memory" if model.parameter_bytes else "model's size"
-        return sizes[-1], f"the {what} is unknown, so the largest"
+        return sizes[-1], f"the {what} is unknown, so the largest", ""
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     usable = int(smallest_gpu * share) - OVERHEAD_BYTES
+    room = f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)} = {gib(usable)}"
     length = config.max_model_len or model.max_model_len
     tokens = max(USEFUL_KV_TOKENS, length)
-    best_without_cache = 0
     for size in sizes:
         weights, cache = memory_per_gpu(model, config, size, tokens)
         if weights + cache <= usable:
-            why = (
-                f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU fit into "
-                f"{gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)} = {gib(usable)}"
-            )
-            return size, why
-        if weights < usable:
-            best_without_cache = size
-    weights, cache = memory_per_gpu(model, config, sizes[-1], tokens)
-    if best_without_cache:
-        why = (
-            f"weights {gib(weights)} of {gib(usable)} usable per GPU leave less than the {gib(cache)} that a "
-            f"KV cache for {tokens} tokens takes; a smaller --max-model-len may be needed"
-        )
-        return sizes[-1], why
-    raise ConfigError(
-        f"--model: {model.name} needs {gib(weights)} per GPU for its weights even with tensor parallel "
-        f"{sizes[-1]}, but {gib(smallest_gpu)} x {share:g} - {gib(OVERHEAD_BYTES)} = {gib(usable)} are usable",
-        hint="use more or larger GPUs, a quantized model, or --cpu-offload-gb; "
-        "with --tensor-parallel-size stated it is tried all the same",
+            why = f"weights {gib(weights)} + KV cache for {tokens} tokens {gib(cache)} per GPU fit into {room}"
+            return size, why, ""
+    size = sizes[-1]
+    weights, cache = memory_per_gpu(model, config, size, tokens)
+    check_fits(model, config, size, smallest_gpu)
+    why = (
+        f"weights {gib(weights)} of {gib(usable)} usable per GPU leave less than the {gib(cache)} that a "
+        f"KV cache for {tokens} tokens takes, so the largest"
     )
+    _, sequence = memory_per_gpu(model, config, size, length)
+    if weights + sequence <= usable:
+        return size, why, ""
+    warning = (
+        f"{model.name} may not load: weights {gib(weights)} + KV cache of one sequence of {length} tokens "
+        f"{gib(sequence)} per GPU, {room} usable; {advice(model, config, size, usable - weights)}"
+    )
+    return size, why, warning
+
+
+def check_fits(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
+    """Refuse a model that surely does not load: its weights, or with them one sequence, exceed what vLLM may use.
+
+    What is not sure (an estimate that an engine argument, a quantization or a window may have made too large)
+    is left to vLLM, and so is all that only the overhead decides.
+
+    Raises:
+        ConfigError: with the arithmetic.
+    """
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
+    most = int(gpu_bytes * share)
+    length = config.max_model_len or model.max_model_len
+    weights, sequence = memory_per_gpu(model, config, size, length)
+    is_estimate = bool(config.quantization or config.hf_config_path)
+    if is_estimate or set(config.engine_args) - HARMLESS_ENGINE_ARGS:
+        return
+    room = f"{gib(gpu_bytes)} x {share:g} = {gib(most)} are usable"
+    if weights > most:
+        raise ConfigError(
+            f"--model: {model.name} needs {gib(weights)} per GPU for its weights even with tensor parallel "
+            f"{size}, but {room}",
+            hint="use more or larger GPUs, a quantized model, or --cpu-offload-gb; "
+            "with --tensor-parallel-size stated it is tried all the same",
+        )
+    kind = str(config.engine_args.get("kv_cache_dtype", "auto"))
+    is_exact = model.is_cache_exact and (kind == "auto" or kind.startswith("fp8"))
+    if is_exact and weights + sequence > most:
+        hint = advice(model, config, size, most - OVERHEAD_BYTES - weights)
+        raise ConfigError(
+            f"--max-model-len: {model.name}'s weights of {gib(weights)} and the KV cache of one sequence of {length} "
+            f"tokens, {gib(sequence)}, are needed per GPU with tensor parallel {size}, but {room}",
+            hint=f"{hint}; with --tensor-parallel-size stated it is tried all the same",
+        )
+
+
+def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) -> str:
+    """What to change where one sequence needs more than so many bytes of KV cache."""
+    _, per_token = memory_per_gpu(model, config, size, 1)
+    fitting = cache_bytes // per_token // 1024 * 1024 if per_token else 0
+    if fitting > 0:
+        return f"--max-model-len {fitting} fits"
+    return "use more or larger GPUs, a quantized model, or --cpu-offload-gb"
 
 
 def memory_per_gpu(
@@ -172,8 +227,8 @@ def memory_per_gpu(
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
-    # Key-value heads are repeated, not split, once there are more GPUs than heads.
-    split = min(size, model.num_kv_heads or size)
+    # Key-value heads are repeated, not split, once there are more GPUs than heads; a latent one is the only one.
+    split = 1 if model.has_latent_cache else min(size, model.num_kv_heads or size)
     return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
 
 
@@ -205,7 +260,7 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     names = list(wanted) if wanted is not None else (variable or "").split(",")
     chosen: list[Gpu] = []
     for name in (name.strip() for name in names):
-        gpu = next((gpu for gpu, uuid in found if name and name in {gpu.id, uuid}), None)
+        gpu = find_gpu(found, name)
         if gpu is None and wanted is None:
             # Like CUDA, which ignores what follows an index that does not exist; a MIG slice has a
             # UUID that only the driver knows.
@@ -217,6 +272,27 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
             raise ConfigError(f"--gpus: {name!r} is not on this machine, there are: {there}")
         chosen.append(gpu)
     return chosen
+
+
+def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
+    """The GPU with this index, or with this UUID, which may be shortened as long as it names one GPU."""
+    for gpu, uuid in found:
+        if name and name in {gpu.id, uuid}:
+            return gpu
+    if not name.startswith("GPU-"):
+        return None
+    alike = [gpu for gpu, uuid in found if uuid.startswith(name)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def is_driver_order(wanted: Sequence[str] | None = None) -> bool:
+    """Whether the indices of `visible_gpus` are the driver's, by PCI bus, rather than CUDA's own.
+
+    CUDA numbers the fastest first unless told otherwise. Indices in CUDA_VISIBLE_DEVICES are passed on
+    as they are, in whatever order their author had in mind; all others come from the driver.
+    """
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return wanted is not None or variable is None or "GPU-" in variable
 
 
 def query_nvidia() -> list[tuple[Gpu, str]]:
@@ -234,16 +310,27 @@ def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return []
+    found: list[tuple[Gpu, str]] = []
+    with contextlib.suppress(nvml.NVMLError):
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                # A GPU that has fallen off the bus takes no other one along.
+                with contextlib.suppress(nvml.NVMLError):
+                    found.append(describe_nvml(nvml, index))
+        finally:
+            nvml.nvmlShutdown()
+    return found
+
+
+def describe_nvml(nvml: Any, index: int) -> tuple[Gpu, str]:
+    """One GPU and its UUID; its memory counts as unknown where the driver does not tell it."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     try:
-        found: list[tuple[Gpu, str]] = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-            total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-            found.append((Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)))
-        return found
-    finally:
-        nvml.nvmlShutdown()
+        total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:  # a GPU that shares the CPU's memory has none of its own
+        total = 0
+    return Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)
 
 
 def query_nvidia_smi() -> list[tuple[Gpu, str]]:

@@ -33,6 +33,18 @@ TOKENIZER_FILES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # Of a weight file, so much at both ends tells it from another of equal size.
 SAMPLE_BYTES = 1 << 20
+# Models that keep every token in every layer unless their config speaks of windows. Of others (hybrids, shared
+# caches, compressed ones) the cache that is computed here may be larger than what vLLM takes.
+FULL_ATTENTION_ARCHITECTURES = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    *("GemmaForCausalLM", "GraniteForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM"),
+}
+# Where a config states the longest length; of several, vLLM takes the smallest.
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
@@ -40,7 +52,9 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     """A model. Numbers are 0 and texts empty where the config does not say.
 
     `identity` is what a run's fingerprint takes: the commit on the Hub, or a hash of a local folder's config,
-    tokenizer, generation config, weight index, and samples of its weight files.
+    tokenizer, generation config, weight index, and samples of its weight files. `is_cache_exact`: a sequence
+    takes no less than `kv_bytes_per_token` for each of its tokens. `has_latent_cache`: tensor parallelism does
+    not split the cache, every rank keeps all of it.
     """
 
     name: str
@@ -53,6 +67,8 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     max_model_len: int = 0
     parameter_bytes: int = 0
     kv_bytes_per_token: int = 0
+    is_cache_exact: bool = False
+    has_latent_cache: bool = False
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -305,11 +321,11 @@ def build_info(
         architecture=str(architectures[0]),
         dtype=dtype,
         quantization=quantization,
-        max_model_len=number(
-            values, "max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"
-        ),
+        max_model_len=longest_length(values),
         parameter_bytes=parameter_bytes,
         kv_bytes_per_token=kv_bytes_per_token(config, values, heads, kv_heads, dtype),
+        is_cache_exact=keeps_every_token(values) and dtype in DTYPE_BYTES and not quantization,
+        has_latent_cache=bool(number(values, "kv_lora_rank")),
         num_layers=number(values, "num_hidden_layers", "n_layer", "n_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -325,6 +341,29 @@ def number(values: Mapping[str, Any], *names: str) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 0
+
+
+def longest_length(values: Mapping[str, Any]) -> int:
+    """The longest sequence that a config allows, as vLLM reads it.
+
+    >>> longest_length({"max_position_embeddings": 8192, "seq_length": 2048})
+    2048
+    """
+    stated = [number(values, name) for name in LENGTHS]
+    return number(values, "model_max_length") or min(filter(None, stated), default=0)
+
+
+def keeps_every_token(values: Mapping[str, Any]) -> bool:
+    """Whether all layers surely attend to the whole sequence: no windows, no chunks, no layers of other kinds."""
+    architectures = values.get("architectures") or [""]
+    has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
+    kinds = set(values.get("layer_types") or ())
+    return (
+        architectures[0] in FULL_ATTENTION_ARCHITECTURES
+        and not has_window
+        and not values.get("attention_chunk_size")
+        and kinds <= {"full_attention"}
+    )
 
 
 def kv_bytes_per_token(

@@ -30,21 +30,25 @@ def place(config: EngineConfig) -> Placement:
         count = 1 if config.replicas == "auto" else config.replicas
         names = [f"replica {index}" for index in range(count)]
         return Placement(config=config, replicas=[(name, {}) for name in names])
-    from batchinfer.engines.gpus import choose_parallelism, visible_gpus
+    from batchinfer.engines.gpus import choose_parallelism, is_driver_order, visible_gpus
     from batchinfer.engines.models import describe_model
 
     model = describe_model(config)
     gpus = visible_gpus(config.gpus)
     plan = choose_parallelism(model, gpus, config)
     logger.info("%s", plan.explanation)
+    if plan.warning:
+        logger.warning("%s", plan.warning)
     config = msgspec.structs.replace(config, tensor_parallel_size=plan.tensor_parallel_size)
     size = plan.tensor_parallel_size * config.pipeline_parallel_size
     replicas: list[tuple[str, dict[str, str]]] = []
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_driver_order(config.gpus) else {}
     for index in range(plan.replicas):
         group = [gpu.id for gpu in gpus[index * size : (index + 1) * size]]
         if group:
             listed = ",".join(group)
-            replicas.append((f"replica {index} (GPU {listed})", {"CUDA_VISIBLE_DEVICES": listed}))
+            environment = {"CUDA_VISIBLE_DEVICES": listed, **order}
+            replicas.append((f"replica {index} (GPU {listed})", environment))
         else:
             replicas.append((f"replica {index}", {}))
     idle = len(gpus) - plan.replicas * size

@@ -3,9 +3,9 @@
 Defaults where the user states nothing:
 
 * On a GPU: vLLM's own for offline use (its usage context LLM_CLASS, as `vllm.LLM` takes them): 256 sequences
-  and 8192 tokens a step, 1024 and 16384 on GPUs of 70 GB and more. Its serving defaults trade throughput for the
-  time to the first token, which nobody waits for here. The engine core gets a process of its own, so that
-  tokenizing and decoding text run beside the GPU.
+  and 8192 tokens a step, 1024 and 16384 on GPUs of 70 GiB and more other than the A100. Its serving defaults
+  trade throughput for the time to the first token, which nobody waits for here. The engine core gets a
+  process of its own, so that tokenizing and decoding text run beside the GPU.
 * On a CPU: 1 GiB of KV cache (else vLLM takes nearly all memory, and a second worker cannot start), eager
   mode, no chunked prefill (a seeded request whose prompt is split over two steps kills the CPU engine), and
   the engine core in this very process, which starts in seconds and computes on every core.
