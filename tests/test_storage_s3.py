@@ -20,7 +20,7 @@ from batchinfer.errors import (
     InputError,
     StorageError,
 )
-from batchinfer.storage import Preconditions, Store
+from batchinfer.storage import Preconditions, Store, s3
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.probing import probe
 from batchinfer.storage.retrying import RetryPolicy
@@ -116,6 +116,7 @@ def test_lost_reply_in_a_multipart_upload_is_no_loss(
     store = S3Store(url, retries=QUICK, part_bytes=5 * MIB, multipart_bytes=6 * MIB)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(12 * MIB))
+    store.create_file("outputs/earlier", file)  # so that the trial of parts is over
     proxy.lose(starts_with, contains=contains)
     store.create_file("outputs/a", file)
     assert proxy.num_lost == 1
@@ -319,6 +320,61 @@ def test_store_that_ignores_preconditions_is_found_out(s3_url):
     assert found == Preconditions(create=False, replace=False)
     assert not found.is_safe
     assert list(store.list()) == []
+
+
+class DeafToParts(S3Store):
+    """A server that checks preconditions, but not where an upload in parts is completed, as older Ceph does."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: list[tuple[str, str]] = []
+
+    def _call(self, method: str, **arguments: object) -> object:
+        self.calls.append((method, str(arguments.get("Key", ""))))
+        if method == "complete_multipart_upload":
+            arguments.pop("IfNoneMatch", None)
+        return super()._call(method, **arguments)
+
+
+def test_store_that_overwrites_by_uploads_in_parts_gets_files_in_one_piece(
+    s3_url, tmp_path: Path, caplog
+):
+    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(os.urandom(3 * MIB))
+    second.write_bytes(os.urandom(3 * MIB))
+    etag = store.create_file("outputs/a", first)
+    assert store.create_file("outputs/a", first) == etag
+    with pytest.raises(AlreadyExists):
+        store.create_file("outputs/a", second)
+    assert store.get("outputs/a").data == first.read_bytes()
+    completed = [key for method, key in store.calls if method == "complete_multipart_upload"]
+    assert len(completed) == 1, "the trial, and it is made once"
+    assert "in one piece" in caplog.text
+    assert [found.key for found in store.list()] == ["outputs/a"]
+
+
+def test_file_too_large_for_one_piece_is_refused_where_parts_overwrite(
+    s3_url, monkeypatch, tmp_path: Path
+):
+    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
+    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB))
+    with pytest.raises(StorageError, match="one piece") as caught:
+        store.create_file("outputs/a", file)
+    assert "--num-chunks" in caught.value.hint
+    assert list(store.list()) == []
+
+
+def test_trial_of_parts_leaves_nothing(s3_url, tmp_path: Path):
+    store = S3Store(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(MIB))
+    etag = store.create_file("outputs/a", file)
+    assert etag.endswith('-1"'), "in parts"
+    assert [found.key for found in store.list()] == ["outputs/a"]
+    assert list(store.list_multipart_uploads()) == []
 
 
 ANSWER = (

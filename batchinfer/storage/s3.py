@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import logging
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +24,13 @@ from urllib.parse import urlsplit
 import fsspec.asyn
 import s3fs
 
-from batchinfer import codec
+from batchinfer import codec, layout
 from batchinfer.errors import (
     AccessDenied,
     BatchinferError,
     ObjectNotFound,
     PreconditionFailed,
+    StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, s3_listing
 from batchinfer.storage.keys import check_key, check_prefix
@@ -36,12 +40,16 @@ from batchinfer.storage.scratch_files import scratch_errors
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 PART_BYTES = 16 << 20
 """Size of every part but the last of a multipart upload (R2 wants them equal)."""
 MULTIPART_BYTES = 64 << 20
 """Files of at least this size go up in parts, `PART_CONCURRENCY` at a time."""
 PART_CONCURRENCY = 4
 MAX_PARTS = 10_000
+MAX_PUT_BYTES = 4_900_000_000
+"""What goes up in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
 
@@ -83,6 +91,8 @@ class S3Store:
         self._part_bytes = part_bytes
         self._multipart_bytes = multipart_bytes
         self._is_bucket_seen = False
+        self._are_parts_safe: bool | None = None
+        self._parts_lock = threading.Lock()
         # Repeating is this module's own work: botocore's and s3fs's tries would multiply with it.
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
@@ -133,13 +143,17 @@ class S3Store:
             return etag
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
-        """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees."""
+        """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees.
+
+        The first large file costs seven requests more, for `_check_parts`.
+        """
         name = self._path(key)
         with scratch_errors(path):
             size = path.stat().st_size
         try:
             if size >= self._multipart_bytes:
-                return self._retry(partial(self._upload, name, path, size))
+                send = self._upload if self._check_parts() else self._put_whole
+                return self._retry(partial(send, name, path, size))
             with scratch_errors(path):
                 data = path.read_bytes()
             return self._put(name, data, IfNoneMatch="*")
@@ -234,6 +248,65 @@ class S3Store:
         answer = self._retry(partial(self._call, "put_object", Key=path, Body=data, **condition))
         return str(answer["ETag"])
 
+    def _put_whole(self, path: str, file: Path, size: int) -> str:
+        if size > MAX_PUT_BYTES:
+            raise StorageError(
+                f"{self._url(path)}: has {size} bytes and must go up in one piece, "
+                f"expected at most {MAX_PUT_BYTES}",
+                hint="split into more chunks (--num-chunks): uploads in parts could overwrite here",
+            )
+        with scratch_errors(file), file.open("rb") as source:
+            return str(self._call("put_object", Key=path, Body=source, IfNoneMatch="*")["ETag"])
+
+    def _check_parts(self) -> bool:
+        """Whether uploads in parts create only, as single puts do: some stores overwrite with the last request."""
+        with self._parts_lock:
+            if self._are_parts_safe is None:
+                self._are_parts_safe = self._try_parts()
+                if not self._are_parts_safe:
+                    logger.warning(
+                        "%s: the store overwrites by uploads in parts; large files go up in one piece",
+                        self.url,
+                    )
+            return self._are_parts_safe
+
+    def _try_parts(self) -> bool:
+        """Complete an upload onto an object of its own, which is removed again."""
+        key = f"{layout.PROBES}{secrets.token_hex(8)}"
+        path, held = self._path(key), b"probe: an object\n"
+        self.create(key, held)
+        try:
+            upload_id = self._retry(partial(self._call, "create_multipart_upload", Key=path))[
+                "UploadId"
+            ]
+            try:
+                part = self._send_part(path, upload_id, 1, b"probe: an upload onto it\n")
+                self._complete(path, upload_id, [part])
+            except PreconditionFailed:
+                pass
+            finally:
+                with contextlib.suppress(BatchinferError):
+                    self._abort(path, upload_id)
+            return self.get(key).data == held
+        except NotSupported:
+            return False
+        finally:
+            with contextlib.suppress(AccessDenied):
+                self.delete([key])
+
+    def _send_part(self, path: str, upload_id: str, number: int, body: bytes) -> dict[str, Any]:
+        answer = self._retry(
+            partial(
+                self._call,
+                "upload_part",
+                Key=path,
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=body,
+            )
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
     def _upload(self, path: str, file: Path, size: int) -> str:
         """Upload a file in parts; only the last request makes it an object, if there is none.
 
@@ -248,17 +321,7 @@ class S3Store:
             with scratch_errors(file), file.open("rb") as source:
                 source.seek((number - 1) * part_bytes)
                 body = source.read(part_bytes)
-            answer = self._retry(
-                partial(
-                    self._call,
-                    "upload_part",
-                    Key=path,
-                    UploadId=upload_id,
-                    PartNumber=number,
-                    Body=body,
-                )
-            )
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+            return self._send_part(path, upload_id, number, body)
 
         pool = ThreadPoolExecutor(PART_CONCURRENCY, thread_name_prefix="upload-part")
         try:
