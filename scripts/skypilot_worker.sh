@@ -26,10 +26,18 @@ as_url() {
 case "$OUTPUT_BUCKET ${DATA_BUCKET:-} ${MANIFEST_URL:-}" in
   *r2://*)
     if [ -z "${AWS_ENDPOINT_URL:-}" ]; then
+      for url in "$OUTPUT_BUCKET" "${DATA_BUCKET:-}" "${MANIFEST_URL:-}"; do
+        case "$url" in
+          r2://* | "") ;;
+          *) case "$(as_url "$url")" in
+              s3://*) die "$url: is on S3 and another bucket on r2://, expected both in one place. Copy one of them, or, if both are at one endpoint, add --env AWS_ENDPOINT_URL=…" ;;
+            esac ;;
+        esac
+      done
       [ -r ~/.cloudflare/accountid ] \
         || die "r2://: no account id at ~/.cloudflare/accountid. Run 'sky check cloudflare' where you launch from, or add --env AWS_ENDPOINT_URL=…"
       AWS_ENDPOINT_URL=https://$(tr -d '[:space:]' <~/.cloudflare/accountid).r2.cloudflarestorage.com
-      export AWS_ENDPOINT_URL AWS_REGION=auto
+      export AWS_ENDPOINT_URL AWS_DEFAULT_REGION=auto
       export AWS_PROFILE=${AWS_PROFILE:-r2}
       export AWS_SHARED_CREDENTIALS_FILE=${AWS_SHARED_CREDENTIALS_FILE:-$HOME/.cloudflare/r2.credentials}
     fi

@@ -398,6 +398,7 @@ def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, skypilo
     )
     assert option(arguments, "--output") == "s3://b/run"
     assert environment["AWS_ENDPOINT_URL"] == "https://abc123.r2.cloudflarestorage.com"
+    assert environment["AWS_DEFAULT_REGION"] == "auto", "botocore does not read AWS_REGION"
     assert environment["AWS_PROFILE"] == "r2"
     assert environment["AWS_SHARED_CREDENTIALS_FILE"] == f"{tmp_path}/.cloudflare/r2.credentials"
 
@@ -405,6 +406,28 @@ def test_r2_bucket_takes_the_credentials_that_skypilot_brought(tmp_path, skypilo
 def test_r2_bucket_without_an_account_is_refused(tmp_path, skypilot):
     done, _, _ = worker_arguments(tmp_path, "worker.yaml", skypilot, OUTPUT_BUCKET="r2://b/run")
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("other", ["s3://bucket/job", "bare-name/job"])
+def test_r2_and_s3_buckets_in_one_worker_are_refused(tmp_path, skypilot, other):
+    # One endpoint serves a worker: the S3 bucket would be looked for at Cloudflare.
+    (tmp_path / ".cloudflare").mkdir()
+    (tmp_path / ".cloudflare" / "accountid").write_text("abc123\n")
+    done, _, _ = worker_arguments(
+        tmp_path, "worker.yaml", skypilot, OUTPUT_BUCKET="r2://b/run", DATA_BUCKET=other
+    )
+    assert done.returncode == 2
+    assert other in done.stderr
+    assert "AWS_ENDPOINT_URL" in done.stderr
+
+
+def test_r2_output_of_a_job_elsewhere_is_no_mix(tmp_path, skypilot):
+    (tmp_path / ".cloudflare").mkdir()
+    (tmp_path / ".cloudflare" / "accountid").write_text("abc123\n")
+    _, arguments, _ = worker_arguments(
+        tmp_path, "worker.yaml", skypilot, OUTPUT_BUCKET="r2://b/run", DATA_BUCKET="gs://g/job"
+    )
+    assert option(arguments, "--job") == "gs://g/job"
 
 
 def test_options_arrive_as_they_were_typed(tmp_path, skypilot):
