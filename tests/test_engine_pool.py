@@ -68,6 +68,13 @@ def test_echo_with_replicas_is_a_pool_of_processes():
     assert isinstance(create_engine(pool_config()), ProcessPool)
 
 
+def test_engines_share_the_workers_session_and_not_its_group(make_pool):
+    """In a session of its own an engine that spins starved the worker of the processor, and itself of rows."""
+    for replica in make_pool().replicas:
+        assert os.getsid(replica.pid) == os.getsid(0)
+        assert os.getpgid(replica.pid) == replica.pid
+
+
 def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
     pool = make_pool(echo_latency_seconds=0.02)
     source = ListSource(requests(400))

@@ -27,7 +27,7 @@ ENOUGH_BUFFER_BYTES = 4 << 20
 
 
 class Replica:
-    """An engine process of its own session.
+    """An engine process, which leads a process group of its own.
 
     Args:
         name: For messages, as in "replica 1 (GPU 2,3)".
@@ -60,7 +60,9 @@ class Replica:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                # A group to be killed by, and Ctrl-C does not reach it. No session: Linux may share the processor out by
+                # session first (autogroup), and an engine core that spins then starves its worker for seconds.
+                process_group=0,
                 env=child_environment(environment),
             )
         self.channel = Channel(ours, to_worker_decoder)
@@ -69,7 +71,7 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """The process's id, which is its group's and session's too."""
+        """The process's id, which is its group's too."""
         return self._process.pid
 
     @property
@@ -154,7 +156,7 @@ class Replica:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         self.channel.close()
-        # A process of another session may still hold the pipe; do not wait for it.
+        # A process of another group may still hold the pipe; do not wait for it.
         self._reader.join(0.5)
         if not self._reader.is_alive() and self._process.stdout:
             self._process.stdout.close()
