@@ -22,8 +22,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.errors import AccessDenied, InputError
+from batchinfer.errors import AccessDenied, ConfigError, InputError
 from batchinfer.sources import Oddities, Plan, View, is_inside, resolve
+from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub
 from making import run_process
 
@@ -665,6 +666,22 @@ def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
         resolve([f"{bucket}/nothing"], view=View())
     with pytest.raises(InputError, match="no such file, folder or bucket"):
         resolve(["s3://no-such-bucket-here/x.parquet"], view=View())
+
+
+@pytest.mark.s3
+def test_r2_is_s3_that_refuses_to_go_to_aws(s3_url, monkeypatch):
+    bucket = s3_url()
+    store = open_store(bucket)
+    for name, line in (("a", b'{"n":1}\n'), ("b", b'{"n":2}\n')):
+        store.create(f"data/{name}.jsonl", line)
+    url = f"{bucket}/data".replace("s3://", "r2://")
+    for argument in (url, f"{url}/*.jsonl"):
+        plan = resolve([argument], view=View())
+        assert [row["n"] for row in read_rows(plan)] == [1, 2]
+        assert plan.sources[0].files[0].url == f"{url}/a.jsonl"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    with pytest.raises(ConfigError, match="requests would go to AWS"):
+        resolve(["r2://another/b.jsonl"], view=View())
 
 
 def split_file_url(url: str) -> list[dict]:

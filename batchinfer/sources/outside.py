@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from batchinfer.errors import AccessDenied, BatchinferError, InputError, StorageError
 from batchinfer.sources import hub
+from batchinfer.storage.opening import open_store
 from batchinfer.zst import ZstdFile
 
 MAGIC_PARQUET = b"PAR1"
@@ -51,12 +52,22 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
     Raises:
         InputError: The URL's scheme is unknown or needs a package that is not installed.
+        ConfigError: It is r2:// and no endpoint is configured.
     """
     if is_local(url):
         return LocalFiles(), os.path.abspath(local_path(url))  # noqa: PTH100 - resolve() follows links
-    scheme = url.partition("://")[0]
+    scheme, _, rest = url.partition("://")
+    if scheme == "r2":
+        _check_r2(rest.partition("/")[0])
+        scheme, url = "s3", f"s3://{rest}"
     filesystem = _filesystem(scheme)
     return filesystem, filesystem._strip_protocol(url)  # noqa: SLF001 - fsspec's documented way
+
+
+@functools.cache
+def _check_r2(bucket: str) -> None:
+    """Raise ConfigError if requests would go to AWS. Sends nothing."""
+    open_store(f"r2://{bucket}")
 
 
 class LocalFiles:
@@ -288,5 +299,5 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
     }
     return AccessDenied(
         f"{url}: access refused ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})",
-        hint=hints.get(url.partition("://")[0], "check the file's permissions"),
+        hint=hints.get(url.partition("://")[0].replace("r2", "s3"), "check the file's permissions"),
     )
