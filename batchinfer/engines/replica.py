@@ -60,7 +60,7 @@ class Replica:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # A group to be killed by, and Ctrl-C does not reach it. No session: Linux may share the processor out by
+                # A group to be killed by, and Ctrl-C does not reach it. No session: Linux may share the processor by
                 # session first (autogroup), and an engine core that spins then starves its worker for seconds.
                 process_group=0,
                 env=child_environment(environment),

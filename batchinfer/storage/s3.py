@@ -15,10 +15,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec.asyn
@@ -27,7 +26,6 @@ import s3fs
 from batchinfer import codec, layout
 from batchinfer.errors import (
     AccessDenied,
-    BatchinferError,
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
@@ -36,30 +34,19 @@ from batchinfer.storage import Object, ObjectInfo, s3_listing
 from batchinfer.storage.keys import check_key, check_prefix
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from batchinfer.storage.s3_errors import already_exists, no_such_bucket, of_answer, s3_errors
+from batchinfer.storage.s3_uploads import PART_BYTES, Upload, Uploads
 from batchinfer.storage.scratch_files import scratch_errors
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 16 << 20
-"""Size of every part but the last of a multipart upload (R2 wants them equal)."""
 MULTIPART_BYTES = 64 << 20
-"""Files of at least this size go up in parts, `PART_CONCURRENCY` at a time."""
-PART_CONCURRENCY = 4
-MAX_PARTS = 10_000
+"""Files of at least this size go up in parts (see s3_uploads)."""
 MAX_PUT_BYTES = 4_900_000_000
 """What goes up in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
-
-
-class Upload(NamedTuple):
-    """An unfinished multipart upload; `started` is Unix seconds by the store's clock."""
-
-    key: str
-    upload_id: str
-    started: float
 
 
 class S3Store:
@@ -88,11 +75,11 @@ class S3Store:
         self.url = f"s3://{bucket}/{root}" if root else f"s3://{bucket}"
         self._root = f"{root}/" if root else ""
         self._retries = retries or RetryPolicy()
-        self._part_bytes = part_bytes
         self._multipart_bytes = multipart_bytes
         self._is_bucket_seen = False
         self._are_parts_safe: bool | None = None
         self._parts_lock = threading.Lock()
+        self._uploads = Uploads(self._call, self._retry, self._url, part_bytes=part_bytes)
         # Repeating is this module's own work: botocore's and s3fs's tries would multiply with it.
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
@@ -152,7 +139,7 @@ class S3Store:
             size = path.stat().st_size
         try:
             if size >= self._multipart_bytes:
-                send = self._upload if self._check_parts() else self._put_whole
+                send = self._uploads.send if self._check_parts() else self._put_whole
                 return self._retry(partial(send, name, path, size))
             with scratch_errors(path):
                 data = path.read_bytes()
@@ -190,20 +177,8 @@ class S3Store:
 
     def list_multipart_uploads(self) -> Iterator[Upload]:
         """Unfinished multipart uploads below the root, in key order: what killed processes left, and live ones."""
-        marker: dict[str, str] = {}
-        while True:
-            page = self._retry(
-                partial(self._call, "list_multipart_uploads", Prefix=self._root, **marker)
-            )
-            for item in page.get("Uploads", ()):
-                key = item["Key"][len(self._root) :]
-                yield Upload(key, item["UploadId"], item["Initiated"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            marker = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+        for upload in self._uploads.unfinished(self._root):
+            yield upload._replace(key=upload.key[len(self._root) :])
 
     def abort_multipart_uploads(self, older_than_seconds: float) -> int:
         """Abort unfinished multipart uploads, which cost storage although nobody sees them. Returns how many.
@@ -216,7 +191,7 @@ class S3Store:
         old = [upload for upload in self.list_multipart_uploads() if upload.started < limit]
         for upload in old:
             with contextlib.suppress(ObjectNotFound):  # finished or aborted meanwhile
-                self._retry(partial(self._abort, self._path(upload.key), upload.upload_id))
+                self._retry(partial(self._uploads.abort, self._path(upload.key), upload.upload_id))
         return len(old)
 
     def is_on_aws(self) -> bool:
@@ -276,86 +251,14 @@ class S3Store:
         path, held = self._path(key), b"probe: an object\n"
         self.create(key, held)
         try:
-            upload_id = self._retry(partial(self._call, "create_multipart_upload", Key=path))[
-                "UploadId"
-            ]
-            try:
-                part = self._send_part(path, upload_id, 1, b"probe: an upload onto it\n")
-                self._complete(path, upload_id, [part])
-            except PreconditionFailed:
-                pass
-            finally:
-                with contextlib.suppress(BatchinferError):
-                    self._abort(path, upload_id)
+            with contextlib.suppress(PreconditionFailed):
+                self._retry(partial(self._uploads.send_bytes, path, b"probe: an upload onto it\n"))
             return self.get(key).data == held
         except NotSupported:
             return False
         finally:
             with contextlib.suppress(AccessDenied):
                 self.delete([key])
-
-    def _send_part(self, path: str, upload_id: str, number: int, body: bytes) -> dict[str, Any]:
-        answer = self._retry(
-            partial(
-                self._call,
-                "upload_part",
-                Key=path,
-                UploadId=upload_id,
-                PartNumber=number,
-                Body=body,
-            )
-        )
-        return {"PartNumber": number, "ETag": answer["ETag"]}
-
-    def _upload(self, path: str, file: Path, size: int) -> str:
-        """Upload a file in parts; only the last request makes it an object, if there is none.
-
-        Raises:
-            PreconditionFailed: There is one, perhaps this very upload's, completed with its reply lost.
-            TransientError: The upload is gone without having become an object; start again.
-        """
-        part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
-        upload_id = self._call("create_multipart_upload", Key=path)["UploadId"]
-
-        def send(number: int) -> dict[str, Any]:
-            with scratch_errors(file), file.open("rb") as source:
-                source.seek((number - 1) * part_bytes)
-                body = source.read(part_bytes)
-            return self._send_part(path, upload_id, number, body)
-
-        pool = ThreadPoolExecutor(PART_CONCURRENCY, thread_name_prefix="upload-part")
-        try:
-            parts = list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
-            return self._complete(path, upload_id, parts)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            with contextlib.suppress(BatchinferError):  # the first error is the one to report
-                self._abort(path, upload_id)
-            raise
-        finally:
-            pool.shutdown()
-
-    def _complete(self, path: str, upload_id: str, parts: Sequence[dict[str, Any]]) -> str:
-        complete = partial(
-            self._call,
-            "complete_multipart_upload",
-            Key=path,
-            UploadId=upload_id,
-            MultipartUpload={"Parts": list(parts)},
-            IfNoneMatch="*",
-        )
-        try:
-            return str(self._retry(complete)["ETag"])
-        except ObjectNotFound:
-            # No such upload: an earlier try completed it and its reply was lost, or someone aborted it.
-            try:
-                self._retry(partial(self._call, "head_object", Key=path))
-            except ObjectNotFound as error:
-                raise TransientError(f"{self._url(path)}: its upload was aborted") from error
-            raise PreconditionFailed(f"{self._url(path)}: exists") from None
-
-    def _abort(self, path: str, upload_id: str) -> None:
-        self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
 
     def _delete_batch(self, paths: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
