@@ -16,7 +16,8 @@ import pytest
 from google.auth.exceptions import RefreshError, TransportError
 
 from batchinfer.errors import AccessDenied, AlreadyExists, InputError, StorageError
-from batchinfer.storage import Store
+from batchinfer.sources import outside
+from batchinfer.storage import Store, gcs
 from batchinfer.storage.gcs import GcsStore
 from batchinfer.storage.probing import probe
 from batchinfer.storage.retrying import RetryPolicy
@@ -257,6 +258,14 @@ def test_server_that_never_answers_is_a_storage_error(silent_endpoint, no_pauses
         with pytest.raises(StorageError, match="no answer") as caught:
             verb()
         assert type(caught.value) is StorageError
+
+
+@pytest.mark.timeout(60)
+def test_sources_on_a_server_that_never_answers_end_too(silent_endpoint, no_pauses, monkeypatch):
+    short = gcs.patience(0.2)
+    monkeypatch.setattr(gcs, "patience", lambda: short)
+    with pytest.raises(StorageError):
+        outside.look_up(f"gs://{BUCKET}/rows.jsonl")
 
 
 class Metadata:

@@ -113,8 +113,12 @@ def _filesystem(scheme: str) -> Any:
     import fsspec
 
     # hf:// knows a commit by then, and what a commit holds does not change.
-    options = {} if scheme in {"hf", "memory"} else {"use_listings_cache": False}
+    options: dict[str, Any] = {} if scheme in {"hf", "memory"} else {"use_listings_cache": False}
     try:
+        if scheme in {"gs", "gcs"}:
+            from batchinfer.storage.gcs import patience
+
+            options["requests_timeout"] = patience()
         # One that cannot do without an argument (ftp:// wants a host) would fail half made, with noise at its end.
         inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)

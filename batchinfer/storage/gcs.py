@@ -97,9 +97,7 @@ class GcsStore:
                 project="",
                 use_listings_cache=False,
                 skip_instance_cache=True,
-                requests_timeout=aiohttp.ClientTimeout(
-                    sock_connect=CONNECT_SECONDS, sock_read=silence_seconds
-                ),
+                requests_timeout=patience(silence_seconds),
             )
 
     def get(self, key: str) -> Object:
@@ -345,6 +343,11 @@ class GcsStore:
 
     def _url(self, path: str) -> str:
         return f"gs://{self.bucket}/{path}"
+
+
+def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
+    """How long gcsfs is to wait for a server."""
+    return aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
 
 
 def _is_passing(error: BaseException) -> bool:
