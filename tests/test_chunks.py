@@ -228,8 +228,9 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
     chunk = opener(run, source, scratch).open(ref, now=0.0)
     assert isinstance(chunk, OpenChunk)
+    assert chunk.num_unread == 1
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
-    assert (chunk.counts.resumed, chunk.counts.ok) == (2, 2)
+    assert (chunk.num_unread, chunk.counts.resumed, chunk.counts.ok) == (0, 2, 2)
     chunk.close()
 
 
