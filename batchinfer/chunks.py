@@ -18,7 +18,7 @@ from batchinfer.fetching import LocalChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.records import Marker
-from batchinfer.scratch import Spool, scratch_errors
+from batchinfer.scratch import Spool, forget, scratch_errors
 
 _READ_BYTES = 1 << 17
 """What is read of a local chunk at a time."""
@@ -182,4 +182,4 @@ class OpenChunk:
         if self._reader is not None:
             self._reader.close()
         self.spool.close()
-        self.local.path.unlink(missing_ok=True)
+        forget(self.local.path)

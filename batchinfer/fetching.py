@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from batchinfer.errors import InputError, ObjectNotFound
 from batchinfer.manifests import ChunkRef
-from batchinfer.scratch import Scratch, scratch_errors
+from batchinfer.scratch import Scratch, forget, scratch_errors
 from batchinfer.storage import Store
 from batchinfer.zst import ZstdFile
 
@@ -39,7 +39,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
             store.download(ref.key, stored)
     except BaseException as error:
         # Tried again under another name, for as long as the worker lives.
-        stored.unlink(missing_ok=True)
+        forget(stored)
         if isinstance(error, ObjectNotFound):
             hint = "split again, or restore it"
             raise InputError(f"{name}: the chunk is gone", hint=hint) from None
@@ -47,7 +47,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
     is_compressed = ref.key.endswith((".zst", ".zstd"))
     digest, num_lines = _scan(stored)
     if ref.sha256 is not None and digest != ref.sha256:
-        stored.unlink()
+        forget(stored)
         raise InputError(
             f"{name}: sha256 {digest[:12]}…, job.json says {ref.sha256[:12]}…",
             hint="the chunk was changed after the split; split again with --overwrite, or restore it",
@@ -57,11 +57,11 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         try:
             _decompress(stored, plain, name)
         finally:
-            stored.unlink()
+            forget(stored)
         stored = plain
         _, num_lines = _scan(plain)
     if ref.rows is not None and num_lines != ref.rows:
-        stored.unlink()
+        forget(stored)
         raise InputError(
             f"{name}: {num_lines} rows, job.json says {ref.rows}",
             hint="split again with --overwrite",
@@ -98,7 +98,7 @@ def _decompress(source: Path, target: Path, name: str) -> None:
         with scratch_errors(target.parent), source.open("rb") as packed, target.open("wb") as plain:
             shutil.copyfileobj(ZstdFile(packed), plain, _BLOCK_BYTES)
     except (zstandard.ZstdError, EOFError) as error:
-        target.unlink(missing_ok=True)
+        forget(target)
         raise InputError(
             f"{name}: not readable as zstd ({error})",
             hint="copy it there again, or split again with --overwrite",

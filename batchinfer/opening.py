@@ -16,7 +16,7 @@ from batchinfer.formats import read_line
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import Publisher
 from batchinfer.records import Marker
-from batchinfer.scratch import Scratch, Spool, scratch_errors
+from batchinfer.scratch import Scratch, Spool, forget, scratch_errors
 from batchinfer.storage import Store
 
 
@@ -169,7 +169,7 @@ class Opener:
                 file.seek(0)
                 _take_up(chunk, good_rows(file, chunk.num_rows))
         finally:
-            path.unlink(missing_ok=True)
+            forget(path)
 
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:

@@ -319,7 +319,11 @@ behaviour_options = _group(
         show_default=True,
         help="Starts without a new finished row before the worker gives up (exit 3).",
     ),
-    click.option("--retry-errors", is_flag=True, help="Do the error rows of a finished run again."),
+    click.option(
+        "--retry-errors",
+        is_flag=True,
+        help="Do the error rows of a finished run again. A repair that was begun is ended first.",
+    ),
     click.option(
         "--scratch-dir",
         type=click.Path(path_type=Path),

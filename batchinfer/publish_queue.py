@@ -20,6 +20,7 @@ from batchinfer.clock import iso_utc
 from batchinfer.errors import LeaseLapsed, ScratchFull, StorageError
 from batchinfer.events import event
 from batchinfer.publishing import Published, build_output
+from batchinfer.scratch import forget
 from batchinfer.services import Limits, Services
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ class PublishQueue:
                     built, marker, chunk=chunk.name, leftovers=leftovers
                 )
             finally:
-                path.unlink(missing_ok=True)
+                forget(path)
 
         self._publishing.append(_Publishing(chunk, services.background.submit(work), attempts))
 

@@ -46,6 +46,12 @@ def scratch_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def forget(path: Path) -> None:
+    """Remove a scratch file that is not needed any more. One that cannot be removed goes with its folder."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 class Scratch:
     """A private folder below `parent` (the system's temporary folder by default)."""
 
@@ -166,4 +172,4 @@ class Spool:
     def close(self) -> None:
         """Remove the file. Idempotent."""
         self._file.close()
-        self._path.unlink(missing_ok=True)
+        forget(self._path)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
 from batchinfer.opening import Opener
 from batchinfer.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.plan import Plan, Scout, finished_chunks, have_errors
+from batchinfer.plan import Plan, Scout, finished_chunks, look_for_errors
 from batchinfer.publishing import Publisher
 from batchinfer.records import EngineInfo, RowKey
 from batchinfer.scratch import Scratch
@@ -277,13 +278,23 @@ class _Worker:
         """
         if not self.config.retry_errors:
             return 0
-        chunks = membership.unrepaired(done)
+        chunks, found = membership.unrepaired(done), Event()
         looks = [
-            self.world.background.submit(partial(have_errors, self.store, chunks[hand::_LOOKS]))
+            self.world.background.submit(
+                partial(look_for_errors, self.store, chunks[hand::_LOOKS], found)
+            )
             for hand in range(_LOOKS)
         ]
-        is_begun = any(self._await(look) for look in looks)
-        return max(done.values(), default=0) + (not is_begun)
+        for look in looks:
+            self._await(look)
+        goal = max(done.values(), default=0) + (not found.is_set())
+        if found.is_set():
+            logger.info(
+                "going on with the repair that was begun (generation %d); chunks that have reached it are tried again "
+                "by the next one",
+                goal,
+            )
+        return goal
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.

@@ -6,6 +6,8 @@ import io
 from typing import Any, BinaryIO
 
 _READ_BYTES = 32 << 10
+_FEED_BYTES = 1 << 10
+"""Decompressed at once: four bytes can stand for 128 KiB, so these for 32 MiB, held twice for a moment, however repetitive a file is."""
 
 
 class ZstdFile(io.RawIOBase):
@@ -23,7 +25,7 @@ class ZstdFile(io.RawIOBase):
         self._raw = raw
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None
-        self._compressed = b""
+        self._compressed = memoryview(b"")
         self._plain = memoryview(b"")
 
     def readable(self) -> bool:
@@ -34,17 +36,20 @@ class ZstdFile(io.RawIOBase):
         """As io.RawIOBase says."""
         while not self._plain:
             if not self._compressed:
-                self._compressed = self._raw.read(_READ_BYTES)
+                self._compressed = memoryview(self._raw.read(_READ_BYTES))
                 if not self._compressed:
                     if self._frame is not None:
                         raise EOFError("the last zstd frame ends early")
                     return 0
             if self._frame is None:
                 self._frame = self._new_frame()
-            self._plain = memoryview(self._frame.decompress(self._compressed))
-            self._compressed = b""
+            piece = self._compressed[:_FEED_BYTES]
+            self._plain = memoryview(self._frame.decompress(piece))
+            num_used = len(piece)
             if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
+                num_used -= len(self._frame.unused_data)
+                self._frame = None
+            self._compressed = self._compressed[num_used:]
         count = min(len(buffer), len(self._plain))
         buffer[:count] = self._plain[:count]
         self._plain = self._plain[count:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import tracemalloc
@@ -25,6 +27,7 @@ from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
+from batchinfer.zst import ZstdFile
 from fakes import marker_record
 from simulation.machine import FLAKY
 from simulation.scenario import JOB, good_row
@@ -299,6 +302,37 @@ def test_a_compressed_file_that_was_cut_is_not_taken_for_a_whole_one(
     with pytest.raises(InputError, match=r"not readable as zstd.*ends early"):
         fetch(store, ref, scratch)
     assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
+
+
+def test_a_compressed_file_that_is_nothing_but_repetition_takes_little_memory() -> None:
+    packed = zstandard.compress(b"x" * (200 << 20))
+    tracemalloc.start()
+    try:
+        with ZstdFile(io.BytesIO(packed)) as file:
+            num_bytes = sum(len(piece) for piece in iter(lambda: file.read(1 << 16), b""))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes == 200 << 20
+    assert peak < 80 << 20
+
+
+def test_a_disk_that_has_become_read_only_is_said_in_a_line(
+    scratch: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left of a download could not be removed either, and that error took the place of the first."""
+    put_chunk(tmp_path)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match="reset"):
+        fetch(
+            HalfStore(tmp_path / "job"),
+            ChunkRef(name="texts", root="job", key="texts.jsonl"),
+            scratch,
+        )
 
 
 def test_a_compressed_file_may_have_many_frames(scratch: Scratch, tmp_path: Path) -> None:

@@ -367,6 +367,18 @@ def test_file_too_large_for_one_piece_is_refused_where_parts_overwrite(
     assert list(store.list()) == []
 
 
+def test_store_that_overwrites_by_any_upload_gets_large_files_in_parts(
+    s3_url, monkeypatch, tmp_path: Path
+):
+    """There every output has a name of its own, so parts overwrite nothing; in one piece not every file fits."""
+    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
+    store = DeafStore(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB))
+    assert store.create_file("outputs/a", file).endswith('-1"'), "in parts"
+    assert [found.key for found in store.list()] == ["outputs/a"]
+
+
 def test_trial_of_parts_leaves_nothing(s3_url, tmp_path: Path):
     store = S3Store(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
     file = tmp_path / "file"

@@ -26,6 +26,7 @@ import s3fs
 from batchinfer import codec, layout
 from batchinfer.errors import (
     AccessDenied,
+    AlreadyExists,
     ObjectNotFound,
     PreconditionFailed,
     StorageError,
@@ -132,7 +133,7 @@ class S3Store:
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
         """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees.
 
-        The first large file costs seven requests more, for `_check_parts`.
+        The first large file costs eight requests more, for `_check_parts`.
         """
         name = self._path(key)
         with scratch_errors(path):
@@ -246,19 +247,28 @@ class S3Store:
             return self._are_parts_safe
 
     def _try_parts(self) -> bool:
-        """Complete an upload onto an object of its own, which is removed again."""
-        key = f"{layout.PROBES}{secrets.token_hex(8)}"
+        """Complete an upload onto an object of its own, which is removed again.
+
+        True also where single puts overwrite, too: whoever writes there gives each file a name of its own.
+        """
+        # Readers of a whole folder pass over names with this first letter, should it ever be left there.
+        key = f"{layout.PROBES}_{secrets.token_hex(8)}"
         path, held = self._path(key), b"probe: an object\n"
         self.create(key, held)
         try:
+            with contextlib.suppress(AlreadyExists):
+                self.create(key, b"probe: another object\n")
+                return True
             with contextlib.suppress(PreconditionFailed):
                 self._retry(partial(self._uploads.send_bytes, path, b"probe: an upload onto it\n"))
             return self.get(key).data == held
         except NotSupported:
             return False
         finally:
-            with contextlib.suppress(AccessDenied):
+            try:
                 self.delete([key])
+            except AccessDenied as error:
+                logger.warning("cannot remove the probe %s: %s", key, error)
 
     def _delete_batch(self, paths: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
