@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 _READ_BYTES = 32 << 10
 _FEED_BYTES = 1 << 10
-"""Decompressed at once: four bytes can stand for 128 KiB, so these for 32 MiB, held twice for a moment, however repetitive a file is."""
+"""Decompressed at once: four bytes can stand for 128 KiB, so these for 32 MiB, however repetitive a file is."""
 
 
 class ZstdFile(io.RawIOBase):
