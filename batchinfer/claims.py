@@ -279,7 +279,10 @@ class Claims:
             data = self._store.get(layout.claim_key(name)).data
         except ObjectNotFound:
             return False
-        claim = decode_claim(data, layout.claim_key(name))
+        return self.is_ours(decode_claim(data, layout.claim_key(name)))
+
+    def is_ours(self, claim: Claim) -> bool:
+        """Whether a claim names this worker at this epoch. Pure."""
         return claim.worker == self._lease.worker_id and claim.epoch == self._lease.epoch
 
     def release(self, name: str, etag: str) -> None:

@@ -78,11 +78,28 @@ def look_for_errors(store: Store, chunks: Iterable[tuple[str, int]], found: Even
 
 
 class Scout:
-    """Looks at markers, claims and their owners. Read-only; used by one background job at a time."""
+    """Looks at markers, claims and their owners; used by one background job at a time. Writes nothing but `free`."""
 
     def __init__(self, store: Store, claims: Claims | None) -> None:
         self._store = store
         self._claims = claims
+
+    def free(self, names: Collection[str]) -> None:
+        """Release this worker's claims of chunks that it has given up.
+
+        Taking them seemed to fail, and a write that timed out may take effect long after. Kept, such a claim would let
+        two workers that have given up different chunks wait for each other for ever.
+        """
+        if self._claims is None:
+            return
+        if len(names) > _FEW:
+            names = sorted(self._claimed().intersection(names))
+        for name in names:
+            key = layout.claim_key(name)
+            with contextlib.suppress(ObjectNotFound):
+                data, etag = self._store.get(key)
+                if self._claims.is_ours(decode_claim(data, key)):
+                    self._claims.release(name, etag)
 
     def survey(self, generations: dict[str, int], own: Collection[str] = ()) -> Survey:
         """Find out which chunks (name: generation wanted) are done, and who holds those that are not `own`."""
@@ -93,14 +110,16 @@ class Scout:
         owners: dict[tuple[str, int], Worker] = {}
         claimed: set[str] | None = None
         if len(wanted) > _FEW:
-            claimed = {
-                layout.stem(info.key).removesuffix(".json")
-                for info in self._store.list(layout.CLAIMS)
-            }
+            claimed = self._claimed()
         for name in wanted:
             if name not in survey.done:
                 self._look(self._claims, name, claimed, survey, owners)
         return survey
+
+    def _claimed(self) -> set[str]:
+        """Chunks that have a claim, by one listing."""
+        infos = self._store.list(layout.CLAIMS)
+        return {layout.stem(info.key).removesuffix(".json") for info in infos}
 
     def _done(self, generations: dict[str, int]) -> set[str]:
         if len(generations) > _FEW:
@@ -173,6 +192,7 @@ class Plan:
         self._own_left = self._own.keys() - self._done
         self._has_changed = True
         self._helped: set[str] = set()
+        self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] | None = None
         self._first_beats: dict[str, int] = {}
         self._pending: Pending[Survey] | None = None
@@ -198,6 +218,7 @@ class Plan:
         self._own.pop(name, None)
         self._own_left.discard(name)
         self._helped.add(name)
+        self._given_up.append(name)
         self._has_changed = True
 
     def held_by_other(self, name: str) -> None:
@@ -273,7 +294,13 @@ class Plan:
         wanted = {
             name: refs[name].generation for name in sorted(names | open_names) if name in refs
         }
-        self._pending = self._background.submit(lambda: self._scout.survey(wanted, open_names))
+        given_up = list(self._given_up)
+
+        def look() -> Survey:
+            self._scout.free(given_up)
+            return self._scout.survey(wanted, open_names)
+
+        self._pending = self._background.submit(look)
 
     def _take_in(self, survey: Survey, open_names: set[str], rows_per_second: float) -> list[str]:
         published = [name for name in survey.done if name in open_names]

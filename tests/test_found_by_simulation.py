@@ -152,6 +152,36 @@ def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> Non
         assert len(written) == len(set(written))
 
 
+def test_a_claim_that_came_late_of_a_chunk_given_up_keeps_nobody_waiting() -> None:
+    """Two workers that had given up different chunks held each other's, by claims that had seemed to fail, for ever."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        hold(stage, "part-00001", "w1")
+
+        def beat(count: int = 1) -> None:
+            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=count)
+            stage.put(layout.worker_key("w1"), codec.encode(record))
+            if count < 40:
+                stage.scheduler.after(1.0, lambda: beat(count + 1))
+
+        beat()
+        owners: list[str] = []
+
+        def look() -> None:
+            data = stage.objects(layout.CLAIMS)[layout.claim_key("part-00000")]
+            owners.append(json.loads(data)["worker"])
+
+        stage.scheduler.after(6.0, look)
+        stage.scheduler.after(30.0, look)
+        stage.network.attempts = 1
+        stage.network.weather.late_seconds = 4.0
+        late = when(
+            lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
+        )
+        ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
+        assert isinstance(ending.error, StorageError)
+        assert owners[-1] == "", owners
+
+
 def test_a_repair_looks_at_several_chunks_at_once() -> None:
     """Each counted as all of its rows, so one was opened after the other, whatever the bucket's delay."""
     num_chunks = 40
