@@ -116,12 +116,6 @@ class Membership:
             if done.get(ref.name, -1) < goal
         ]
 
-    def unrepaired(self, done: dict[str, int]) -> list[tuple[str, int]]:
-        """Own chunks, with their generations, that a repair which has begun has not reached, or need not. Pure."""
-        highest = max(done.values(), default=0)
-        mine = [(ref.name, done[ref.name]) for ref in self.assignment.chunks if ref.name in done]
-        return [(name, generation) for name, generation in mine if generation < highest]
-
     @property
     def may_help(self) -> bool:
         """Whether this worker does chunks of others, once its own have run out."""

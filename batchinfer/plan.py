@@ -11,17 +11,16 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from threading import Event
 from typing import NamedTuple
 
-from batchinfer import codec, layout
+from batchinfer import layout
 from batchinfer.background import Background, Pending
 from batchinfer.claims import Claims, Held, decode_claim
 from batchinfer.clock import Clock
-from batchinfer.errors import InputError, ObjectNotFound, StorageError
+from batchinfer.errors import ObjectNotFound, StorageError
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import SMALLEST_MARKER_BYTES, read_marker
-from batchinfer.records import Marker, Worker
+from batchinfer.records import Worker
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -64,17 +63,6 @@ def finished_chunks(store: Store) -> dict[str, int]:
             name, generation = marker
             found[name] = max(generation, found.get(name, 0))
     return {name: generation for name, generation in found.items() if name in outputs}
-
-
-def look_for_errors(store: Store, chunks: Iterable[tuple[str, int]], found: Event) -> None:
-    """Set `found` if a marker of these chunks, each with its generation, counts error rows. Ends once it is set."""
-    for name, generation in chunks:
-        if found.is_set():
-            return
-        key = layout.marker_key(name, generation)
-        with contextlib.suppress(ObjectNotFound, InputError):  # damaged ones are no reason to go on
-            if codec.decode(store.get(key).data, Marker, name=key).rows_error:
-                found.set()
 
 
 class Scout:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import msgspec
@@ -34,9 +33,10 @@ from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
 from batchinfer.opening import Opener
 from batchinfer.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.plan import Plan, Scout, finished_chunks, look_for_errors
+from batchinfer.plan import Plan, Scout, finished_chunks
 from batchinfer.publishing import Publisher
 from batchinfer.records import EngineInfo, RowKey
+from batchinfer.repairs import Goal
 from batchinfer.scratch import Scratch
 from batchinfer.services import Services
 from batchinfer.shelf import Shelf
@@ -51,8 +51,6 @@ _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
-_LOOKS = 4
-"""Markers are read by so many hands at once."""
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -248,7 +246,7 @@ class _Worker:
         """Which chunks are left to do, here and elsewhere."""
         config, claims = self.config, services.claims
         own = membership.assignment.chunks
-        left = membership.chunks_left(done, self._goal(membership, done))
+        left = membership.chunks_left(done, self._goal(done, own))
         num_done = len(own) - len(left)
         self.telemetry.count_skipped(num_done)
         self.telemetry.rows_skipped = _num_rows(own) - _num_rows(left)
@@ -270,31 +268,20 @@ class _Worker:
             done=done if not config.retry_errors else (),
         )
 
-    def _goal(self, membership: Membership, done: dict[str, int]) -> int:
-        """The generation that a repair is to reach: that of the last one until it is through, then the next.
-
-        Rows may fail for good, so that chunks which were repaired already have errors: without a goal, a worker that is
-        stopped now and then would repair the first ones for ever.
-        """
+    def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
+        """The generation that a repair is to reach; 0 where nothing is repaired."""
         if not self.config.retry_errors:
             return 0
-        chunks, found = membership.unrepaired(done), Event()
-        looks = [
-            self.world.background.submit(
-                partial(look_for_errors, self.store, chunks[hand::_LOOKS], found)
-            )
-            for hand in range(_LOOKS)
-        ]
-        for look in looks:
+        goal = Goal(self.store, self.world.background, own, done)
+        for look in goal.looks:
             self._await(look)
-        goal = max(done.values(), default=0) + (not found.is_set())
-        if found.is_set():
+        if goal.is_begun:
             logger.info(
                 "going on with the repair that was begun (generation %d); chunks that have reached it are tried again "
                 "by the next one",
-                goal,
+                goal.generation,
             )
-        return goal
+        return goal.generation
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
