@@ -365,24 +365,28 @@ class Scenario:
 
     def _finish_cleanly(self) -> None:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
-        run = self.server.objects.get(RUN + layout.RUN_KEY)
-        temperature = 0.5
-        if run is not None:
-            temperature = json.loads(run.data)["config"]["sampling"]["temperature"]
         name = "cleaner-retry" if self.is_retrying else "cleaner"
-        slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), temperature, 0.0)
+        slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
         for _ in range(16):
             start = self.start(slot)
             self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
             if self.live:
                 self.oracle.fail("ends: the clean worker does not come to an end")
             self._raise()
-            if start.outcome != "EngineDied":
+            # One that woke up just now may have made the run its own: who comes later takes its configuration.
+            is_late = slot.temperature != self._temperature()
+            slot.temperature = self._temperature()
+            if start.outcome != "EngineDied" and not is_late:
                 break
         if start.outcome != "SUCCESS":
             self.oracle.fail(f"P5: the clean worker cannot finish the run: {start.outcome}")
         self.oracle.check_end()
         self._raise()
+
+    def _temperature(self) -> float:
+        """What the run was made with, once it is there."""
+        run = self.server.objects.get(RUN + layout.RUN_KEY)
+        return json.loads(run.data)["config"]["sampling"]["temperature"] if run is not None else 0.5
 
     def _let_pass(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
         oracle = self.oracle
