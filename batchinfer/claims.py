@@ -300,11 +300,13 @@ class Claims:
         measured here.
         """
         key = layout.worker_key(held.claim.worker)
+        # The answer says how the record was at some moment between asking and now, and this machine may have slept in
+        # between: what is seen first counts as of now, what is seen again as of asking.
+        asked = self._clock.monotonic()
         try:
             data, etag = self._store.get(key)
         except ObjectNotFound:
             return None
-        now = self._clock.monotonic()
         seen = self._sightings.get(key)
         if seen is None or seen.etag != etag:
             try:
@@ -312,7 +314,7 @@ class Claims:
             except InputError as error:
                 logger.warning("%s; its claims count as lapsed", error)
                 return None
-            seen = _Sighting(etag, now, record)
+            seen = _Sighting(etag, self._clock.monotonic(), record)
             self._sightings[key] = seen
         record = seen.record
         if record.epoch > held.claim.epoch:
@@ -320,7 +322,7 @@ class Claims:
         if record.epoch == held.claim.epoch and record.state in ENDED_STATES:
             return None
         lease_seconds = max(record.lease_seconds, self._lease.lease_seconds)
-        return None if now - seen.since >= lease_seconds else record
+        return None if asked - seen.since >= lease_seconds else record
 
     def _body(self) -> bytes:
         return codec.encode(

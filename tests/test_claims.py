@@ -8,6 +8,7 @@ from batchinfer import codec, layout
 from batchinfer.claims import Claims, Held, Lease, Taken
 from batchinfer.errors import StorageError, Superseded
 from batchinfer.records import Claim, Worker
+from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
 from fakes import FakeClock, nonces, worker_record
 
@@ -165,6 +166,27 @@ class TestClaims:
         assert observer.look(seen) is None
         taken(observer.take_over("part-00000", seen.etag))
         assert observer.is_mine("part-00000")
+
+    def test_a_watcher_that_slept_over_an_answer_takes_no_claim(
+        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The answer was of before its sleep, and the owner's heart had beaten meanwhile."""
+        ours, _ = claims_of(store, "w0", clock)
+        theirs, _ = claims_of(store, "w1", clock)
+        ours.take("part-00000")
+        found = held(theirs.take("part-00000"))
+        assert theirs.look(found) is not None
+        clock.sleep(60)
+        get = store.get
+
+        def get_and_sleep(key: str) -> Object:
+            answer = get(key)
+            clock.sleep(70)
+            return answer
+
+        monkeypatch.setattr(store, "get", get_and_sleep)
+        assert theirs.look(found) is not None
+        assert theirs.look(found) is None
 
     def test_an_owner_whose_heart_beats_keeps_its_claim(
         self, store: MemoryStore, clock: FakeClock
