@@ -122,12 +122,12 @@ def loop(llm: Any, prepared: list[tuple[str, Any]]) -> int:
 
 def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
     """Run vLLM's own batch runner; its engine always has a process of its own. Time counts from when that is loaded."""
+    begin = time.monotonic()
     try:
         from vllm.entrypoints.launchers import run_batch as runner
     except ImportError:  # before 0.30 or so
         from vllm.entrypoints.openai import run_batch as runner
 
-    begin = time.monotonic()
     num_requests = len(path.read_bytes().splitlines())
     work = runner.run_batch
 
