@@ -11,6 +11,7 @@ EVENTS: dict[str, str] = {
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
     "engine_preempted": "Its KV cache is too small for what runs; rows are computed again. Once a start.",
+    "replica_lost": "A replica died or stalled. Its rows go to the others; its GPUs idle until the next start.",
     "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",
     "chunk_taken_over": "Its claim lapsed at another worker, and is this one's now.",
     "chunk_helped": "A slower worker holds it; this one works on it too, the first to finish wins.",

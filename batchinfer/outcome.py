@@ -44,6 +44,8 @@ def make_result(
         "generate_time_sec": round(telemetry.busy_seconds, 3),
         "engine_steps": telemetry.stats.steps,
         "preemptions": telemetry.stats.preemptions,
+        "replicas": info.num_replicas if info else None,
+        "replicas_lost": telemetry.stats.replicas_lost,
         "total_prompt_tokens": telemetry.prompt_tokens,
         "total_cached_tokens": telemetry.cached_tokens,
         "total_tokens_generated": telemetry.completion_tokens,

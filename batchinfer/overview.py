@@ -74,6 +74,8 @@ class Overview(Record, frozen=True, kw_only=True):
     workers: list[WorkerView]
     cost: Cost
     notes: list[str]
+    warnings: list[str]
+    """What costs speed or money until somebody acts: a sentence each."""
 
 
 def time_now(snapshot: Snapshot) -> float:
@@ -122,6 +124,11 @@ def overview(snapshot: Snapshot, prices: PriceSource, *, is_spot: bool | None = 
         workers=views,
         cost=_cost(views, eta),
         notes=[*snapshot.notes, *notes, *_clock_notes(timed)],
+        warnings=[
+            f"worker {view.id}: {view.replicas_lost} of {view.replicas} replicas lost"
+            for view in views
+            if view.replicas_lost
+        ],
     )
 
 

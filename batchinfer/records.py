@@ -200,6 +200,8 @@ class EngineStats(Record, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    replicas_lost: int = 0
+    """Of those that were loaded, the ones that have died or stalled; the others do their rows."""
 
 
 # --------------------------------------------------------------------------- the run
@@ -336,5 +338,7 @@ class Worker(Record, frozen=True, kw_only=True):
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
     """Of each start but the last: its last heartbeat and the state it was in. `starts` is longer by one."""
+    replicas_lost: int = 0
+    """Of the `num_replicas` in `engine`, those that this start has lost."""
     up_seconds: float = 0.0
     """How long its processes ran, as far as heartbeats tell. Neither machine set-up nor time between starts."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_SHOWN_WORKERS = 60
+MAX_SHOWN_WARNINGS = 10
 WIDE = 120
 """Terminal columns from which the table of workers is shown in full."""
 STATE_STYLES = {
@@ -135,6 +136,7 @@ def render(seen: Overview, width: int = WIDE) -> Group:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))
     if seen.errors:
         parts.append(_errors(seen))
+    parts += _warnings(seen.warnings)
     parts += [_note(note) for note in seen.notes]
     return Group(*parts)
 
@@ -295,6 +297,15 @@ def _errors(seen: Overview) -> Any:
 
     counts = ", ".join(f"{figures.count(number)} {code}" for code, number in seen.errors.items())
     return Text(f"failed rows: {counts}", style="yellow")
+
+
+def _warnings(warnings: list[str]) -> list[Any]:
+    from rich.text import Text
+
+    shown = warnings[:MAX_SHOWN_WARNINGS]
+    if len(warnings) > len(shown):
+        shown.append(f"… and {len(warnings) - len(shown)} more (--json has all)")
+    return [Text(f"warning: {warning}", style="bold yellow") for warning in shown]
 
 
 def _note(note: str) -> Any:

@@ -331,6 +331,7 @@ class Telemetry:
             chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,
             engine_steps=base.engine_steps + self._stats.steps,
+            replicas_lost=self._stats.replicas_lost,
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
             spans=[*base.spans, *self._spans][-MAX_SPANS:],

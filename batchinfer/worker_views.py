@@ -42,6 +42,10 @@ class WorkerView(Record, frozen=True, kw_only=True):
     accelerator: str
     gpus: int
     is_spot: bool | None
+    replicas: int
+    """That its last start loaded; 0 where it has loaded none."""
+    replicas_lost: int
+    """Of these, the ones that died or stalled since."""
     epoch: int
     open_chunks: list[str]
     chunks_done: int
@@ -189,6 +193,8 @@ def view_of(
         accelerator=machine.accelerator,
         gpus=machine.gpus,
         is_spot=host_spot if isinstance(host_spot, bool) else is_spot,
+        replicas=_whole(record.engine.get("num_replicas")),
+        replicas_lost=record.replicas_lost,
         epoch=record.epoch,
         open_chunks=record.open_chunks,
         chunks_done=record.chunks_done,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 import signal
@@ -12,13 +14,20 @@ import time
 import msgspec
 import pytest
 
+from batchinfer.clock import SystemClock
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parent_death import is_alive
 from batchinfer.engines.pool import ProcessPool, level
 from batchinfer.engines.registry import create_engine
 from batchinfer.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
+from batchinfer.prompts import PromptConfig
 from batchinfer.records import Request, Sampling
+from batchinfer.session import run_worker
+from batchinfer.status import StatusConfig, run_status
+from batchinfer.storage.opening import open_store
+from batchinfer.world import WorkerConfig, real_world
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
+from making import make_job
 
 
 def pool_config(**options) -> EngineConfig:
@@ -103,7 +112,48 @@ def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_po
     assert "replica 0" in caplog.text
     assert "SIGKILL" in caplog.text
     assert len(pool.replicas) == 1
+    [record] = [each for each in caplog.records if getattr(each, "event", "") == "replica_lost"]
+    fields = record.fields
+    assert (fields["replica"], fields["replicas"], fields["lost"]) == ("replica 0", 2, 1)
+    assert "SIGKILL" in fields["reason"]
+    assert fields["rows"] > 0
+    assert pool.stats().replicas_lost == 1
     assert drive(pool, ListSource(requests(5))), "the rest still works"
+    pool.close()
+    assert pool.stats().replicas_lost == 1, "an end in order is no loss"
+
+
+class Wounded(ProcessPool):
+    """Loses its first replica once some rows are done."""
+
+    def generate(self, source, stop):
+        victim = self.replicas[0].pid
+        for batch in super().generate(source, stop):
+            yield batch
+            if victim and batch:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+
+
+def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path):
+    """Only an error line told of it: the record, status and the result went on counting two."""
+    make_job(tmp_path / "job", rows=200, per_chunk=50)
+    job, run = str(tmp_path / "job"), str(tmp_path / "run")
+    config = WorkerConfig(
+        manifests=[f"{job}/manifests/all.txt"],
+        output=run,
+        engine=pool_config(echo_latency_seconds=0.05),
+        prompt=PromptConfig(prompt_column="prompt"),
+        sampling=Sampling(),
+        worker_id="w0",
+    )
+    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
+    result = run_worker(config, dataclasses.replace(world, create_engine=Wounded))
+    assert (result["response_count"], result["replicas"], result["replicas_lost"]) == (200, 2, 1)
+    assert json.loads((tmp_path / "run/workers/w0.json").read_text())["replicas_lost"] == 1
+    config = StatusConfig(run=run)
+    seen = run_status(config, open_store=open_store, clock=SystemClock())
+    assert seen.warnings == ["worker w0: 1 of 2 replicas lost"]
 
 
 def test_the_last_replica_that_is_killed_is_an_error_that_names_the_rows(make_pool):

@@ -326,6 +326,21 @@ def test_number_of_gpus_follows_from_parallelism_where_the_host_does_not_say() -
     assert (view.accelerator, view.gpus) == ("H100", 8)
 
 
+def test_lost_replicas_are_warned_of_worker_by_worker() -> None:
+    engine = {"num_replicas": 8}
+    lost = [
+        msgspec.structs.replace(running(engine=engine), id=f"w{index}", replicas_lost=index)
+        for index in range(8)
+    ]
+    seen = look(*lost)
+    assert seen.workers[3].replicas == 8
+    assert seen.workers[3].replicas_lost == 3
+    assert seen.warnings[0] == "worker w1: 1 of 8 replicas lost"
+    assert seen.warnings[-1] == "worker w7: 7 of 8 replicas lost"
+    assert len(seen.warnings) == 7
+    assert look(running(engine=engine)).warnings == []
+
+
 def test_workers_without_a_price_are_counted_not_guessed() -> None:
     seen = look(running(id="a", host={"accelerator": "L4"}), running(id="b"))
     assert seen.cost.unpriced_workers == 1

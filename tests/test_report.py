@@ -19,7 +19,7 @@ from batchinfer.records import Marker
 from batchinfer.report import ReportConfig, run_report
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
-from big_run import HOSTILE, Shape, make_run, write_big_run
+from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run
 from fakes import FakeClock
 
 NOW = 1_790_000_000.0
@@ -146,6 +146,15 @@ def test_a_finished_run_says_what_it_took(root: str) -> None:
     page = Page(make(write(root, SMALL._replace(done_share=1.0))))
     assert "took" in page.text
     assert "time left" not in page.text
+
+
+def test_a_lost_replica_is_on_the_page(root: str) -> None:
+    run = write(root)
+    record = msgspec.structs.replace(
+        make_workers(SMALL)[0], id="w9", engine={"num_replicas": 8}, replicas_lost=1
+    )
+    opener()(run).create("workers/w9.json", codec.encode(record))
+    assert "worker w9: 1 of 8 replicas lost" in Page(make(run)).text
 
 
 def test_an_empty_run_has_a_page(root: str) -> None:

@@ -308,6 +308,21 @@ def test_names_from_the_bucket_are_no_markup(root: str) -> None:
     assert "[blink]code" in text
 
 
+def test_a_worker_that_lost_a_replica_is_warned_of(root: str) -> None:
+    run = write(root)
+    for index in range(12):
+        record = msgspec.structs.replace(
+            make_workers(SMALL)[0],
+            id=f"x{index:02d}",
+            engine={"model": "m", "num_replicas": 8},
+            replicas_lost=1,
+        )
+        opener()(run).create(f"workers/x{index:02d}.json", codec.encode(record))
+    text = shown(look(run))
+    assert "warning: worker x00: 1 of 8 replicas lost" in text
+    assert "warning: … and 2 more (--json has all)" in text
+
+
 def test_a_hundred_workers_do_not_fill_the_screen_for_ever(root: str) -> None:
     run = write(root, SMALL._replace(num_workers=100))
     assert "and 40 more" in shown(look(run))

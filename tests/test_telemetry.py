@@ -252,6 +252,17 @@ def test_an_older_record_without_the_new_fields_is_read() -> None:
     assert record.open_spans == []
 
 
+def test_replicas_lost_are_those_of_this_start() -> None:
+    """A new start loads all of them again."""
+    first = make_telemetry(FakeClock())
+    first.begin(None)
+    first.engine_stats(EngineStats(replicas_lost=1))
+    before = first.snapshot()
+    assert before.replicas_lost == 1
+    second = make_telemetry(FakeClock())
+    assert second.begin(before).replicas_lost == 0
+
+
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     telemetry_ = make_telemetry(FakeClock())
     for preemptions in (0, 3, 9):

@@ -35,6 +35,7 @@ from batchinfer.engines.placement import Placement, place
 from batchinfer.engines.replica import Replica
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
+from batchinfer.events import event
 from batchinfer.records import Completion, EngineInfo, EngineStats, Request, RowKey
 
 logger = logging.getLogger(__name__)
@@ -331,7 +332,8 @@ class ProcessPool:
         self._selector.unregister(replica.channel)
         self.replicas.remove(replica)
         replica.end(0.0)
-        self._lost_stats = add_stats([self._lost_stats, replica.stats])
+        lost = EngineStats(replicas_lost=1)
+        self._lost_stats = add_stats([self._lost_stats, replica.stats, lost])
         doomed = [key for key in rows if self._deaths[key] >= MAX_DEATHS]
         if not self.replicas or doomed:
             twice = f" ({len(doomed)} rows were in flight at {MAX_DEATHS} deaths)" if doomed else ""
@@ -345,6 +347,14 @@ class ProcessPool:
             reason,
             len(rows),
             len(self.replicas),
+            extra=event(
+                "replica_lost",
+                replica=replica.name,
+                reason=reason,
+                rows=len(rows),
+                replicas=len(self.replicas) + self._lost_stats.replicas_lost,
+                lost=self._lost_stats.replicas_lost,
+            ),
         )
         self._orphans += rows.values()
 
@@ -413,4 +423,5 @@ def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         cached_tokens=sum(part.cached_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
+        replicas_lost=sum(part.replicas_lost for part in parts),
     )
