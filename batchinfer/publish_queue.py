@@ -48,6 +48,7 @@ class PublishQueue:
     Args:
         services: The publisher, the lease, the scratch folder and the background.
         limits: How often a chunk is tried, and after which time again.
+        may_give_up: Whether a chunk that has failed as often as that is to be given up: not while the engine has work.
         must_wait: Whether a chunk is not to be published yet, as while a segment of it is on its way.
         save: Called with a chunk that could not be published.
     """
@@ -57,11 +58,13 @@ class PublishQueue:
         services: Services,
         limits: Limits,
         *,
+        may_give_up: Callable[[], bool],
         must_wait: Callable[[OpenChunk], bool],
         save: Callable[[OpenChunk], None],
     ) -> None:
         self._services = services
         self._limits = limits
+        self._may_give_up = may_give_up
         self._must_wait = must_wait
         self._save = save
         self._waiting: list[_Waiting] = []
@@ -151,11 +154,11 @@ class PublishQueue:
         self._publishing.append(_Publishing(chunk, services.background.submit(work), attempts))
 
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:
-        """Put a chunk that failed back, unless it has failed too often."""
+        """Put a chunk that failed back, unless it has failed too often and nothing is left to do meanwhile."""
         # A late heartbeat is no failure of this chunk's: it waits for the next one (_may_publish).
         attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
         name = entry.chunk.name
-        if attempts >= self._limits.storage_attempts:
+        if attempts >= self._limits.storage_attempts and self._may_give_up():
             logger.error(
                 "%s: not published (%s); given up",
                 name,
@@ -163,7 +166,7 @@ class PublishQueue:
                 extra=event("chunk_failed", chunk=name),
             )
             return False
-        delay = self._limits.storage_retry_seconds * 2 ** max(0, attempts - 1)
+        delay = self._limits.storage_delay_seconds(attempts)
         logger.warning(
             "%s: not published (%s); trying again in %.0f s",
             name,

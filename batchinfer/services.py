@@ -16,6 +16,8 @@ from batchinfer.records import Failure, Record
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 
+_LONGEST_DELAY_SECONDS = 60.0
+
 
 class Limits(Record, frozen=True, kw_only=True):
     """What bounds memory and disk beside the engine's own `max_in_flight`."""
@@ -32,7 +34,13 @@ class Limits(Record, frozen=True, kw_only=True):
     """Of prompts that are built and not yet in the engine; a token is some 36 bytes here."""
     row_attempts: int = 3
     storage_attempts: int = 4
+    """For a chunk that cannot be opened or published; more of them while there are other rows to generate."""
     storage_retry_seconds: float = 5.0
+    """After the first failure; each further wait is twice as long, up to a minute."""
+
+    def storage_delay_seconds(self, attempts: int) -> float:
+        """How long to wait after so many failures."""
+        return min(self.storage_retry_seconds * 2.0 ** max(0, attempts - 1), _LONGEST_DELAY_SECONDS)
 
 
 class Observer(Protocol):

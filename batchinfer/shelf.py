@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_POLL_SECONDS = 0.1
 _MOST_OPEN_CHUNKS = 1000
+_READ_ATTEMPTS = 2
+"""For a chunk that arrived, but damaged: perhaps on its way."""
 _FIRST_OPENING_SECONDS = 2.0
 """What opening a chunk is taken to last, before any has been opened."""
 
@@ -62,7 +64,11 @@ class Shelf:
         self._retries: list[_Retry] = []
         self._checkpointer = Checkpointer(services, self._may_checkpoint)
         self._publish_queue = PublishQueue(
-            services, limits, must_wait=self._must_wait, save=self._save_complete
+            services,
+            limits,
+            may_give_up=lambda: not self._has_rows_left,
+            must_wait=self._must_wait,
+            save=self._save_complete,
         )
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
@@ -90,6 +96,11 @@ class Shelf:
     def is_drained(self) -> bool:
         """Nothing is open, and nothing will be."""
         return not self.may_grow and not self.open and not self._publish_queue.is_busy
+
+    @property
+    def _has_rows_left(self) -> bool:
+        """Whether open chunks have rows that are not finished: a store that is away has time to come back."""
+        return any(chunk.num_left for chunk in self.open.values())
 
     @property
     def is_writing(self) -> bool:
@@ -289,12 +300,12 @@ class Shelf:
     def _open_again_later(self, entry: _Opening, error: BatchinferError) -> None:
         attempts = entry.attempts + 1
         name = entry.candidate.ref.name
-        if (
-            isinstance(error, StorageError)
-            and attempts < self._limits.storage_attempts
-            and not self.is_closing
-        ):
-            delay = self._limits.storage_retry_seconds * 2 ** (attempts - 1)
+        if isinstance(error, StorageError):
+            is_last = attempts >= self._limits.storage_attempts and not self._has_rows_left
+        else:
+            is_last = attempts >= _READ_ATTEMPTS
+        if not is_last and not self.is_closing:
+            delay = self._limits.storage_delay_seconds(attempts)
             logger.warning(
                 "%s: cannot be opened (%s); trying again in %.0f s",
                 name,
