@@ -265,7 +265,7 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
         template_name=options["template_name"],
         as_chat=options["as_chat"],
         system_prompt=_text_or_file(options["system_prompt"], "--system-prompt"),
-        chat_template=_text_or_file(options["chat_template"], "--chat-template"),
+        chat_template=_chat_template(options["chat_template"]),
         chat_template_kwargs=template_kwargs,
         continue_final=True if continued == "row" else continued or False,
         blank_columns=_comma_list(options["blank_columns"]),
@@ -309,7 +309,32 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _text_or_file(text: str, option: str) -> str:
-    return _read(Path(text[1:]), option) if text.startswith("@") else text
+    """A text as it is, or the one that lies in the file after @.
+
+    Raises:
+        ConfigError: the file cannot be read, or the text is the name of one.
+    """
+    if text.startswith("@"):
+        return _read(Path(text[1:]), option)
+    with contextlib.suppress(OSError):  # too long for a name
+        if text and Path(text).is_file():
+            raise ConfigError(
+                f"{option} {text}: is the name of a file, expected a text, or @ before the name",
+                hint=f"write {option} @{text}",
+            )
+    return text
+
+
+def _chat_template(text: str) -> str:
+    template = _text_or_file(text, "--chat-template")
+    if template and "{{" not in template and "{%" not in template:
+        shown = text if len(text) <= 60 else f"{text[:59]}…"
+        raise ConfigError(
+            f"--chat-template {shown}: holds neither {{{{ nor {{%, so every prompt would be the same; "
+            "expected a Jinja template",
+            hint="write --chat-template @FILE to take it from a file",
+        )
+    return template
 
 
 def _read(path: Path, option: str) -> str:

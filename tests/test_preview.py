@@ -143,7 +143,7 @@ def test_every_line_of_the_full_example_is_an_option(
 ) -> None:
     text = (REPOSITORY / "examples" / "run.yaml").read_text()
     for name in ("prompt.jinja", "system.txt", "chat.jinja"):
-        (tmp_path / name).write_text("Hello")
+        (tmp_path / name).write_text("Hello {{ messages }}")
         text = text.replace(name, str(tmp_path / name))
     (tmp_path / "examples.jsonl").write_text('{"a": 1}\n')
     text = text.replace("examples.jsonl", str(tmp_path / "examples.jsonl"))

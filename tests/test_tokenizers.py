@@ -133,7 +133,7 @@ def test_a_messages_column_needs_a_chat_template(tmp_path):
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, chat_template=None)))
     with pytest.raises(ConfigError, match="no chat template") as caught:
         build(tokenizer, {}, messages_column="m")
-    assert "--chat-template" in caught.value.hint
+    assert "--chat-template @FILE" in caught.value.hint
     prepared = build(
         tokenizer,
         {"m": [{"role": "user", "content": "hi"}]},

@@ -271,7 +271,7 @@ class PromptBuilder:
         elif self._tokenizer is not None and not self._tokenizer.has_chat_template:
             raise ConfigError(
                 "the model's tokenizer has no chat template, expected one for a messages column",
-                hint="pass --chat-template FILE, or make plain text prompts with --prompt-template",
+                hint="pass --chat-template @FILE, or make plain text prompts with --prompt-template",
             )
 
 
