@@ -11,27 +11,12 @@ from batchinfer.errors import ConfigError
 from batchinfer.manifests import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.prompts import PromptBuilder, Tokenizer
 from batchinfer.records import EngineInfo, Run
+from batchinfer.redaction import redact
 from batchinfer.runconfig import UNKNOWN, check_same, join_run, read_run
 from batchinfer.storage import Store
 from batchinfer.world import WorkerConfig, World
 
 _ANY_NUMBER = 2**31
-_ANSWER_ARGS = frozenset(
-    {
-        "generation_config",
-        "hf_overrides",
-        "kv_cache_dtype",
-        "load_format",
-        "logits_processors",
-        "model_impl",
-        "override_generation_config",
-        "rope_scaling",
-        "rope_theta",
-        "speculative_config",
-        "tokenizer_mode",
-    }
-)
-"""Engine arguments of vLLM that change answers; the others (memory, batching, kernels) may differ between workers."""
 
 
 class Membership:
@@ -145,13 +130,11 @@ class Membership:
             "model_identity": self._model_identity,
             "tokenizer": config.engine.tokenizer or "",
             "hf_config_path": config.engine.hf_config_path or "",
-            "engine_args": {
-                key: value
-                for key, value in config.engine.engine_args.items()
-                if key in _ANSWER_ARGS
-            },
+            "engine_args": config.engine.answer_arguments,
             # Without a job there is nothing else to tell one data set's run from another's.
-            "folders": [] if assignment.job else sorted({ref.root for ref in assignment.chunks}),
+            "folders": []
+            if assignment.job
+            else sorted({redact(ref.root) for ref in assignment.chunks}),
             "dtype": info.dtype if info else UNKNOWN,
             "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
@@ -176,7 +159,7 @@ class Membership:
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
-            "job": self.assignment.job_url,
+            "job": redact(self.assignment.job_url),
             "created": int(self._world.clock.now()),
         }
 

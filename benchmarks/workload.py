@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchinfer import codec, layout
+from batchinfer.engines.config import EngineConfig
 from batchinfer.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.storage.opening import open_store
 
@@ -318,11 +319,13 @@ def last_object(text: str) -> dict[str, Any]:
 
 def engine_options(engine: dict[str, Any]) -> list[str]:
     """The same engine arguments as options of the worker."""
-    own = {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"}
     options: list[str] = []
     for name, value in engine.items():
-        if name in own:
-            options += [f"--{name.replace('_', '-')}", str(value)]
+        option = name.replace("_", "-")
+        if isinstance(value, bool) and name in EngineConfig.__struct_fields__:
+            options.append(f"--{option}" if value else f"--no-{option}")
+        elif name in EngineConfig.__struct_fields__:
+            options += [f"--{option}", str(value)]
         else:
             options += ["--engine-arg", f"{name}={json.dumps(value)}"]
     return options

@@ -38,3 +38,4 @@ def test_every_way_sees_the_same_one_gpu(workload, monkeypatch):
     options = workload.engine_options(workload.GPU_ENGINE)
     assert options[options.index("--tensor-parallel-size") + 1] == "1"
     assert options[options.index("--max-num-batched-tokens") + 1] == "8192"
+    assert "--enforce-eager" in workload.engine_options(workload.CPU_ENGINE)

@@ -5,6 +5,7 @@ import pytest
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import EchoEngine, prompt_text
 from batchinfer.engines.registry import create_engine
+from batchinfer.engines.vllm_loading import engine_arguments
 from batchinfer.errors import ConfigError, EngineDied, EngineStalled, Interrupted
 from batchinfer.records import Request, Sampling
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
@@ -163,6 +164,40 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name():
 def test_a_value_that_cannot_work_is_refused_before_anything_starts(options, named):
     with pytest.raises(ConfigError, match=named):
         create_engine(EngineConfig(**{"model": "m", **options}))
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("model", "--model"),
+        ("tokenizer", "--tokenizer"),
+        ("tokenizer_revision", "--tokenizer"),
+        ("hf_config_path", "--hf-config-path"),
+        ("trust_remote_code", "--trust-remote-code"),
+        ("tensor_parallel_size", "--tensor-parallel-size"),
+        ("seed", "--seed"),
+        ("gpus", "--gpus"),
+    ],
+)
+def test_an_engine_argument_that_has_an_option_is_refused_with_that_option(name, option):
+    """It would win over the option behind the run's back: its configuration knows the option only."""
+    with pytest.raises(ConfigError, match=f"--engine-arg {name}: ") as caught:
+        create_engine(EngineConfig(model="m", engine_args={"block_size": 32, name: "x"}))
+    assert option in caught.value.hint
+
+
+def test_every_option_that_vllm_gets_is_refused_as_an_engine_argument():
+    values = engine_arguments(EngineConfig(model="m", revision="r"), is_cpu=False)
+    for name in values:
+        with pytest.raises(ConfigError, match=f"--engine-arg {name}: "):
+            create_engine(EngineConfig(model="m", engine_args={name: 1}))
+
+
+def test_what_may_decide_answers_is_of_the_run_and_what_a_machine_needs_is_not():
+    machine = {"kv_cache_memory_bytes": 1, "block_size": 32, "data_parallel_size": 2}
+    run = {"tokenizer_mode": "slow", "override_generation_config": {}, "an_argument_of_2030": 1}
+    config = EngineConfig(engine_args={**machine, **run, "hf_token": "secret", "lora_dtype": None})
+    assert config.answer_arguments == run
 
 
 def test_vllm_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch):

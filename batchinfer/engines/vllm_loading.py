@@ -62,7 +62,7 @@ def prepare_process() -> bool:
 def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
     """What to give to vLLM's EngineArgs, by name; those that are None are left to vLLM. Pure.
 
-    `--engine-arg` comes last and wins.
+    `--engine-arg` comes last and wins over our defaults; what has an option was refused, see check_config.
     """
     values: dict[str, Any] = {
         "model": config.model,
