@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 import msgspec
 
@@ -11,6 +12,8 @@ from batchinfer.checkpoints import FinishedRow
 from batchinfer.records import ErrorExample, Failure, Minute, Worker
 
 MAX_MINUTES = 1440
+RECENT_MINUTES = 60
+"""So many are kept as they grow; then they join the thinned series."""
 MAX_CODES = 50
 MAX_MESSAGE = 500
 OTHER = "other"
@@ -41,7 +44,8 @@ class Tally:
         self._finish_reasons: Counter[str] = Counter()
         self._prompt_lengths: Counter[str] = Counter()
         self._completion_lengths: Counter[str] = Counter()
-        self._minutes: dict[int, list[int]] = {}
+        self._series: list[Minute] = []
+        self._recent: dict[int, list[int]] = {}
 
     def add(self, rows: list[FinishedRow], minute: int) -> None:
         """Count rows that finished in a minute (whole minutes since 1970)."""
@@ -53,7 +57,10 @@ class Tally:
         self.cached_tokens += sum([row.cached_tokens for row in rows])
         failed = [row.code for row in rows if not row.ok]
         ok = [row for row in rows if row.ok] if failed else rows
-        point = self._minutes.setdefault(minute, [0, 0, 0, 0])
+        if len(self._recent) >= RECENT_MINUTES and minute not in self._recent:
+            self._series = merge_minutes(self._series, self._recent)
+            self._recent = {}
+        point = self._recent.setdefault(minute, [0, 0, 0, 0])
         for place, number in enumerate((len(rows), prompt_tokens, completion_tokens, len(failed))):
             point[place] += number
         _count(self._finish_reasons, [row.finish_reason for row in ok])
@@ -86,25 +93,26 @@ class Tally:
             finish_reasons=_sum(base.finish_reasons, self._finish_reasons),
             prompt_lengths=_sum(base.prompt_lengths, self._prompt_lengths),
             completion_lengths=_sum(base.completion_lengths, self._completion_lengths),
-            minutes=merge_minutes(base.minutes, self._minutes),
+            minutes=merge_minutes(chain(base.minutes, self._series), self._recent),
         )
 
 
 def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
-    """Join two series; where there are too many points, the older half is thinned by joining neighbours. Pure."""
-    points = {minute.minute: minute for minute in before}
-    for number, (rows, prompt, completion, errors) in now.items():
-        old = points.get(
-            number, Minute(minute=number, rows=0, prompt_tokens=0, completion_tokens=0, errors=0)
-        )
-        points[number] = Minute(
+    """Join series; where there are too many points, the older half is thinned by joining neighbours. Pure."""
+    recent = (
+        Minute(
             minute=number,
-            rows=old.rows + rows,
-            prompt_tokens=old.prompt_tokens + prompt,
-            completion_tokens=old.completion_tokens + completion,
-            errors=old.errors + errors,
-            length=old.length,
+            rows=rows,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            errors=errors,
         )
+        for number, (rows, prompt, completion, errors) in now.items()
+    )
+    points: dict[int, Minute] = {}
+    for point in chain(before, recent):
+        old = points.get(point.minute)
+        points[point.minute] = point if old is None else _join(old, point)
     series = [points[number] for number in sorted(points)]
     while len(series) > MAX_MINUTES:
         half = len(series) // 2
@@ -121,7 +129,7 @@ def _join(first: Minute, second: Minute) -> Minute:
         prompt_tokens=first.prompt_tokens + second.prompt_tokens,
         completion_tokens=first.completion_tokens + second.completion_tokens,
         errors=first.errors + second.errors,
-        length=second.minute + second.length - first.minute,
+        length=max(first.length, second.minute + second.length - first.minute),
     )
 
 
