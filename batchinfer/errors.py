@@ -34,6 +34,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from batchinfer.redaction import redact
+
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
@@ -64,14 +66,17 @@ __all__ = [
 
 
 class BatchinferError(Exception):
-    """Base of the tree. Args: `message` for people, `hint` (optional) for what to do next."""
+    """Base of the tree. Args: `message` for people, `hint` (optional) for what to do next.
+
+    Secrets in the URLs of both are masked.
+    """
 
     exit_status = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = redact(message)
+        self.hint = redact(hint)
+        super().__init__(self.message)
 
 
 class UsageError(BatchinferError):
@@ -191,4 +196,6 @@ class RowError(BatchinferError):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
+        self.message = message  # goes to the row's own author, addresses and all
+        self.args = (message,)
         self.code = code

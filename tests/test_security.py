@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import batchinfer
-from batchinfer.errors import BatchinferError, InputError
+from batchinfer.errors import BatchinferError, InputError, RowError
+from batchinfer.redaction import redact
+from batchinfer.split import command as split
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here, run_worker_process
 
@@ -110,3 +116,85 @@ def test_a_claim_that_no_worker_wrote_keeps_nobody_from_the_chunk(
     open_store(str(tmp_path / "run")).create("claims/part-00000.json", claim)
     result = run_worker_here(tmp_path / "job", tmp_path / "run", "--lease-seconds", "1")
     assert result["chunks_done"] == 1
+
+
+# --------------------------------------------------------------------------- URLs with secrets in them
+
+
+class _Guarded(BaseHTTPRequestHandler):
+    """Ten rows, for those who bring the password and the token."""
+
+    def do_GET(self) -> None:
+        is_welcome = "Authorization" in self.headers and self.path.endswith("?token=SECRET")
+        data = b"".join(b'{"prompt": "%d"}\n' % row for row in range(10)) if is_welcome else b""
+        self.send_response(200 if is_welcome else 403)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Guarded)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"http://user:SECRET@127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_source_is_read_with_its_secrets_and_recorded_without(
+    tmp_path: Path, guarded: str
+) -> None:
+    job = tmp_path / "job"
+    arguments = [f"{guarded}/x.jsonl?token=SECRET", "--output", str(job), "--num-chunks", "2"]
+    done = CliRunner().invoke(split, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert json.loads((job / "job.json").read_bytes())["rows"] == 10
+    assert b"SECRET" not in everything_below(tmp_path)
+    again = CliRunner().invoke(split, arguments, catch_exceptions=False, standalone_mode=False)
+    assert again.return_value["status"] == "unchanged"
+
+
+def test_errors_name_an_address_without_its_secrets(guarded: str) -> None:
+    store = open_store(f"{guarded}/folder")
+    for fail in (store.list, lambda: store.get("x"), lambda: store.create("x", b"")):
+        with pytest.raises(BatchinferError) as caught:
+            fail()
+        assert "127.0.0.1" in caught.value.message
+        assert "SECRET" not in f"{caught.value} {caught.value.message} {caught.value.hint}"
+    with pytest.raises(BatchinferError) as caught:
+        split.main(
+            [f"{guarded}/x.jsonl?token=SECRET2", "--output", "memory://o", "--num-chunks", "1"],
+            standalone_mode=False,
+        )
+    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://t0ken@h/x: no", "https://…@h/x: no"),
+        ("see 'http://h/x?a=1&b=2&c'.", "see 'http://h/x?a=…&b=…&…'."),
+        ("HTTPS://u:p@h?x=y", "HTTPS://…@h?x=…"),
+        ("s3://b/part-?.jsonl", "s3://b/part-?.jsonl"),
+        ("hf://datasets/org/name@main/x", "hf://datasets/org/name@main/x"),
+        ("mail a@b, or http://h/a@b", "mail a@b, or http://h/a@b"),
+        ("/data/what?.jsonl", "/data/what?.jsonl"),
+    ],
+)
+def test_secrets_of_an_address_are_masked_and_nothing_else(text: str, shown: str) -> None:
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+def test_an_error_row_shows_its_own_text_whole() -> None:
+    error = RowError("invalid_request", "image http://h/x?size=2: not there")
+    assert str(error) == error.message == "image http://h/x?size=2: not there"

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 from batchinfer.errors import InputError
 from batchinfer.records import Record, Source, SourceFile
+from batchinfer.redaction import redact
 from batchinfer.sources import finding, outside
 from batchinfer.sources.blocks import OWN_FIELDS, Block, Input, Oddities, View, no_such_column
 from batchinfer.sources.outside import Found
@@ -115,12 +116,20 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
         bases += [located.base] if located.base else []
         files = [
             SourceFile(
-                url=item.found.url, bytes=item.found.bytes, rows=item.rows, digest=item.digest
+                url=redact(item.found.url),
+                bytes=item.found.bytes,
+                rows=item.rows,
+                digest=item.digest,
             )
             for item in counted
         ]
         sources.append(
-            Source(url=argument, format=located.format, files=files, revision=located.revision)
+            Source(
+                url=redact(argument),
+                format=located.format,
+                files=files,
+                revision=located.revision,
+            )
         )
     if not rows:
         raise InputError(
@@ -166,7 +175,9 @@ def _require_columns(inputs: list[Input], asked: list[tuple[str, str]]) -> list[
 def _warn_about_repeats(inputs: list[Input]) -> None:
     times = Counter(item.found.url for item in inputs)
     for url in (url for url, count in times.items() if count > 1):
-        logger.warning("%s: named by several sources, its rows are taken again each time", url)
+        logger.warning(
+            "%s: named by several sources, its rows are taken again each time", redact(url)
+        )
 
 
 class _Adapter(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from batchinfer.errors import InputError
+from batchinfer.redaction import redact
 from batchinfer.sources import outside
 from batchinfer.sources.blocks import (
     ID_FIELD,
@@ -121,7 +122,7 @@ def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) ->
                 lines[0] = lines[0].removeprefix(_BOM)
             block = splice.block(lines, row)
             if splice.broken:
-                odd.first_broken = odd.first_broken or (
+                odd.first_broken = odd.first_broken or redact(
                     f"{item.found.url}, line {splice.broken[0] - first_row + rows.start + 1}"
                 )
                 odd.broken_lines += len(splice.broken)
