@@ -21,13 +21,17 @@ T = TypeVar("T")
 def prefix_key(request: Request) -> bytes:
     """Bytes whose order puts requests with a common prefix next to each other.
 
-    Any order of the tokens does, so each counts as its four bytes, and comparing is comparing memory.
+    Any order of the tokens does, so each counts as its four bytes, and comparing is comparing memory. A request that
+    cannot be put so has the empty key: for a better order no worker ends.
     """
-    if request.token_ids is not None:
-        return array("I", request.token_ids).tobytes()
-    if request.text is not None:
-        return request.text.encode("utf-8", "surrogatepass")
-    return msgspec.json.encode(request.messages)
+    try:
+        if request.token_ids is not None:
+            return array("I", request.token_ids).tobytes()
+        if request.text is not None:
+            return request.text.encode("utf-8", "surrogatepass")
+        return msgspec.json.encode(request.messages)
+    except (OverflowError, RecursionError, TypeError, ValueError):
+        return b""
 
 
 class PrefixWindow(Generic[T]):

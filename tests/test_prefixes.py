@@ -55,6 +55,21 @@ def test_a_prefix_runs_before_its_extensions() -> None:
     assert in_order([[1, 2, 3], [9], [1, 2], [1]]) == [[1], [1, 2], [1, 2, 3], [9]]
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        request([2**32, 2]),
+        request([-1]),
+        Request(key=("c", 0), sampling=Sampling(), text="\ud800"),
+        Request(key=("c", 0), sampling=Sampling(), messages=[{"role": "user", "content": "\ud800"}]),
+        Request(key=("c", 0), sampling=Sampling(), messages=[{"role": "user", "content": 2**70}]),
+    ],
+)
+def test_every_request_has_a_key(odd: Request) -> None:
+    """One row that had none ended the worker, and every start after it."""
+    assert isinstance(prefix_key(odd), bytes)
+
+
 def test_without_a_window_rows_keep_their_order() -> None:
     assert in_order([[3], [1], [2]], size=0) == [[3], [1], [2]]
 

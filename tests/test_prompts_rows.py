@@ -55,6 +55,8 @@ def contents(prepared: Prepared) -> list[str]:
         (b'{"p": 7}', "invalid_prompt"),
         (b'{"p": [1, -2]}', "invalid_prompt"),
         (b'{"p": [1, true]}', "invalid_prompt"),
+        (b'{"p": [4294967296, 2]}', "invalid_prompt"),
+        (b'{"p": [1, 100000000000000000000000]}', "invalid_prompt"),
         (b'{"p": ""}', "empty_prompt"),
         (b'{"p": []}', "empty_prompt"),
         (b'{"p": "x", "_row": 5}', "row_mismatch"),
@@ -126,6 +128,11 @@ def test_kept_columns_are_repeated_exactly():
     assert make(row, prompt_column="p", keep=["*"]).source == {
         name: row[name] for name in ("p", "big", "k")
     }
+
+
+def test_a_token_id_of_more_than_32_bits_is_named():
+    failure = make({"p": [1, 2**32]}, prompt_column="p").failure
+    assert "holds 4294967296, expected token ids below 4294967296" in failure.message
 
 
 def test_token_ids_are_a_prompt():

@@ -15,6 +15,8 @@ from batchinfer.prompts.model import Draft, PromptConfig, RowProblem
 from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
 
 _UNSET = msgspec.UNSET
+_MANY_TOKENS = 2**32
+"""No vocabulary is as large, and token ids travel in four bytes."""
 _PROMPT_HINT = (
     "pass one of --messages-column, --prompt-column, --prompt-template FILE or --template NAME "
     "(`--template list` shows the names)"
@@ -224,6 +226,11 @@ def token_ids(value: Any, subject: str) -> list[int]:
         )
     if not value:
         raise RowProblem(Code.EMPTY_PROMPT, f"{subject} is empty, expected text or token ids")
+    if (largest := max(value)) >= _MANY_TOKENS:
+        raise RowProblem(
+            Code.INVALID_PROMPT,
+            f"{subject} holds {largest}, expected token ids below {_MANY_TOKENS}",
+        )
     return value
 
 
