@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import ConfigError
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
-from batchinfer.storage.opening import join_url, open_store, split_url
+from batchinfer.storage.opening import check_writable, join_url, open_store, split_url
 from batchinfer.storage.remote import ReadOnlyStore
 from batchinfer.storage.s3 import S3Store
 
@@ -53,6 +53,33 @@ def test_unknown_scheme_lists_what_is_understood(url: str):
 def test_url_of_nothing_is_refused(url: str):
     with pytest.raises(ConfigError, match="names nothing"):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/job", "s3://bucket/job"),
+        ("s3:bucket/job", "s3://bucket/job"),
+        ("GS:/bucket", "gs://bucket"),
+        ("hf:/datasets/a/b", "hf://datasets/a/b"),
+        ("memory:x", "memory://x"),
+        ("file:/data", "file:///data"),
+        ("file:data", "data"),
+        ("s3:/", "s3://"),
+    ],
+)
+def test_a_url_that_lacks_a_slash_is_no_folder_here(url: str, meant: str):
+    with pytest.raises(ConfigError, match="lacks") as caught:
+        open_store(url)
+    assert caught.value.hint.startswith(f"did you mean {meant}?")
+    with pytest.raises(ConfigError, match="lacks"):
+        check_writable(url, option="--output")
+
+
+def test_a_folder_whose_name_has_a_colon_is_one(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("./s3:/bucket", "job:1", "C:/x", "runs/s3:/x"):
+        assert open_store(path).url == str(tmp_path / path)
 
 
 def test_relative_file_url_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,6 +16,7 @@ GCS_SCHEMES = ("gs", "gcs")
 READ_ONLY_SCHEMES = ("hf", "http", "https")
 SCHEMES = ("file", *S3_SCHEMES, *GCS_SCHEMES, *READ_ONLY_SCHEMES, "memory")
 
+_LACKS_A_SLASH = re.compile(rf"(?i)({'|'.join(SCHEMES)}):/?(?!/)")
 _UNDERSTOOD = (
     "a plain path, file://, s3:// (also r2:// and other S3 stores by AWS_ENDPOINT_URL), gs://, memory://, "
     "and for reading hf:// and https://"
@@ -26,11 +28,34 @@ def split_url(url: str) -> tuple[str, str]:
 
     >>> split_url("s3://bucket/job"), split_url("runs/a"), split_url("file:///data/job")
     (('s3', 'bucket/job'), ('file', 'runs/a'), ('file', '/data/job'))
+
+    Raises:
+        ConfigError: it starts like a URL, but has too few slashes to be one.
     """
+    check_slashes(url)
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "file", url
     return scheme.lower(), unquote(rest) if scheme.lower() == "file" else rest
+
+
+def check_slashes(url: str) -> None:
+    """Refuse `s3:/bucket`: as a plain path it would be a folder of this machine.
+
+    Raises:
+        ConfigError: it starts like a URL, but has too few slashes to be one.
+    """
+    match = _LACKS_A_SLASH.match(url)
+    if match is None:
+        return
+    scheme, rest = match[1].lower(), url[match.end() :]
+    meant = f"{scheme}://{rest}"
+    if scheme == "file":
+        meant = f"file:///{rest}" if url[match.end() - 1] == "/" else rest
+    raise ConfigError(
+        f"{url!r}: lacks a slash, expected {scheme}:// or a plain path",
+        hint=f"did you mean {meant}? A folder of that name is ./{url}",
+    )
 
 
 def join_url(base: str, key: str) -> str:
