@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import AccessDenied, ConfigError, InputError
-from batchinfer.sources import Oddities, Plan, View, is_inside, resolve
+from batchinfer.sources import Oddities, Plan, View, finding, is_inside, resolve
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub
 from making import run_process
@@ -454,6 +454,30 @@ def test_a_pattern_over_several_formats_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match="expected files of one format"):
         resolve([f"{tmp_path}/a.*"], view=View())
+
+
+def test_a_folder_of_several_formats_is_refused_but_for_what_is_no_data(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(finding.logger, "warning", lambda text, *values: said.append(text % values))
+    write_parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / "notes.json").write_text("{}")
+    assert resolve([str(tmp_path)], view=View()).rows == 1
+    assert said == [f"{tmp_path}: 1 .json files are left out, {tmp_path}/notes.json first"]
+    for name in ("b.jsonl", "b.csv.gz"):
+        (tmp_path / name).write_text('{"n": 2}\n')
+        with pytest.raises(InputError, match="expected files of one format") as caught:
+            resolve([str(tmp_path)], view=View())
+        assert name in caught.value.message
+        assert f"{tmp_path}/**/*.parquet" in caught.value.hint
+        assert resolve([f"{tmp_path}/**/*.parquet"], view=View()).rows == 1
+        (tmp_path / name).unlink()
+
+
+def test_a_url_that_lacks_a_slash_is_no_folder_here():
+    for source in ("s3:/bucket/x.jsonl", "hf:datasets/org/name"):
+        with pytest.raises(ConfigError, match="lacks a slash"):
+            resolve([source], view=View())
 
 
 def test_a_name_with_glob_characters_is_a_file_first(tmp_path):

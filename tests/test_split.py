@@ -134,10 +134,11 @@ def test_processes_and_row_groups_change_no_byte(source, tmp_path, compression, 
     from batchinfer.sources import building
 
     monkeypatch.setattr(building, "_TURN_ROWS", 100)
-    (source / "more.jsonl").write_text('{"n": 1}\n{broken\n' * 50)
+    more = tmp_path / "more.jsonl"
+    more.write_text('{"n": 1}\n{broken\n' * 50)
     for name, processes in (("one", 1), ("three", 3)):
         config = SplitConfig(
-            sources=[str(source), str(source / "more.jsonl")],
+            sources=[str(source), str(more)],
             output=str(tmp_path / name),
             num_chunks=23,
             compression=compression,

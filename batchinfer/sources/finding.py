@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from batchinfer.errors import InputError
+from batchinfer.redaction import redact
 from batchinfer.sources import hub, outside
 from batchinfer.sources.outside import Found
+from batchinfer.storage.opening import check_slashes
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,8 @@ _FORMATS = (
     ("csv", (".csv", ".tsv")),
     ("jsonl", (".json",)),
 )
-"""In a folder the first of these that any file has is taken, and only that."""
+"""In a folder the first of these that any file has is taken, and only that. Others beside it are refused, but for
+.json, which often describes data."""
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
 _GLOB = re.compile(r"[*?\[]")
 
@@ -44,7 +47,9 @@ def locate(argument: str) -> Located:
     Raises:
         InputError: There is nothing, or nothing of a known format.
         AccessDenied: Credentials are missing or refused.
+        ConfigError: It is a URL that lacks a slash.
     """
+    check_slashes(argument)
     if argument.startswith("hf://"):
         return _locate_on_hub(argument)
     url = (
@@ -168,15 +173,38 @@ def _choose(url: str, files: list[Found], *, is_whole: bool = False) -> tuple[st
                 hint="narrow the pattern, or pass two sources",
             )
         if chosen:
-            if len(chosen) < len(files):
-                logger.info(
-                    "%s: taking %d %s files of %d files", url, len(chosen), kind, len(files)
-                )
+            _check_rest(url, kind, [file for file in files if file not in set(chosen)])
             return kind, chosen
     raise InputError(
         f"{url}: holds no parquet, JSON Lines or CSV file" if files else f"{url}: holds no file",
         hint="expected names that end in .parquet, .jsonl, .json or .csv (also .gz, .zst)",
     )
+
+
+def _check_rest(url: str, kind: str, rest: list[Found]) -> None:
+    """Look at the files of a folder that are not taken.
+
+    Raises:
+        InputError: data in another format is among them: rows would be missing without a word.
+    """
+    for index, (other, endings) in enumerate(_FORMATS):
+        data = _of_formats(rest, index)
+        if not data:
+            continue
+        if endings == (".json",):  # often what describes the data
+            first = redact(data[0].url)
+            logger.warning(
+                "%s: %d .json files are left out, %s first", redact(url), len(data), first
+            )
+            continue
+        ending = next(one for one in _FORMATS if one[0] == kind)[1][0]
+        raise InputError(
+            f"{url}: holds {data[0].url} ({other}) beside {kind} files, expected files of one format",
+            hint=f"name those you want, as in '{url.rstrip('/')}/**/*{ending}', or a source for each format",
+        )
+    if rest:
+        first = redact(rest[0].url)
+        logger.info("%s: %d other files are left out, %s first", redact(url), len(rest), first)
 
 
 def _format_of(url: str) -> str:
