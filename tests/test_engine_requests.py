@@ -9,7 +9,7 @@ import pytest
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import check_names, engine_arguments, refused_config
 from batchinfer.engines.vllm_requests import completion_of, sampling_kwargs
-from batchinfer.engines.vllm_steps import StepRecorder
+from batchinfer.engines.vllm_steps import StepRecorder, install
 from batchinfer.errors import ConfigError, RowError
 from batchinfer.records import Request, Sampling
 
@@ -78,10 +78,9 @@ def test_an_answer_that_the_engine_broke_off_is_a_transient_failure():
     assert found.choices == []
 
 
-def step_stats(waiting: int, preempted: int = 0):
+def step_stats(waiting: int):
     """One step's counters as vLLM's scheduler gives them."""
-    cache = SimpleNamespace(preempted_requests=preempted)
-    return SimpleNamespace(num_waiting_reqs=waiting, prefix_cache_stats=cache)
+    return SimpleNamespace(num_waiting_reqs=waiting)
 
 
 def test_times_follow_from_how_many_requests_wait(monkeypatch):
@@ -100,11 +99,20 @@ def test_times_follow_from_how_many_requests_wait(monkeypatch):
     assert [recorder.seconds_of(name) for name in "abc"] == [(1.0, 6.0), (1.0, 6.0), (3.0, 4.0)]
 
 
-def test_preemptions_add_up_over_the_steps():
-    recorder = StepRecorder()
-    for preempted in (0, 2, 1):
-        recorder.record(step_stats(waiting=0, preempted=preempted))
-    recorder.record(None)
+def core_output(*events: str):
+    """What the engine core gives for one request in one step."""
+    named = [SimpleNamespace(type=SimpleNamespace(name=name)) for name in events]
+    return SimpleNamespace(events=named or None)
+
+
+def test_preemptions_are_counted_in_every_requests_events_and_its_outputs_go_on():
+    processor = SimpleNamespace(process_outputs=lambda outputs, **_: outputs, log_stats=True)
+    recorder = install(SimpleNamespace(output_processor=processor))
+    first = [core_output("QUEUED", "SCHEDULED"), core_output(), SimpleNamespace()]
+    assert processor.process_outputs(first, iteration_stats=None) is first
+    assert recorder.preemptions == 0
+    processor.process_outputs([core_output("PREEMPTED", "SCHEDULED", "PREEMPTED"), core_output()])
+    processor.process_outputs([core_output("PREEMPTED")])
     assert recorder.preemptions == 3
 
 

@@ -247,7 +247,8 @@ def test_tensor_parallel_gives_the_same_answers(vllm_engine, vllm_config):
 
 
 def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
-    small = {**vllm_config.engine_args, "kv_cache_memory_bytes": 9 << 18}
+    # Without a prefix cache, whose counters know of preemptions, too.
+    small = {"kv_cache_memory_bytes": 9 << 18, "block_size": 32, "enable_prefix_caching": False}
     engine, info = opened(vllm_config, replicas=2, max_num_seqs=4, engine_args=small)
     try:
         assert (info.num_replicas, info.max_num_seqs, info.max_in_flight) == (2, 8, 12)

@@ -1,13 +1,15 @@
-"""What is known about each step of vLLM, read from its scheduler's own counters.
+"""What is known about each step of vLLM, read from what its scheduler says anyway.
 
 vLLM can keep statistics per token and request, which costs a tenth of the throughput of a small model. The
-scheduler's counters come with every step anyway; preemptions and waiting times follow from them.
+scheduler's counters come with every step, and a request's events (queued, scheduled, preempted) with its next
+output; waiting times and preemptions follow from them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -32,10 +34,13 @@ class StepRecorder:
         if scheduler_stats is None:
             return
         self._num_waiting = scheduler_stats.num_waiting_reqs
-        cache = scheduler_stats.prefix_cache_stats
-        # Whoever was preempted looks its prefix up again when it is scheduled anew. Without prefix
-        # caching nobody looks, and preemptions are not seen.
-        self.preemptions += getattr(cache, "preempted_requests", 0)
+
+    def count_preemptions(self, outputs: Iterable[Any]) -> None:
+        """Read one step's outputs of the engine core. The prefix cache's counters tell it only where there is one."""
+        for output in outputs:
+            events = getattr(output, "events", None)
+            if events:
+                self.preemptions += sum(event.type.name == "PREEMPTED" for event in events)
 
     def log(self) -> None:
         """Nothing: vLLM calls it every few seconds to write a line."""
@@ -74,7 +79,15 @@ def install(engine: Any) -> StepRecorder:
     recorder = StepRecorder()
     engine.logger_manager = recorder
     engine.log_stats = False
-    engine.output_processor.log_stats = False
+    processor = engine.output_processor
+    processor.log_stats = False
+    process_outputs = processor.process_outputs
+
+    def counted(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        recorder.count_preemptions(outputs)
+        return process_outputs(outputs, *args, **kwargs)
+
+    processor.process_outputs = counted
     return recorder
 
 
