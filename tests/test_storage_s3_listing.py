@@ -8,7 +8,7 @@ import pytest
 from botocore.parsers import RestXMLParser
 from botocore.session import get_session
 
-from batchinfer.storage.s3_listing import take_contents
+from batchinfer.storage.s3_listing import register, take_contents
 
 PAGE = (
     '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name>{head}'
@@ -73,3 +73,31 @@ def test_a_page_that_was_cut_off_stays_broken() -> None:
     for length in range(body.index(b"<Contents>"), len(body)):
         rest, _ = by_us(body[:length])
         assert not rest.endswith(b"</ListBucketResult>")
+
+
+def test_botocore_sees_a_page_without_its_objects() -> None:
+    """Its check for errors in a 200 answer parsed every page whole, a quarter of a large job's start."""
+    client = get_session().create_client("s3", region_name="us-east-1")
+    seen: list[bytes] = []
+
+    def first_of_botocore(response_dict: dict[str, Any], **_: Any) -> None:
+        seen.append(response_dict["body"])
+
+    client.meta.events.register_first("before-parse.s3.*", first_of_botocore)
+    register(client)
+    register(client)
+    model = client.meta.service_model.operation_model("ListObjectsV2")
+    answer = {
+        "body": PAGE.format(head="", objects=FIRST + SECOND).encode(),
+        "headers": {},
+        "status_code": 200,
+    }
+    taken: dict[str, Any] = {}
+    client.meta.events.emit(
+        "before-parse.s3.ListObjectsV2",
+        operation_model=model,
+        response_dict=answer,
+        customized_response_dict=taken,
+    )
+    assert len(taken["Contents"]) == 2
+    assert b"<Contents>" not in seen[0]
