@@ -67,6 +67,8 @@ class Checkpointer:
         self._may_write = may_write
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
+        self.fingerprint = ""
+        """The run's; known before the first row is finished."""
 
     @property
     def is_busy(self) -> bool:
@@ -116,7 +118,13 @@ class Checkpointer:
         def work() -> int:
             services.lease.require()
             data = read()
-            checkpoints.write_segment(services.run, key, data, chunk_sha256=chunk.local.sha256)
+            checkpoints.write_segment(
+                services.run,
+                key,
+                data,
+                chunk_sha256=chunk.local.sha256,
+                fingerprint=self.fingerprint,
+            )
             return data.count(b"\n")
 
         rows_done = chunk.num_rows - chunk.num_left

@@ -3,15 +3,16 @@
 A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Any copy of a row is
 right, so segments of several workers may overlap; the first copy read is taken.
 
-The same records fill the local spool, so writing a checkpoint is copying a slice of a file. In front of them goes the
-sha256 of the chunk that they answer: a chunk that was edited since must not get the rows of its old text.
+The same records fill the local spool, so writing a checkpoint is copying a slice of a file. In front of them go the
+sha256 of the chunk that they answer and the fingerprint of the run that answered: a chunk that was edited since must
+not get the rows of its old text, nor a run whose run.json was removed those of its old configuration.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -65,6 +66,7 @@ class _Header(Record, frozen=True, kw_only=True):
     """A segment's first line."""
 
     chunk_sha256: str
+    fingerprint: str
 
 
 _encoder = msgspec.json.Encoder()
@@ -110,26 +112,37 @@ class Segments:
     Iterate over `rows()` once; the attributes are whole when it has come to its end.
 
     A line that cannot be read, or is not of this chunk, is left out with a warning: its row is generated again. So are
-    all rows of a segment that does not begin with this chunk's sha256.
+    all rows of a segment that does not begin with this chunk's sha256 and the run's fingerprint.
 
     Args:
         store: The run's.
         name: The chunk's.
         chunk_sha256: Of the chunk as it is stored now.
+        fingerprint: Of the run, "" where it has no configuration yet. Asked once the first segment is found: no segment
+            is older than the run.json that it belongs to.
         num_lines: Rows of the chunk that count.
     """
 
-    def __init__(self, store: Store, name: str, *, chunk_sha256: str, num_lines: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        chunk_sha256: str,
+        fingerprint: Callable[[], str],
+        num_lines: int,
+    ) -> None:
         self._store = store
         self._name = name
         self._chunk_sha256 = chunk_sha256
+        self._fingerprint = fingerprint
         self._num_lines = num_lines
         self.deaths: dict[int, int] = {}
         """Engine deaths by line."""
         self.keys: list[str] = []
         """Every segment found, also those of other text: with the chunk's marker all of them go."""
         self.num_outdated = 0
-        """Segments of which nothing is taken: they answer another text than the chunk has now."""
+        """Segments of which nothing is taken: of another text than the chunk has now, or of another configuration."""
         self.has_vanished = False
         """One disappeared while they were read, so someone has published."""
 
@@ -142,8 +155,8 @@ class Segments:
                 yield from self._rows_of(info.key)
         if self.num_outdated:
             logger.warning(
-                "%s: %d checkpoint segments answer another text than the chunk has now; "
-                "their rows are generated again",
+                "%s: %d checkpoint segments answer another text than the chunk has now, "
+                "or are of another configuration than the run's; their rows are generated again",
                 self._name,
                 self.num_outdated,
             )
@@ -156,13 +169,24 @@ class Segments:
             return
         self.keys.append(key)
         lines = codec.lines(file)
-        if _chunk_of(next(lines, b"")) != self._chunk_sha256:
+        if not self._is_current(next(lines, b"")):
             self.num_outdated += 1
             return
         for text in lines:
             row = self._read_line(text, key)
             if row is not None:
                 yield row
+
+    def _is_current(self, first_line: bytes) -> bool:
+        try:
+            header = _header_decoder.decode(first_line)
+        except _UNREADABLE:
+            return False
+        return (
+            header.chunk_sha256 == self._chunk_sha256
+            and bool(header.fingerprint)
+            and header.fingerprint == self._fingerprint()
+        )
 
     def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
         try:
@@ -190,14 +214,6 @@ class Segments:
         return None
 
 
-def _chunk_of(first_line: bytes) -> str:
-    """The sha256 of the chunk that a segment answers, "" where it does not say."""
-    try:
-        return _header_decoder.decode(first_line).chunk_sha256
-    except _UNREADABLE:
-        return ""
-
-
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
     """The rows in lists that are small in memory."""
     batch: list[FinishedRow] = []
@@ -212,7 +228,9 @@ def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
         yield batch
 
 
-def write_segment(store: Store, key: str, records: bytes, *, chunk_sha256: str) -> None:
+def write_segment(
+    store: Store, key: str, records: bytes, *, chunk_sha256: str, fingerprint: str
+) -> None:
     """Create one segment. A lost reply is settled by the store; keys are never reused, since epochs only grow."""
-    header = _encoder.encode(_Header(chunk_sha256=chunk_sha256))
+    header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
     store.create(key, b"".join((header, b"\n", records)))

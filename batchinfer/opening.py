@@ -16,6 +16,7 @@ from batchinfer.formats import read_line
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import Publisher
 from batchinfer.records import Marker
+from batchinfer.runconfig import read_run
 from batchinfer.scratch import Scratch, Spool, forget, scratch_errors
 from batchinfer.storage import Store
 
@@ -58,12 +59,27 @@ class Opener:
         self.begun: set[str] | None = None
         """Chunks that had segments when the worker started; None: not known. Who has worked on a chunk since then has
         left a claim, so a new claim on any other chunk needs no look for segments."""
+        self.fingerprint = ""
+        """Of the run whose segments are taken up; "": not known yet."""
+
+    def join(self, fingerprint: str) -> None:
+        """The run that the worker belongs to is known for good.
+
+        Raises:
+            InputError: rows of another configuration have been taken up.
+        """
+        if self.fingerprint not in ("", fingerprint):
+            raise InputError(
+                f"{self._run.url}/{layout.RUN_KEY}: was replaced while this worker started",
+                hint="start it again",
+            )
+        self.fingerprint = fingerprint
 
     def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
         """Claim a chunk, fetch it and take up the finished rows that others left.
 
-        `take_over` is a claim seen to have lapsed. The marker is looked for after the claim: between the worker's one
-        listing and now somebody may have published.
+        `take_over` is a claim seen to have lapsed; its owner is looked at once more. The marker is looked for after the
+        claim: between the worker's one listing and now somebody may have published.
 
         Raises:
             InputError: the chunk is missing, damaged, or not the one that job.json describes.
@@ -126,6 +142,7 @@ class Opener:
             self._run,
             chunk.name,
             chunk_sha256=chunk.local.sha256,
+            fingerprint=self._run_fingerprint,
             num_lines=chunk.num_rows,
         )
         # Segments of the generation before may still lie about; its error rows are what this one does again.
@@ -141,6 +158,13 @@ class Opener:
             # What was read from storage is safe there until the marker: no segment repeats it.
             chunk.checkpointed_bytes = chunk.spool.size_bytes
         return chunk
+
+    def _run_fingerprint(self) -> str:
+        """The fingerprint of the run as it stands, "" before it has a configuration."""
+        if not self.fingerprint:
+            run = read_run(self._run)
+            self.fingerprint = "" if run is None else run.fingerprint
+        return self.fingerprint
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
         """Take the rows that are fine from the generation before (``--retry-errors``)."""
@@ -174,6 +198,9 @@ class Opener:
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:
         if take_over is not None:
+            # Chunks seen to have lapsed wait for room, and a frozen owner may be back since, its claims unchanged.
+            if take_over.claim.worker and claims.look(take_over) is not None:
+                return take_over
             taken = claims.take_over(name, take_over.etag)
             if taken is not None:
                 return taken

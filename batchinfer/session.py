@@ -178,6 +178,7 @@ class _Worker:
             return
         self.info = info
         run = membership.join(info, nonce=self.nonce, is_safe=self.is_safe)
+        services.opener.join(run.fingerprint)
         shelf.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()

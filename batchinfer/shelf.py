@@ -111,7 +111,7 @@ class Shelf:
 
     def allow_publishing(self, fingerprint: str) -> None:
         """The run that the worker has joined is known: from the next round on, complete chunks are published."""
-        self._publish_queue.fingerprint = fingerprint
+        self._publish_queue.fingerprint = self._checkpointer.fingerprint = fingerprint
 
     def tick(
         self,

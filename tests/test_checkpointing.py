@@ -119,6 +119,7 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     hands = Hands()
     services = services_with(hands, "memory://asked-twice")
     checkpointer = Checkpointer(services, lambda _chunk: True)
+    checkpointer.fingerprint = "f"
     long = open_chunk(tmp_path, "long", 12)
     chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
     checkpointer.ask(chunks)
@@ -129,7 +130,9 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     while checkpointer.is_busy:
         checkpointer.tick()
     assert long.checkpointed_bytes == long.spool.size_bytes
-    found = Segments(services.run, "long", chunk_sha256="a" * 64, num_lines=12)
+    found = Segments(
+        services.run, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", num_lines=12
+    )
     assert [row.line for row in found.rows()] == list(range(12))
     assert found.keys == long.segment_keys
     assert len(found.keys) == 4

@@ -48,14 +48,15 @@ def segment(
     epoch: int = 1,
     seq: int = 1,
     chunk_sha256: str = SHA256,
+    fingerprint: str = "f",
 ) -> str:
     key = layout.segment_key(CHUNK, epoch, worker, seq)
-    write_segment(store, key, records, chunk_sha256=chunk_sha256)
+    write_segment(store, key, records, chunk_sha256=chunk_sha256, fingerprint=fingerprint)
     return key
 
 
 def read(store: MemoryStore, name: str = CHUNK) -> tuple[Segments, list[FinishedRow]]:
-    found = Segments(store, name, chunk_sha256=SHA256, num_lines=3)
+    found = Segments(store, name, chunk_sha256=SHA256, fingerprint=lambda: "f", num_lines=3)
     return found, list(found.rows())
 
 
@@ -102,18 +103,28 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
         segment(store, encoded(row(0)), seq=1),
         segment(store, encoded(row(1)), seq=2, chunk_sha256=OTHER_SHA256),
         segment(store, encode_deaths([2]), seq=3, chunk_sha256=OTHER_SHA256),
+        segment(store, encoded(row(2)), seq=4, fingerprint="of another configuration"),
+        segment(store, encoded(row(2)), seq=5, fingerprint=""),
     ]
     with caplog.at_level(logging.WARNING):
         found, rows = read(store)
     assert [each.line for each in rows] == [0]
-    assert (found.deaths, found.num_outdated) == ({}, 2)
+    assert (found.deaths, found.num_outdated) == ({}, 4)
     assert sorted(found.keys) == keys
     (warning,) = caplog.messages
-    assert "part-00000: 2 checkpoint segments answer another text" in warning
+    assert "part-00000: 4 checkpoint segments answer another text" in warning
 
 
 @pytest.mark.parametrize(
-    "data", [encoded(row(0), row(1)), b"not json\n" + encoded(row(0)), b"\xff\n", b"\n", b"{}\n"]
+    "data",
+    [
+        encoded(row(0), row(1)),
+        b"not json\n" + encoded(row(0)),
+        b"\xff\n",
+        b"\n",
+        b"{}\n",
+        b'{"chunk_sha256":"%s"}\n' % SHA256.encode() + encoded(row(0)),
+    ],
 )
 def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
     store: MemoryStore, data: bytes
@@ -170,5 +181,5 @@ def test_a_segment_that_vanishes_means_look_for_the_marker(
 
 def test_segments_of_a_chunk_whose_name_begins_alike_are_not_its_own(store: MemoryStore) -> None:
     key = layout.segment_key("part-000001", 1, "w0", 1)
-    write_segment(store, key, encoded(row(0)), chunk_sha256=SHA256)
+    write_segment(store, key, encoded(row(0)), chunk_sha256=SHA256, fingerprint="f")
     assert read(store, "part-00000")[1] == []

@@ -18,18 +18,20 @@ import zstandard
 from batchinfer import codec, layout
 from batchinfer.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.chunks import OpenChunk
-from batchinfer.errors import InputError, StorageError
+from batchinfer.errors import InputError, Interrupted, StorageError
 from batchinfer.fetching import fetch
 from batchinfer.manifests import ChunkRef
 from batchinfer.opening import Opener
 from batchinfer.publishing import Publisher, build_output
+from batchinfer.records import Run
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.zst import ZstdFile
 from fakes import marker_record
-from simulation.machine import FLAKY
+from simulation.machine import FLAKY, sampling
+from simulation.oracle import RUN
 from simulation.scenario import JOB, good_row
 from simulation.stage import Stage, when
 
@@ -122,6 +124,37 @@ def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old
         assert published(stage) == before
 
 
+# --------------------------------------------------------------------------- a run whose run.json was removed
+
+
+def stopped_after_checkpoints(stage: Stage) -> None:
+    stage.engine.max_in_flight = 2
+    stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+    assert not stage.run(checkpoint_seconds=0.5).is_success
+    assert stage.objects(layout.CHECKPOINTS)
+
+
+def texts(stage: Stage) -> list[str]:
+    return [line["choices"][0]["text"] for line in published(stage)]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_checkpoints_of_another_configuration_are_not_taken_up() -> None:
+    """The output mixed the answers of two temperatures, and its marker vouched for one."""
+    rows = [f"say {index}" for index in range(40)]
+    with Stage([rows]) as stage:
+        assert stage.run(sampling=sampling(0.9)).is_success
+        expected = texts(stage)
+    with Stage([rows]) as stage:
+        stopped_after_checkpoints(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        ending = stage.run(sampling=sampling(0.9))
+        assert ending.is_success, ending.error
+        assert ending.result["rows_resumed"] == 0
+        assert texts(stage) == expected
+        assert not stage.objects(layout.CHECKPOINTS)
+
+
 # --------------------------------------------------------------------------- what is taken up
 
 NUM_SEGMENTS = 24
@@ -160,9 +193,11 @@ def publisher(run: Store) -> Publisher:
 
 
 def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
-    return Opener(
+    made = Opener(
         run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
     )
+    made.join("f")
+    return made
 
 
 def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
@@ -195,6 +230,7 @@ def test_taking_up_segments_takes_the_memory_of_one_of_them(
             layout.segment_key("texts", 1, "w0", index),
             encode_rows(rows)[0],
             chunk_sha256=sha256,
+            fingerprint="f",
         )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
@@ -224,7 +260,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
         key = layout.segment_key("texts", 1, "w0", seq)
-        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256)
+        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
     built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
     marker = marker_record(chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
@@ -235,6 +271,42 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
     assert (chunk.num_unread, chunk.counts.resumed, chunk.counts.ok) == (0, 2, 2)
     chunk.close()
+
+
+def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    row = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
+    write_segment(
+        run,
+        layout.segment_key("texts", 1, "w0", 1),
+        encode_rows([row])[0],
+        chunk_sha256=codec.sha256(data),
+        fingerprint=codec.fingerprint({}),
+    )
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    opens = Opener(
+        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
+    )
+    for num_resumed in (0, 1):
+        chunk = opens.open(ref, now=0.0)
+        assert isinstance(chunk, OpenChunk)
+        assert chunk.counts.resumed == num_resumed
+        chunk.close()
+        if not num_resumed:
+            record = Run(
+                format_version=1,
+                fingerprint=codec.fingerprint({}),
+                config={},
+                recorded={},
+                nonce="n",
+            )
+            run.create(layout.RUN_KEY, codec.encode(record))
+    with pytest.raises(InputError, match="was replaced while this worker started"):
+        opens.join("g")
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

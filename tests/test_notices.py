@@ -237,8 +237,16 @@ def test_a_worker_told_of_its_end_keeps_its_rows_and_gives_its_claims_back(
     assert "preemption notice" in ended.result["reason"]
     num_done = ended.result["request_count"]
     assert 0 < num_done < 3000
+    fingerprint = ended.result["fingerprint"]
     segments = [
-        Segments(run, chunk.name, chunk_sha256=chunk.sha256, num_lines=500) for chunk in chunks
+        Segments(
+            run,
+            chunk.name,
+            chunk_sha256=chunk.sha256,
+            fingerprint=lambda: fingerprint,
+            num_lines=500,
+        )
+        for chunk in chunks
     ]
     kept = sum(len({row.line for row in each.rows()}) for each in segments)
     assert kept + 500 * ended.result["chunks_done"] == num_done

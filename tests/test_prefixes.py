@@ -61,7 +61,9 @@ def test_a_prefix_runs_before_its_extensions() -> None:
         request([2**32, 2]),
         request([-1]),
         Request(key=("c", 0), sampling=Sampling(), text="\ud800"),
-        Request(key=("c", 0), sampling=Sampling(), messages=[{"role": "user", "content": "\ud800"}]),
+        Request(
+            key=("c", 0), sampling=Sampling(), messages=[{"role": "user", "content": "\ud800"}]
+        ),
         Request(key=("c", 0), sampling=Sampling(), messages=[{"role": "user", "content": 2**70}]),
     ],
 )
