@@ -15,6 +15,7 @@ from batchinfer.check_data import Data, from_assignment, from_sources, synthetic
 from batchinfer.checking import Asked, Measured, ask_for_memory, give_advice, measure_run, parse_gpu
 from batchinfer.clock import Clock
 from batchinfer.engines.config import EngineConfig, check_config
+from batchinfer.engines.models import check_length
 from batchinfer.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.manifests import OpenStore, read_assignment
 from batchinfer.preview import RenderedRow, make_preview_builder, rendered, show_rows
@@ -91,6 +92,7 @@ class Examination:
             with self._step("model"):
                 self.model = self.world.describe_model(config.engine)
                 self.result["model"] = msgspec.to_builtins(self.model)
+                check_length(config.engine, self.model)
         with self._step("data"):
             self.data = self._find_data()
         if config.output:

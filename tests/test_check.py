@@ -76,6 +76,15 @@ def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Checker, job
     assert "prompt tokens" in shown
 
 
+def test_a_length_beyond_the_models_is_an_error(check: Checker, job: str) -> None:
+    options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt")
+    status, result, _ = check(*options, "--max-model-len", "100000")
+    assert status == 2
+    (problem,) = (one for one in result["problems"] if one["level"] == "error")
+    assert problem["message"].startswith("--max-model-len 100000: the model takes ")
+    assert result["model"]["architecture"] == "LlamaForCausalLM"
+
+
 def test_all_problems_come_at_once(check: Checker, tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text("run: x\nenvs: {HF_TOKEN: null}\n")

@@ -18,7 +18,7 @@ from batchinfer.engines.gpus import (
     query_nvml,
     visible_gpus,
 )
-from batchinfer.engines.models import ModelInfo, describe_model, weight_files
+from batchinfer.engines.models import ModelInfo, check_length, describe_model, weight_files
 from batchinfer.engines.placement import place
 from batchinfer.errors import AccessDenied, ConfigError, EngineLoadError
 from tiny_model import write_model_stub
@@ -78,6 +78,38 @@ def test_only_models_that_keep_every_token_have_an_exact_cache(tmp_path):
 def test_of_several_lengths_the_smallest_counts(tmp_path):
     folder = write_model_stub(tmp_path / "m", max_position_embeddings=8192, max_seq_len=2048)
     assert describe_model(config_of(folder)).max_model_len == 2048
+
+
+def test_a_length_beyond_the_models_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    folder = write_model_stub(tmp_path / "m", max_position_embeddings=512)
+    with pytest.raises(ConfigError, match="--max-model-len 513: the model takes 512") as caught:
+        place(config_of(folder, max_model_len=513))
+    assert caught.value.hint == "use --max-model-len 512, or leave it out"
+    model = describe_model(config_of(folder))
+    check_length(config_of(folder, max_model_len=512), model)
+    check_length(config_of(folder), model)
+    check_length(config_of(folder, max_model_len=513, engine_args={"hf_overrides": {}}), model)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_length(config_of(folder, max_model_len=513), model)
+
+
+@pytest.mark.parametrize(
+    ("entries", "is_exact"),
+    [
+        ({"rope_scaling": None}, True),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, True),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, False),
+        ({"text_config": {"max_position_embeddings": 1024}}, True),
+        ({"language_config": {"max_position_embeddings": 1024}}, False),
+    ],
+)
+def test_a_length_is_exact_unless_vllm_may_derive_another(tmp_path, entries, is_exact):
+    folder = write_model_stub(tmp_path / "m", **entries)
+    assert describe_model(config_of(folder)).is_length_exact is is_exact
 
 
 def test_a_multimodal_models_text_part_counts(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
+# Scaled rotary positions of these kinds are in the stated length already.
+SCALINGS_IN_LENGTH = {"llama3", "longrope", "su"}
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
@@ -54,7 +57,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     `identity` is what a run's fingerprint takes: the commit on the Hub, or a hash of a local folder's config,
     tokenizer, generation config, weight index, and samples of its weight files. `is_cache_exact`: a sequence
     takes no less than `kv_bytes_per_token` for each of its tokens. `has_latent_cache`: tensor parallelism does
-    not split the cache, every rank keeps all of it.
+    not split the cache, every rank keeps all of it. `is_length_exact`: vLLM takes nothing longer than `max_model_len`.
     """
 
     name: str
@@ -65,6 +68,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     dtype: str = ""
     quantization: str = ""
     max_model_len: int = 0
+    is_length_exact: bool = False
     parameter_bytes: int = 0
     kv_bytes_per_token: int = 0
     is_cache_exact: bool = False
@@ -322,6 +326,7 @@ def build_info(
         dtype=dtype,
         quantization=quantization,
         max_model_len=longest_length(values),
+        is_length_exact=not has_other_lengths(values) and not config.hf_config_path,
         parameter_bytes=parameter_bytes,
         kv_bytes_per_token=kv_bytes_per_token(config, values, heads, kv_heads, dtype),
         is_cache_exact=keeps_every_token(values) and dtype in DTYPE_BYTES and not quantization,
@@ -351,6 +356,39 @@ def longest_length(values: Mapping[str, Any]) -> int:
     """
     stated = [number(values, name) for name in LENGTHS]
     return number(values, "model_max_length") or min(filter(None, stated), default=0)
+
+
+def has_other_lengths(values: Mapping[str, Any]) -> bool:
+    """Whether vLLM may derive another length than the stated one, from scaled positions or parts of the model."""
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = values.get(name)
+        if isinstance(scaling, dict):
+            for part in (scaling, *(one for one in scaling.values() if isinstance(one, dict))):
+                kind = part.get("rope_type") or part.get("type")
+                if part.get("factor") and kind not in SCALINGS_IN_LENGTH:
+                    return True
+    return any(
+        isinstance(part, dict) and name != "text_config" and not part.keys().isdisjoint(LENGTHS)
+        for name, part in values.items()
+    )
+
+
+def check_length(config: EngineConfig, model: ModelInfo) -> None:
+    """Refuse a length that the model surely does not take, before anything is loaded.
+
+    Raises:
+        ConfigError: --max-model-len is more than the model's own.
+    """
+    is_overridden = bool(os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")) or not {
+        "hf_overrides",
+        "config_format",
+    }.isdisjoint(config.engine_args)
+    most = model.max_model_len
+    if model.is_length_exact and not is_overridden and 0 < most < (config.max_model_len or 0):
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the model takes {most}",
+            hint=f"use --max-model-len {most}, or leave it out",
+        )
 
 
 def keeps_every_token(values: Mapping[str, Any]) -> bool:

@@ -24,16 +24,17 @@ def place(config: EngineConfig) -> Placement:
     """Decide how many replicas there are and where they run.
 
     Raises:
-        ConfigError: more GPUs were asked for than there are, or the model cannot be split so.
+        ConfigError: more GPUs were asked for than there are, the model cannot be split so, or it takes no such length.
     """
     if config.engine == "echo":
         count = 1 if config.replicas == "auto" else config.replicas
         names = [f"replica {index}" for index in range(count)]
         return Placement(config=config, replicas=[(name, {}) for name in names])
     from batchinfer.engines.gpus import choose_parallelism, is_driver_order, visible_gpus
-    from batchinfer.engines.models import describe_model
+    from batchinfer.engines.models import check_length, describe_model
 
     model = describe_model(config)
+    check_length(config, model)
     gpus = visible_gpus(config.gpus)
     plan = choose_parallelism(model, gpus, config)
     logger.info("%s", plan.explanation)
