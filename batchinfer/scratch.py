@@ -23,6 +23,7 @@ from batchinfer.errors import ConfigError, ScratchFull, StorageError
 _PREFIX = "batchinfer-scratch-"
 _LOCK = "lock"
 _READ_BYTES = 1 << 16
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def scratch_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             what = "is full"
-        elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        elif error.errno in _REFUSED:
             what = "cannot be written"
         else:
             raise StorageError(
@@ -53,12 +54,17 @@ def forget(path: Path) -> None:
 
 
 class Scratch:
-    """A private folder below `parent` (the system's temporary folder by default)."""
+    """A private folder below `parent` (the system's temporary folder by default).
+
+    Raises:
+        ConfigError: it cannot be made there.
+        ScratchFull: the disk is full.
+    """
 
     def __init__(self, parent: Path | None = None) -> None:
         base = parent if parent is not None else Path(tempfile.gettempdir())
-        with scratch_errors(base):
-            _make(base)
+        with scratch_errors(base), _making(base):
+            base.mkdir(parents=True, exist_ok=True)
             _sweep(base)
             while True:
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -80,15 +86,23 @@ class Scratch:
         self._lock.close()
 
 
-def _make(base: Path) -> None:
-    """Make the folder that was asked for, unless it cannot be one."""
+@contextlib.contextmanager
+def _making(base: Path) -> Iterator[None]:
+    """Turn what keeps a scratch folder from being made into ConfigError: starting again does not help."""
     try:
-        base.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"scratch folder {base}: cannot be made ({error.strerror}), expected a place for a local folder",
-            hint="name another folder with --scratch-dir",
-        ) from error
+        yield
+    except OSError as error:
+        if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
+            raise ConfigError(
+                f"scratch folder {base}: cannot be made ({error.strerror}), expected a place for a local folder",
+                hint="name another folder with --scratch-dir",
+            ) from error
+        if error.errno in _REFUSED:
+            raise ConfigError(
+                f"scratch folder {base}: cannot be written ({error.strerror}), expected a folder of yours",
+                hint="check its owner and mount, or name another folder with --scratch-dir",
+            ) from error
+        raise
 
 
 def _sweep(base: Path) -> None:

@@ -6,12 +6,14 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from batchinfer import scratch
-from batchinfer.errors import ScratchFull
+from batchinfer.errors import ConfigError, ScratchFull
 from batchinfer.scratch import Scratch, Spool, scratch_errors
 
 
@@ -70,6 +72,22 @@ def test_a_full_or_closed_disk_is_exit_34_and_names_the_folder(
     assert str(tmp_path) in caught.value.message
     assert "--scratch-dir" in caught.value.hint
     assert caught.value.exit_status == 34
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+@pytest.mark.parametrize("step", [(os, "mkdir"), (tempfile, "mkdtemp")])
+def test_a_folder_that_may_not_be_written_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: tuple[ModuleType, str]
+) -> None:
+    def refuse(*_values: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*step, refuse)
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        Scratch(tmp_path / "scratch")
+    assert str(tmp_path) in caught.value.message
+    assert "check its owner and mount" in caught.value.hint
+    assert caught.value.exit_status == 2
 
 
 def test_a_really_full_disk_is_noticed(tmp_path: Path) -> None:
