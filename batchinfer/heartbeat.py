@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LEASES_WITHOUT_STORAGE = 10.0
 """After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
+_LAPSES = 3
+"""Nor by fewer late heartbeats in a row: a machine that sleeps in the middle of one makes one late."""
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 
@@ -52,6 +54,8 @@ class Heartbeat:
         self._telemetry = telemetry
         self._stopper = stopper
         self._clock = clock
+        self._num_lapses = 0
+        self._lapsed_at = 0.0
         self.lease = lease
 
     def start(
@@ -75,6 +79,7 @@ class Heartbeat:
             )
         repeating = background.every(self.lease.lease_seconds / 4, self.beat)
         stack.callback(repeating.cancel)
+        telemetry.tell = partial(background.submit, self.beat)
 
     def beat(self) -> None:
         """Write the record once, and look for a stop request. For any thread; what is wrong goes to the stopper."""
@@ -93,6 +98,27 @@ class Heartbeat:
                 f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
             )
             hint = "start the same command again once the bucket can be written"
+            self._stopper.request(StorageError(reason, hint=hint))
+        else:
+            self._check_lapses()
+
+    def _check_lapses(self) -> None:
+        """Give up if heartbeats, though written, take so long that the lease has lapsed before each of them ends."""
+        lease = self.lease
+        now = self._clock.monotonic()
+        if lease.is_held():
+            self._num_lapses = 0
+            return
+        if not self._num_lapses:
+            self._lapsed_at = now
+        self._num_lapses += 1
+        seconds = now - self._lapsed_at
+        if self._num_lapses > _LAPSES and seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+            reason = (
+                f"{self._store.url}: for {seconds:.0f} s each heartbeat of worker {lease.worker_id} took longer than "
+                f"its lease of {lease.lease_seconds:g} s, so nothing can be published"
+            )
+            hint = "start the same command again once the bucket answers faster, or with more --lease-seconds"
             self._stopper.request(StorageError(reason, hint=hint))
 
     def _end(self, background: Background) -> None:

@@ -305,7 +305,7 @@ class Worker(Record, frozen=True, kw_only=True):
     beat: int = 0
     """Counts renewals, so that the etag changes with every one."""
     attempts: int = 0
-    """Starts since the last one that finished a new row."""
+    """Starts since the last one that finished a new row, but for those that were told to go or had no chunk to do."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}

@@ -22,7 +22,6 @@ from batchinfer.engines import Engine
 from batchinfer.errors import (
     BatchinferError,
     EngineError,
-    PolicyStop,
     StorageError,
     Superseded,
 )
@@ -126,9 +125,7 @@ class _Worker:
                         "every row failed; see `errors` in the result, and --max-error-rate"
                     )
             except BatchinferError as error:
-                is_asked = isinstance(error, PolicyStop) or error.exit_status == 75
-                reason = f"{type(error).__name__}: {error.message}"[:500]
-                self.telemetry.set_state("stopped" if is_asked else "failed", reason)
+                self.telemetry.end_with(error)
                 raise
             except Exception as error:
                 self.telemetry.set_state("failed", f"{type(error).__name__}: {error}"[:500])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import OpenChunk
 from batchinfer.claims import ENDED_STATES
 from batchinfer.clock import Clock
+from batchinfer.errors import BatchinferError, Interrupted, PolicyStop, StopRequested
 from batchinfer.events import event
 from batchinfer.records import EngineInfo, EngineStats, ErrorExample, Failure, Span, Worker
 from batchinfer.tally import Tally
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 MAX_SPANS = 2000
 MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
+
+WAITING_SECONDS = 30.0
+"""A start that has had no chunk for so long since its engine was ready waits for those that others hold."""
 
 
 class Telemetry:
@@ -48,6 +53,9 @@ class Telemetry:
         self._state = "loading"
         self._reason = ""
         self._attempts = 1
+        self._has_had_a_chunk = False
+        self.tell: Callable[[], object] = lambda: None
+        """Called when `latest` says what must not wait for the next heartbeat."""
         self._engine: dict[str, Any] = {}
         self._open: dict[str, OpenChunk] = {}
         self._counts: Counter[str] = Counter()
@@ -158,6 +166,18 @@ class Telemetry:
         if state == "done":
             self._attempts = 0
 
+    def end_with(self, error: BatchinferError) -> None:
+        """Enter the state in which an error ends this start.
+
+        One that was told to go, by a signal, a notice or `batchinfer stop`, is not counted as one without a new row.
+        """
+        is_asked = isinstance(error, PolicyStop | Interrupted)
+        if isinstance(error, StopRequested | Interrupted):
+            self._attempts = max(0, self._attempts - 1)
+        self.set_state(
+            "stopped" if is_asked else "failed", f"{type(error).__name__}: {error.message}"[:500]
+        )
+
     def engine_stats(self, stats: EngineStats) -> None:
         """Take the engine's counters. Says so, once, when rows are computed twice."""
         if stats.preemptions and not self._stats.preemptions:
@@ -174,6 +194,11 @@ class Telemetry:
     def chunk_opened(self, chunk: OpenChunk) -> None:
         """See services.Observer."""
         self._open[chunk.name] = chunk
+        self._has_had_a_chunk = True
+        if self.latest.attempts < self._attempts:
+            # Should it crash by this chunk, that is to count.
+            self.snapshot()
+            self.tell()
         self._counts["rows_resumed"] += chunk.counts.resumed
         self._counts["chunks_resumed"] += chunk.counts.resumed > 0
         logger.info(
@@ -324,7 +349,7 @@ class Telemetry:
             base,
             state=self._state,
             reason=self._reason,
-            attempts=self._attempts,
+            attempts=max(0, self._attempts - self._is_waiting),
             engine=self._engine or base.engine,
             open_chunks=list(self._open),
             chunks_done=base.chunks_done + self.chunks_done,
@@ -341,6 +366,12 @@ class Telemetry:
             up_seconds=base.up_seconds + self.run_seconds,
         )
         return self.latest
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether nothing can be done here. A machine that goes meanwhile says nothing about the next one."""
+        is_idle = self._state == "running" and not self._has_had_a_chunk
+        return is_idle and self.busy_seconds >= WAITING_SECONDS
 
     def _span(self, chunk: OpenChunk, outcome: str) -> Span:
         return Span(
