@@ -223,6 +223,27 @@ def test_an_idle_engine_never_stalls(make_pool):
     assert len(drive(pool, source)) == 2
 
 
+def test_a_stall_after_a_wait_for_rows_is_seen_as_soon_as_any_other(make_pool, monkeypatch):
+    """The wait was taken for a machine that had been frozen, and the engine was given as long again."""
+    monkeypatch.setattr("batchinfer.engines.pool.FROZEN_SECONDS", 1.0)
+    pool = make_pool(replicas=1, stall_seconds=0.5)
+    source = ListSource(requests(1))
+    plain_take = source.take
+    awake_at = time.monotonic() + 3.0
+
+    def take(count):
+        if time.monotonic() < awake_at:
+            return []
+        if not source.given:
+            os.kill(pool.replicas[0].pid, signal.SIGSTOP)
+        return plain_take(count)
+
+    source.take = take
+    with pytest.raises(EngineStalled):
+        drive(pool, source)
+    assert time.monotonic() < awake_at + 2.5
+
+
 def test_text_that_cannot_be_encoded_fails_alone(make_pool):
     pool = make_pool()
     rows = requests(6)

@@ -190,6 +190,7 @@ class ProcessPool:
                         yield []
                         source.wait(1.0)
                         self._collect(0.0)  # a replica that died idle
+                    self._looked = time.monotonic()
                     continue
                 hungry = not exhausted and room > len(taken or [])
                 # Towards the end there is room and never anything to fill it.
