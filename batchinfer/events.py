@@ -10,6 +10,7 @@ EVENTS: dict[str, str] = {
     "manifests_read": "What is to do: chunks of the own manifests, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
+    "first_rows": "The first rows of this start are in the engine; where the seconds since the start went.",
     "engine_preempted": "Its KV cache is too small for what runs; rows are computed again. Once a start.",
     "replica_lost": "A replica died or stalled. Its rows go to the others; its GPUs idle until the next start.",
     "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",

@@ -188,6 +188,9 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
+    """Until it was open. The next two are parts of it, those of the slowest replica; the rest is starting processes."""
+    import_seconds: float = 0.0
+    model_seconds: float = 0.0
     max_logprobs: int | None = None
     """Most alternatives a token; negative: any number; None: the engine does not say."""
 

@@ -154,6 +154,7 @@ class _Worker:
         world, config = self.world, self.config
         finished = world.background.submit(partial(finished_chunks, self.store))
         begun = world.background.submit(partial(chunks_with_segments, self.store))
+        self.telemetry.engine_loading()
         stop_loading = WhileLoading(world.stopper)
         loading = world.background.submit(partial(engine.open, stop_loading))
         stack.callback(self._end_loading, loading, stop_loading)
@@ -321,6 +322,7 @@ class _Worker:
         batches = engine.generate(stream, stopper)
         try:
             for completions in batches:
+                self.telemetry.rows_in_engine(stream.num_in_flight)
                 check_parameters(self.config, completions)
                 stream.handle(completions)
                 stream.tick()

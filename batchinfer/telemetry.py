@@ -35,7 +35,8 @@ class Telemetry:
         self, worker_id: str, clock: Clock, *, host: dict[str, Any], num_chunks: int
     ) -> None:
         self._clock = clock
-        self._began = clock.monotonic()
+        self._began = self._loading_since = clock.monotonic()
+        self._has_sent_rows = False
         self.num_chunks = num_chunks
         self.num_rows = 0
         """Rows of the own manifests, where known."""
@@ -150,12 +151,37 @@ class Telemetry:
         """Starts, this one included, since one finished a new row."""
         return self._attempts
 
+    def engine_loading(self) -> None:
+        """What there is to do is known, and the engine starts to load."""
+        self._loading_since = self._clock.monotonic()
+
     def engine_ready(self, info: EngineInfo) -> None:
         """The engine has loaded."""
         self._engine = msgspec.to_builtins(info)
         self._load_seconds = info.load_seconds
         self._running_since = self._clock.monotonic()
         self.set_state("running")
+
+    def rows_in_engine(self, count: int) -> None:
+        """So many rows are in the engine. With the first ones it says, once, where the seconds since the start went."""
+        if not count or self._has_sent_rows or self._running_since is None:
+            return
+        self._has_sent_rows = True
+        now = self._clock.monotonic()
+        seconds = {
+            "seconds": now - self._began,
+            "reading_seconds": self._loading_since - self._began,
+            "loading_seconds": self._running_since - self._loading_since,
+            "import_seconds": self._engine["import_seconds"],
+            "model_seconds": self._engine["model_seconds"],
+            "building_seconds": now - self._running_since,
+        }
+        logger.info(
+            "first rows in the engine %.1f s after the start: %.1f s to read what there is to do, "
+            "%.1f s to load the engine (%.1f s imports, %.1f s the model), %.1f s to build the first prompts",
+            *seconds.values(),
+            extra=event("first_rows", **{name: round(part, 3) for name, part in seconds.items()}),
+        )
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Enter a state; see records.Worker."""

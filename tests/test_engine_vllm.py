@@ -252,6 +252,7 @@ def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
     engine, info = opened(vllm_config, replicas=2, max_num_seqs=4, engine_args=small)
     try:
         assert (info.num_replicas, info.max_num_seqs, info.max_in_flight) == (2, 8, 12)
+        assert 0 < info.import_seconds < info.load_seconds - info.model_seconds < info.load_seconds
         drive(engine, ListSource(requests(60)))
         tokens = [replica.stats.completion_tokens for replica in engine.replicas]
         # Whoever has room gets the next rows: on a busy machine not half each, but never all.

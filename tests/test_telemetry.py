@@ -202,6 +202,40 @@ def test_the_gpu_is_in_the_record() -> None:
     assert record.load_seconds == 12.0
 
 
+def test_the_first_rows_say_where_the_seconds_since_the_start_went(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock = FakeClock()
+    telemetry_ = make_telemetry(clock)
+    telemetry_.begin(None)
+    clock.seconds += 2
+    telemetry_.engine_loading()
+    clock.seconds += 20
+    facts = {"name": "vllm", "version": "1", "model": "m"}
+    sizes = {"max_model_len": 10, "max_num_seqs": 1, "max_in_flight": 1}
+    info = {**facts, **sizes, "import_seconds": 11.0, "model_seconds": 8.0}
+    telemetry_.engine_ready(msgspec.convert(info, EngineInfo))
+    caplog.clear()
+    telemetry_.rows_in_engine(0)
+    clock.seconds += 1
+    telemetry_.rows_in_engine(5)
+    clock.seconds += 1
+    telemetry_.rows_in_engine(9)
+    (record,) = caplog.records
+    assert record.event == "first_rows"
+    assert record.fields == {
+        "seconds": 23.0,
+        "reading_seconds": 2.0,
+        "loading_seconds": 20.0,
+        "import_seconds": 11.0,
+        "model_seconds": 8.0,
+        "building_seconds": 1.0,
+    }
+    assert "23.0 s after the start" in record.getMessage()
+    assert "20.0 s to load the engine (11.0 s imports, 8.0 s the model)" in record.getMessage()
+
+
 # --------------------------------------------------------------------------- bounds
 
 

@@ -122,6 +122,7 @@ class ProcessPool:
     def _info(self, placement: Placement, seconds: float) -> EngineInfo:
         infos = [replica.info for replica in self.replicas if replica.info]
         first = infos[0]
+        slowest = max(infos, key=lambda info: info.load_seconds)
         return EngineInfo(
             name=first.name,
             version=first.version,
@@ -135,6 +136,8 @@ class ProcessPool:
             num_replicas=len(infos),
             device=first.device,
             load_seconds=seconds,
+            import_seconds=slowest.import_seconds,
+            model_seconds=slowest.model_seconds,
             max_logprobs=first.max_logprobs,
         )
 

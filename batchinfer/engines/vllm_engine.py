@@ -76,9 +76,6 @@ class VllmEngine:
         self._closed.clear()
         self._watch_core()
         ready = time.monotonic()
-        logger.info(
-            "vllm: imported in %.1f s, loaded in %.1f s", imported - start, ready - imported
-        )
         device = "cpu" if is_cpu else str(current_platform.get_device_name())
         return EngineInfo(
             name="vllm",
@@ -92,6 +89,8 @@ class VllmEngine:
             quantization=str(model.quantization or ""),
             device=device,
             load_seconds=ready - start,
+            import_seconds=imported - start,
+            model_seconds=ready - imported,
             max_logprobs=getattr(model, "max_logprobs", None),
         )
 
