@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import posixpath
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from batchinfer.errors import BatchinferError, ConfigError, InputError, ObjectNo
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Job
 from batchinfer.storage import Store
+
+logger = logging.getLogger(__name__)
 
 OpenStore = Callable[[str], Store]
 
@@ -85,7 +88,8 @@ def split_again(url: str) -> str:
 def check_columns(job: Job, prompt: PromptConfig) -> None:
     """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
 
-    Says nothing where a source is JSON Lines: there each row has columns of its own.
+    Only warns where a source is JSON Lines: there each row has columns of its own, and `split` has looked at the first
+    rows alone.
 
     Args:
         job: What `split` made.
@@ -94,24 +98,31 @@ def check_columns(job: Job, prompt: PromptConfig) -> None:
     Raises:
         ConfigError: a column is not among the job's.
     """
-    if not job.sources or any(source.format not in _TABLES for source in job.sources):
+    if not job.sources or not job.columns:
         return
+    is_certain = all(source.format in _TABLES for source in job.sources)
     known = {*job.columns, "_row", "_id"}
     wanted = {
         "--prompt-column": [prompt.prompt_column],
         "--messages-column": [prompt.messages_column],
         "--keep": prompt.keep,
+        "--blank-columns": prompt.blank_columns,
     }
     for option, names in wanted.items():
         for name in names:
-            if name and name != "*" and name not in known:
-                near = difflib.get_close_matches(name, job.columns, n=1)
+            if not name or name == "*" or name in known:
+                continue
+            near = difflib.get_close_matches(name, job.columns, n=1)
+            meant = f"did you mean {option} {near[0]}?" if near else ""
+            if is_certain:
                 raise ConfigError(
                     f"{option} {name}: no column of the job, expected one of: {', '.join(job.columns)}",
-                    hint=f"did you mean {option} {near[0]}?"
-                    if near
-                    else "if `split --columns` left it out, split again with it",
+                    hint=meant or "if `split --columns` left it out, split again with it",
                 )
+            logger.warning(
+                "%s %s: in none of the rows that split looked at (%s)%s",
+                *(option, name, ", ".join(job.columns), meant and f"; {meant}"),
+            )
 
 
 def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer import manifests
 from batchinfer.errors import ConfigError, InputError
 from batchinfer.manifests import (
     Assignment,
@@ -178,11 +179,25 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str
     with pytest.raises(ConfigError, match="--prompt-column promt: no column of the job") as caught:
         check_columns(job, PromptConfig(prompt_column="promt"))
     assert "--prompt-column prompt" in caught.value.hint
-    check_columns(job, PromptConfig(prompt_column="prompt", keep=["*"]))
+    with pytest.raises(ConfigError, match="--blank-columns anwser: no column of the job"):
+        check_columns(job, PromptConfig(prompt_column="prompt", blank_columns=["anwser"]))
+    check_columns(job, PromptConfig(prompt_column="prompt", keep=["*"], blank_columns=["answer"]))
 
 
-def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know() -> None:
-    check_columns(job_of("jsonl"), PromptConfig(prompt_column="promt"))
+def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        manifests.logger, "warning", lambda text, *values: said.append(text % values)
+    )
+    config = PromptConfig(prompt_column="promt", keep=["answer", "_id"], blank_columns=["x"])
+    check_columns(job_of("jsonl"), config)
+    start, seen = "in none of the rows that split looked at", "(prompt, answer)"
+    assert said == [
+        f"--prompt-column promt: {start} {seen}; did you mean --prompt-column prompt?",
+        f"--blank-columns x: {start} {seen}",
+    ]
 
 
 def job_of(source_format: str) -> Job:
