@@ -234,7 +234,10 @@ class _Sighting(NamedTuple):
 
 
 class Claims:
-    """Takes, watches and releases claims in one worker's name, from any thread; `look` from one at a time."""
+    """Takes, watches and releases claims in one worker's name, from any thread.
+
+    Looks at one owner from two threads at once may see its record in the wrong order: then it lapses later, not sooner.
+    """
 
     def __init__(
         self, store: Store, lease: Lease, clock: Clock, *, new_nonce: Callable[[], str]

@@ -15,7 +15,7 @@ EVENTS: dict[str, str] = {
     "replica_lost": "A replica died or stalled. Its rows go to the others; its GPUs idle until the next start.",
     "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",
     "chunk_taken_over": "Its claim lapsed at another worker, and is this one's now.",
-    "chunk_helped": "A slower worker holds it; this one works on it too, the first to finish wins.",
+    "chunk_helped": "Its worker is slow or finishes no row; this one works on it too, the first to finish wins.",
     "chunk_held": "Another worker holds it.",
     "chunk_skipped": "It was done already.",
     "chunk_done": "Its output and marker are published.",

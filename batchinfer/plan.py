@@ -29,6 +29,8 @@ _FEW = 20
 """Up to so many chunks are asked for one by one; more are found by one listing."""
 SLOWER = 1.5
 """A worker this many times slower than this one is helped with the chunks that it holds."""
+_LOOKS_PER_LEASE = 4
+_LONGEST_LOOK_SECONDS = 10.0
 
 
 class Candidate(NamedTuple):
@@ -37,6 +39,15 @@ class Candidate(NamedTuple):
     ref: ChunkRef
     take_over: Held | None = None
     is_backup: bool = False
+
+
+class _Progress(NamedTuple):
+    """An owner's epoch and rows. At `until` it had written its record anew, and they were still those of `since`."""
+
+    rows: tuple[int, int]
+    beat: int
+    since: float
+    until: float
 
 
 class Survey(NamedTuple):
@@ -153,7 +164,10 @@ class Scout:
 
 
 class Plan:
-    """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``."""
+    """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``.
+
+    `earlier_rate` is what this worker did in a second at its earlier starts; 0: not known.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts of a worker that it draws on, each once
         self,
@@ -163,8 +177,9 @@ class Plan:
         scout: Scout,
         background: Background,
         clock: Clock,
-        look_seconds: float,
+        lease_seconds: float,
         worker_id: str,
+        earlier_rate: float,
         done: Iterable[str],
     ) -> None:
         self._todo = deque(Candidate(ref) for ref in own)
@@ -173,8 +188,10 @@ class Plan:
         self._scout = scout
         self._background = background
         self._clock = clock
-        self._look_seconds = look_seconds
+        self._lease_seconds = lease_seconds
+        self._look_seconds = min(lease_seconds / _LOOKS_PER_LEASE, _LONGEST_LOOK_SECONDS)
         self._worker_id = worker_id
+        self._earlier_rate = earlier_rate
         self._busy: set[str] = set()
         self._done = set(done)
         self._own_left = self._own.keys() - self._done
@@ -183,6 +200,7 @@ class Plan:
         self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] | None = None
         self._first_beats: dict[str, int] = {}
+        self._progress: dict[str, _Progress] = {}
         self._pending: Pending[Survey] | None = None
         self._looked = float("-inf")
         self._has_nothing_to_help = everything is None
@@ -244,13 +262,16 @@ class Plan:
             and self._has_nothing_to_help
         )
 
-    def tick(self, open_names: Iterable[str], rows_per_second: float) -> list[str]:
-        """Look around once the own chunks have run out; return the open chunks that others have published."""
+    def tick(self, open_names: Iterable[str], own_rate: float | None) -> list[str]:
+        """Look around once the own chunks have run out; return the open chunks that others have published.
+
+        `own_rate` is in rows per second, 0 before the first row, None while the engine loads: nobody is helped then.
+        """
         published: list[str] = []
         if self._pending is not None and self._pending.is_done():
             pending, self._pending = self._pending, None
             try:
-                published = self._take_in(pending.result(), set(open_names), rows_per_second)
+                published = self._take_in(pending.result(), set(open_names), own_rate)
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
         is_due = self._is_due()
@@ -290,7 +311,7 @@ class Plan:
 
         self._pending = self._background.submit(look)
 
-    def _take_in(self, survey: Survey, open_names: set[str], rows_per_second: float) -> list[str]:
+    def _take_in(self, survey: Survey, open_names: set[str], own_rate: float | None) -> list[str]:
         published = [name for name in survey.done if name in open_names]
         self._done |= survey.done
         self._own_left -= survey.done
@@ -306,7 +327,7 @@ class Plan:
         for name, (held, owner) in survey.alive.items():
             if name in open_names or held.claim.worker == self._worker_id:
                 continue
-            if self._is_slow(owner, rows_per_second):
+            if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
                 found.append(Candidate(refs[name], is_backup=True))
                 self._helped.add(name)
             elif name not in self._own and not self._has_beaten(held, owner):
@@ -320,8 +341,37 @@ class Plan:
         first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.epoch}", owner.beat)
         return owner.beat != first
 
-    @staticmethod
-    def _is_slow(owner: Worker, rows_per_second: float) -> bool:
-        if owner.busy_seconds <= 0 or rows_per_second <= 0 or not owner.rows_done:
+    def _is_to_help(
+        self, name: str, held: Held, owner: Worker, own_rate: float | None, *, is_idle: bool
+    ) -> bool:
+        """Whether an owner that is alive makes too little of its chunk."""
+        if own_rate is None:
             return False
-        return rows_per_second > SLOWER * owner.rows_done / owner.busy_seconds
+        if self._is_still(held, owner):
+            return True
+        rate = own_rate or self._earlier_rate
+        if not rate:
+            # Nobody can be told to be slow. To race whoever has it is better than to wait for it with an idle engine.
+            return is_idle and name in self._own
+        return 0 < SLOWER * rows_per_second(owner) < rate
+
+    def _is_still(self, held: Held, owner: Worker) -> bool:
+        """Whether an owner finished no row for a lease, seen here: loading, hung, or with nothing but long rows.
+
+        Its heart beats all the while, so that its claims never lapse.
+        """
+        rows = (owner.epoch, owner.rows_done)
+        seen = self._progress.get(held.claim.worker)
+        if seen is None or seen.rows != rows:
+            now = self._clock.monotonic()
+            seen = _Progress(rows, owner.beat, now, now)
+        elif seen.beat != owner.beat:
+            # As of asking: this machine may have slept over the answer. A record that is old says nothing of now.
+            seen = seen._replace(beat=owner.beat, until=self._looked)
+        self._progress[held.claim.worker] = seen
+        return seen.until - seen.since >= max(owner.lease_seconds, self._lease_seconds)
+
+
+def rows_per_second(worker: Worker) -> float:
+    """What a worker did on the average of all its starts, by its record; 0: not known."""
+    return worker.rows_done / worker.busy_seconds if worker.busy_seconds > 0 else 0.0

@@ -32,7 +32,7 @@ from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
 from batchinfer.opening import Opener
 from batchinfer.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.plan import Plan, Scout, finished_chunks
+from batchinfer.plan import Plan, Scout, finished_chunks, rows_per_second
 from batchinfer.publishing import Publisher
 from batchinfer.records import EngineInfo, RowKey
 from batchinfer.repairs import Goal
@@ -262,8 +262,9 @@ class _Worker:
             scout=Scout(self.store, claims),
             background=self.world.background,
             clock=self.clock,
-            look_seconds=min(config.lease_seconds / 4, 10.0),
+            lease_seconds=config.lease_seconds,
             worker_id=self.worker_id,
+            earlier_rate=rows_per_second(self.telemetry.latest),
             done=done if not config.retry_errors else (),
         )
 
@@ -296,7 +297,7 @@ class _Worker:
                     rows_ahead=shelf.num_unread,
                     rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
                     rows_per_second=0.0,
-                    own_rate=0.0,
+                    own_rate=None,
                     is_building=False,
                 )
             self.world.progress(self.telemetry, None)
@@ -391,7 +392,7 @@ class _Worker:
         """One round of saving. What fails for one chunk keeps no other from being saved."""
         try:
             shelf.tick(
-                rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=0.0, is_building=True
+                rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=None, is_building=True
             )
         except Superseded:
             raise

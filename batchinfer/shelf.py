@@ -119,13 +119,13 @@ class Shelf:
         rows_ahead: int,
         rows_wanted: int,
         rows_per_second: float,
-        own_rate: float,
+        own_rate: float | None,
         is_building: bool,
     ) -> list[str]:
         """Collect what has finished in the background and start what is due. Return chunks that others published.
 
         `rows_per_second` is what the engine eats now, `own_rate` what this worker did on the average: a slower one is
-        helped.
+        helped (see Plan.tick).
 
         Raises:
             BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.

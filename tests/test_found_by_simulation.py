@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 import making
@@ -38,6 +39,12 @@ def hold(stage: Stage, chunk: str, owner: str) -> None:
     stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, epoch=1, nonce="n")))
     record = worker_record(id=owner, epoch=1, nonce="n", lease_seconds=6.0)
     stage.put(layout.worker_key(owner), codec.encode(record))
+
+
+def put_earlier_start(stage: Stage) -> None:
+    """The record of an earlier start of w0, which did a row a second."""
+    record = worker_record(id="w0", epoch=1, nonce="b", rows_done=9, busy_seconds=9.0)
+    stage.put(layout.worker_key("w0"), codec.encode(record))
 
 
 def saved_lines(stage: Stage) -> set[int]:
@@ -156,9 +163,12 @@ def test_a_claim_that_came_late_of_a_chunk_given_up_keeps_nobody_waiting() -> No
     """Two workers that had given up different chunks held each other's, by claims that had seemed to fail, for ever."""
     with Stage([["mine"], ["theirs"]]) as stage:
         hold(stage, "part-00001", "w1")
+        put_earlier_start(stage)
 
         def beat(count: int = 1) -> None:
+            # As fast as w0 was, so that it is not helped.
             record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=count)
+            record = msgspec.structs.replace(record, rows_done=count, busy_seconds=float(count))
             stage.put(layout.worker_key("w1"), codec.encode(record))
             if count < 40:
                 stage.scheduler.after(1.0, lambda: beat(count + 1))
@@ -389,3 +399,83 @@ def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_
         )
         assert list(survey.lapsed) == ["part-00000"]
         assert list(survey.alive) == ["part-00001"]
+
+
+def beat_for_ever(
+    stage: Stage,
+    chunks: list[str],
+    *,
+    frozen_seconds: float = 1.5,
+    new_rows: int = 0,
+    **numbers: float | str,
+) -> None:
+    """Let another worker hold chunks and be alive, with so many rows more at each heartbeat. The second may be late."""
+    for chunk in chunks:
+        hold(stage, chunk, "w9")
+
+    def beat(count: int = 1) -> None:
+        record = worker_record(
+            **{"id": "w9", "epoch": 1, "nonce": "n", "lease_seconds": 6.0, "beat": count} | numbers
+        )
+        record = msgspec.structs.replace(record, rows_done=record.rows_done + new_rows * count)
+        stage.put(layout.worker_key("w9"), codec.encode(record))
+        stage.scheduler.after(frozen_seconds if count == 1 else 1.5, lambda: beat(count + 1))
+
+    beat()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param({"rows_done": 1000, "busy_seconds": 10.0}, id="hung after fast rows"),
+        pytest.param({"state": "loading"}, id="loading without end"),
+    ],
+)
+def test_a_worker_that_hung_while_its_heart_beat_did_not_block_the_others(
+    numbers: dict[str, float | str],
+) -> None:
+    """It was judged by its average over all its life, which hardly falls, and while it loaded by none at all."""
+    with Stage([["mine"] * 50, ["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00001"], **numbers)
+        assert stage.run(within_seconds=60.0).is_success
+
+
+@pytest.mark.parametrize("was_here_before", [False, True])
+def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
+    *, was_here_before: bool
+) -> None:
+    """It compared the other's rate with that of its own start, which had no row yet, and would get none."""
+    with Stage([["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=10, busy_seconds=10000.0)
+        if was_here_before:
+            put_earlier_start(stage)
+        assert stage.run(within_seconds=20.0).is_success
+
+
+def test_a_restarted_worker_did_not_race_one_as_fast_as_it_had_been_itself() -> None:
+    with Stage([["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1000, busy_seconds=1000.0)
+        put_earlier_start(stage)
+        with pytest.raises(TimeoutError):
+            stage.run(within_seconds=100.0)
+        assert not stage.taken
+
+
+def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
+    """Its chunks, seen to have lapsed, waited for room, and were taken for minutes after its heart beat again."""
+    theirs = [f"part-{index:05d}" for index in range(1, 13)]
+    with Stage([["mine"], *[["say so"] * 30 for _ in theirs]], num_workers=13) as stage:
+        stage.engine.max_in_flight = 2
+        beat_for_ever(stage, theirs, frozen_seconds=13.0, new_rows=1000, busy_seconds=10.0)
+        taken: list[set[str]] = []
+
+        def look() -> None:
+            claims = stage.objects(layout.CLAIMS).items()
+            taken.append({key for key, data in claims if json.loads(data)["worker"] == "w0"})
+
+        for second in range(13, 60):
+            stage.scheduler.after(second, look)
+        manifest = layout.worker_manifest(0, 13)
+        assert stage.run(manifest=manifest, within_seconds=400.0).is_success
+        assert taken[0]
+        assert set().union(*taken) == taken[0]
