@@ -21,11 +21,11 @@ from batchinfer.chunks import OpenChunk
 from batchinfer.errors import InputError, Interrupted, StorageError
 from batchinfer.fetching import fetch
 from batchinfer.manifests import ChunkRef
-from batchinfer.opening import Opener
+from batchinfer.opening import AlreadyDone, Opener
 from batchinfer.publishing import Publisher, build_output
 from batchinfer.records import Run
 from batchinfer.scratch import Scratch
-from batchinfer.storage import Store
+from batchinfer.storage import Object, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.zst import ZstdFile
@@ -242,7 +242,9 @@ def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
     source, sha256 = put_chunk(tmp_path)
     num_rows = NUM_SEGMENTS * ROWS_EACH
     built = build_output(scratch.new_path("output"), (output_line(n) for n in range(num_rows)))
-    marker = marker_record(chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1)
+    marker = marker_record(
+        chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1
+    )
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
@@ -262,7 +264,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
         key = layout.segment_key("texts", 1, "w0", seq)
         write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
     built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
-    marker = marker_record(chunk_sha256=sha256, rows_ok=1, rows_error=2)
+    marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
     chunk = opener(run, source, scratch).open(ref, now=0.0)
@@ -271,6 +273,44 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
     assert (chunk.num_unread, chunk.counts.resumed, chunk.counts.ok) == (0, 2, 2)
     chunk.close()
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker(
+    scratch: Scratch, tmp_path: Path, is_published: bool
+) -> None:
+    """Between the look for the marker and the reading of a segment, somebody publishes, which removes the segments."""
+    data = b"{}\n"
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    key = layout.segment_key("texts", 1, "w0", 1)
+
+    class OvertakenStore(LocalStore):
+        def get(self, asked: str) -> Object:
+            if asked == key:
+                if is_published:
+                    built = build_output(scratch.new_path("output"), iter([output_line(0)]))
+                    marker = marker_record(
+                        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=1
+                    )
+                    publisher(self).publish(built, marker, chunk="texts", leftovers=[key])
+                else:
+                    self.delete([key])
+            return super().get(asked)
+
+    run = OvertakenStore(tmp_path / "run")
+    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
+    write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    opened = opener(run, source, scratch).open(ref, now=0.0)
+    assert not list(run.list(layout.CHECKPOINTS))
+    if is_published:
+        assert isinstance(opened, AlreadyDone)
+        assert opened.marker.rows_ok == 1
+    else:
+        assert isinstance(opened, OpenChunk)
+        assert (opened.num_left, opened.counts.resumed) == (1, 0)
+        opened.close()
 
 
 def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
@@ -319,7 +359,9 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
     failed = b'{"_row":0,"status":"error","error":{"code":"c","message":"m"}}'
     lines = [failed, output_line(1), output_line(2)]
     built = build_output(scratch.new_path("output"), iter(lines))
-    marker = marker_record(chunk_sha256=codec.sha256(data), rows_ok=2, rows_error=1)
+    marker = marker_record(
+        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=2, rows_error=1
+    )
     published = publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     key = layout.output_key(published.marker.output)
     run.delete([key])

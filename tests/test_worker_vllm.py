@@ -181,7 +181,7 @@ def assert_all_gone(pids: set[int]) -> None:
 def test_the_main_job_with_a_sigkill_and_a_resume(
     make_url: Callable[[str], str], source: Path
 ) -> None:
-    """Split, a killed worker, the same worker again, and a second one beside it: every answer right."""
+    """Split, a killed worker, and the same worker again: every answer right."""
     job, run = make_url("job"), make_url("run")
     split(source, job)
     store = open_store(run)

@@ -18,4 +18,5 @@ def test_killed_and_frozen_workers_lose_nothing(s3_url: S3Url, s3_environment: s
     assert sum(tally.kills.values()) >= 12
     assert sum(tally.kills[event] for event in PUBLISHING) >= 3
     assert tally.freezes >= 3
+    assert tally.lost_replies > 0
     assert tally.tracebacks == []
