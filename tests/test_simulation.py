@@ -49,7 +49,7 @@ def first_violation(seeds: range, *, watches_claims: bool = True) -> Report | No
 
 class TestPromises:
     def test_some_seeds_break_no_promise(self) -> None:
-        """A few; `make simulate` runs as many as one likes."""
+        """A few; CI runs some thousand (.ci/run), `make simulate` as many as one likes."""
         report = first_violation(range(100))
         assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
 
@@ -79,7 +79,10 @@ class TestNotices:
     def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name: str) -> None:
         first = self.FIRST_SEED.get(name, 0)
         with DEFECTS[name]():
-            assert first_violation(range(first, first + 1000)) is not None
+            report = first_violation(range(first, first + 1000))
+        assert report is not None
+        # That a defect crashes says nothing of the promise that it breaks.
+        assert not report.violation.startswith("crash:"), report.violation
 
 
 class TestReplay:
@@ -131,6 +134,23 @@ class TestReplay:
             env=environment, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.startswith("6 seeds in ")
+
+    def test_the_command_fails_when_a_promise_is_broken(self) -> None:
+        """Else `make simulate`, and CI by it, would pass over what it found."""
+        code = (
+            "import sys\n"
+            "from simulation.__main__ import main\n"
+            "from simulation.defects import DEFECTS\n"
+            "with DEFECTS['no_fence']():\n"
+            "    sys.exit(main())\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--seeds", "60", "--jobs", "2"],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        assert "replay with: python -m simulation --seed" in done.stdout
 
 
 class TestCleaning:

@@ -190,7 +190,7 @@ def other_configuration_let_in() -> Defect:
 
 def done_before_all_is_done() -> Defect:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(plan.Plan, "waiting_for", property(lambda _self: []))
+    return mock.patch.object(plan.Plan, "waiting_for", property(lambda _self: set()))
 
 
 def loser_deletes_the_winner() -> Defect:
