@@ -5,6 +5,7 @@ The adapter around pyarrow; columns come in as lists of plain Python values.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -219,9 +220,12 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         """Leave no file open. What is unfinished stays in the scratch folder, which goes."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        # A disk that is full fails here once more; the error that is under way says it.
+        with scratch_errors(self._folder) if error is None else contextlib.suppress(OSError):
+            writer.close()
 
 
 def _open_writer(kind: str, path: Path, schema: Schema | None) -> Writer:
