@@ -14,6 +14,7 @@ from batchinfer import layout
 from batchinfer.inventory import Inventory
 from batchinfer.manifests import ChunkRef
 from batchinfer.records import Marker, Record, Run
+from batchinfer.runconfig import edit_of
 from batchinfer.storage import ObjectInfo
 
 MISSING = "missing"
@@ -88,8 +89,9 @@ class Audit:
 
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
         """Check everything that needs no reading of outputs. Return the chunks that are sound so far."""
-        if self._is_of_another_job():
-            # By the wrong job every chunk looks foreign, and what is named to mend that would destroy sound ones.
+        if self._is_edited() or self._is_of_another_job():
+            # By the wrong job every chunk looks foreign, and what is named to mend that would destroy sound ones;
+            # by a limit that was edited, chunks are out of sight.
             return []
         sound = []
         for name, ref in self._expected.items():
@@ -107,6 +109,12 @@ class Audit:
     def add(self, kind: str, subject: str, problem: str, mend: str) -> None:
         """Note a finding."""
         self.findings.append(Finding(kind=kind, subject=subject, problem=problem, mend=mend))
+
+    def _is_edited(self) -> bool:
+        problem = edit_of(self._run)
+        if problem:
+            self.add(CORRUPT, layout.RUN_KEY, problem, "run")
+        return bool(problem)
 
     def _is_of_another_job(self) -> bool:
         wanted = str(self._run.config.get("job_sha256") or "")

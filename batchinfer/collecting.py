@@ -27,6 +27,7 @@ from batchinfer.inventory import in_parallel, take_inventory
 from batchinfer.manifests import ChunkRef, OpenStore
 from batchinfer.prompts import lines
 from batchinfer.records import Job, Marker, Run
+from batchinfer.runconfig import refuse_edited
 from batchinfer.scope import find_scope
 from batchinfer.scratch import Scratch
 from batchinfer.storage import Store
@@ -93,7 +94,7 @@ def select(
         manifests: The chunks, for a run that was made from a list without a job.json.
 
     Raises:
-        InputError: no run there, one of a newer format version, or its job cannot be found.
+        InputError: no run there, one of a newer format version, or its job cannot be found; or run.json was edited.
     """
     inventory = take_inventory(store, now=now)
     scope = find_scope(
@@ -104,6 +105,7 @@ def select(
         job_url=job_url,
         manifests=manifests,
     )
+    refuse_edited(scope.run, url=store.url)
     audit = scope.audit(inventory)
     sound = audit.check_all()
     if any(found.mend == "job" for found in audit.findings):

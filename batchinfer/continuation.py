@@ -26,6 +26,7 @@ _PROMPT_FLAGS = {"as_chat": "--as-chat", "keep_prompt": "--keep-prompt", "strip"
 _PROMPT_LISTS = {"blank_columns": "--blank-columns", "keep": "--keep"}
 _PROMPT_TEXTS = {"system_prompt": "--system-prompt", "chat_template": "--chat-template"}
 """Text, or @FILE."""
+_TRUSTED = "# this run's workers ran code that comes with the model: add that option only if you trust it too"
 _SAMPLING_OPTIONS = (
     "max_tokens",
     "temperature",
@@ -43,17 +44,19 @@ _SAMPLING_OPTIONS = (
 def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = ()) -> str:
     """A worker that the run at `url` takes: the options that decide its answers, for bash.
 
-    Other options (the machine's, and how often to checkpoint) are not in run.json and may differ from worker to worker.
-    Texts that the worker reads from files are given as `<(printf …)`, since run.json has the text alone.
+    run.json lies in a bucket: whatever it holds is quoted, and that the run had --trust-remote-code is said behind the
+    command, for the reader to decide. Other options (the machine's, and how often to checkpoint) are not in run.json
+    and may differ from worker to worker. Texts that the worker reads from files are given as `<(printf …)`, since
+    run.json has the text alone.
     """
-    words = [f"--manifest {shlex.quote(manifest)}" for manifest in manifests]
+    words = [f"--manifest {_quote(manifest)}" for manifest in manifests]
     if job_url:
-        words.insert(0, f"--job {shlex.quote(job_url)}")
+        words.insert(0, f"--job {_quote(job_url)}")
     elif not manifests:
         words.append("--manifest LIST")
-    words.append(f"--output {shlex.quote(url)}")
+    words.append(f"--output {_quote(url)}")
     if run.config.get("limit") is not None:
-        words.append(f"--limit {run.config['limit']}")
+        words.append(_option("--limit", run.config["limit"]))
     words += _engine(run)
     try:
         words += _prompt(msgspec.convert(run.config.get("prompt") or {}, PromptConfig))
@@ -62,16 +65,29 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
         words.append("…")
     seed = run.config.get("seed", 0)
     if seed != 0:
-        words.append("--seed none" if seed is None else f"--seed {seed}")
+        words.append(_option("--seed", "none" if seed is None else seed))
+    if run.recorded.get("trust_remote_code"):
+        words.append(_TRUSTED)
     return " ".join(["batchinfer worker", *words])
 
 
+def _quote(text: str) -> str:
+    """One word for bash, whatever is in it. What would move a terminal's cursor is shown, not sent."""
+    if all(letter.isprintable() or letter == "\n" for letter in text):
+        return shlex.quote(text)
+    letters = (
+        letter if letter.isprintable() and letter not in "\\'" else f"\\U{ord(letter):08x}"
+        for letter in text
+    )
+    return f"$'{''.join(letters)}'"
+
+
 def _option(name: str, value: Any) -> str:
-    return f"{name} {shlex.quote(str(value))}"
+    return f"{name} {_quote(str(value))}"
 
 
 def _file(text: str) -> str:
-    return f"<(printf %s {shlex.quote(text)})"
+    return f"<(printf %s {_quote(text)})"
 
 
 def _json(value: Any) -> str:
@@ -97,9 +113,9 @@ def _engine(run: Run) -> Iterator[str]:
         yield _option("--tensor-parallel-size", recorded["tensor_parallel_size"])
     if recorded.get("pipeline_parallel_size", 1) != 1:
         yield _option("--pipeline-parallel-size", recorded["pipeline_parallel_size"])
-    if recorded.get("trust_remote_code"):
-        yield "--trust-remote-code"
     for name, value in (config.get("engine_args") or {}).items():
+        if name == "trust_remote_code":  # no worker records it there
+            continue
         yield _option("--engine-arg", f"{name}={_json(value)}")
 
 

@@ -16,22 +16,65 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = "(not known before the engine has loaded)"
 _SHOWN = 200
+_PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
 
 
-def read_run(store: Store) -> Run | None:
+class _Config(msgspec.Struct):
+    """What is read out of `config` by its type; the rest is compared and shown."""
+
+    job_sha256: str = ""
+    limit: int | None = None
+    seed: int | None = 0
+    engine_args: dict[str, Any] = {}
+    prompt: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+
+
+class _Recorded(msgspec.Struct):
+    job: str = ""
+
+
+class _Contents(msgspec.Struct):
+    config: _Config
+    recorded: _Recorded
+
+
+def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
     """Read run.json, None if there is none.
 
     Raises:
-        InputError: it is damaged, or of a newer format version.
+        InputError: it is damaged, of a newer format version, or unless `may_be_edited`, its fingerprint is not that of
+            its configuration.
     """
     name = f"{store.url}/{layout.RUN_KEY}"
     try:
         data = store.get(layout.RUN_KEY).data
     except ObjectNotFound:
         return None
-    run = codec.decode(data, Run, name=name)
+    run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
     codec.check_version(data, name=name)
+    codec.decode(data, _Contents, name=name, hint=_PUT_BACK)
+    if not may_be_edited:
+        refuse_edited(run, url=store.url)
     return run
+
+
+def edit_of(run: Run) -> str:
+    """What is wrong with a run.json whose configuration is not the one that was fingerprinted; else nothing. Pure."""
+    computed = codec.fingerprint(run.config)
+    if computed == run.fingerprint:
+        return ""
+    return f"its configuration has the fingerprint {computed}, but {run.fingerprint} stands in it: it was edited"
+
+
+def refuse_edited(run: Run, *, url: str) -> None:
+    """Refuse a run whose run.json does not tell any more how its answers were made.
+
+    Raises:
+        InputError: see `edit_of`.
+    """
+    if problem := edit_of(run):
+        raise InputError(f"{url}/{layout.RUN_KEY}: {problem}", hint=_PUT_BACK)
 
 
 def refuse_newer(store: Store) -> None:

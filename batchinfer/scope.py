@@ -12,6 +12,9 @@ from batchinfer.manifests import ChunkRef, OpenStore, job_chunks, load_job, read
 from batchinfer.records import Job, Run
 from batchinfer.runconfig import no_run, read_run
 from batchinfer.storage import Store
+from batchinfer.storage.opening import split_url
+
+_ALIASES = {"s3a": "s3", "r2": "s3", "gcs": "gs"}
 
 
 class Scope(NamedTuple):
@@ -73,8 +76,12 @@ def find_scope(
         )
     found_job = _find_job(run, store.url, job_url, open_store)
     if found_job is None:
+        elsewhere = _recorded_job(run)
         raise InputError(
-            f"{store.url}: neither run.json nor its place tells where its job lies",
+            f"{store.url}: run.json names the job {elsewhere!r}, which is not where the run is, "
+            "so it is read only when asked for"
+            if elsewhere and not _is_beside(elsewhere, store.url)
+            else f"{store.url}: neither run.json nor its place tells where its job lies",
             hint=usage.format(f"--job JOB {store.url}"),
         )
     job, url, sha256 = found_job
@@ -87,13 +94,35 @@ def job_sha256_of(run: Run | None) -> str:
 
 
 def job_places(run: Run | None, run_url: str) -> list[str]:
-    """Where a run's job may lie, the surest first: a job that was moved has its runs with it."""
-    recorded = "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
-    return list(dict.fromkeys(filter(None, (layout.job_above(run_url), recorded))))
+    """Where a run's job may lie, the surest first: a job that was moved has its runs with it.
+
+    Who can write run.json must not choose to whom requests go, so it is followed within the run's own bucket, and from
+    one local folder to another.
+    """
+    recorded = _recorded_job(run)
+    beside = recorded if _is_beside(recorded, run_url) else ""
+    return list(dict.fromkeys(filter(None, (layout.job_above(run_url), beside))))
+
+
+def _recorded_job(run: Run | None) -> str:
+    return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
+
+
+def _is_beside(url: str, run_url: str) -> bool:
+    """Whether two URLs are of one bucket, or both of local folders."""
+    return _bucket(url) == _bucket(run_url)
+
+
+def _bucket(url: str) -> tuple[str, str]:
+    scheme, rest = split_url(url)
+    if scheme == "file":
+        return scheme, ""
+    depth = 3 if scheme == "hf" else 1  # datasets/org/name
+    return _ALIASES.get(scheme, scheme), "/".join(rest.split("/")[:depth])
 
 
 def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store)
+    run = read_run(store, may_be_edited=True)  # the audit finds it
     if run is not None:
         return run
     if inventory.is_empty:

@@ -59,7 +59,11 @@ class Verdict(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Findings for people: by kind and cure, the first few of each, then the command that mends them."""
-        order = sorted(self.findings, key=lambda found: (KINDS.index(found.kind), found.mend))
+        # Before workers can be started again, the run must go on.
+        order = sorted(
+            self.findings,
+            key=lambda found: (found.mend != "resume", KINDS.index(found.kind), found.mend),
+        )
         for (kind, mend), group in groupby(order, key=attrgetter("kind", "mend")):
             found = list(group)
             for finding in found[:_SHOWN]:
@@ -88,6 +92,8 @@ class Verdict(NamedTuple):
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
         grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
+        if any(finding.mend in ("redo", "worker") for finding in grave):
+            grave += [finding for finding in self.findings if finding.mend == "resume"]
         first = min((finding.mend for finding in grave), key=_ORDER_OF_CURES.index)
         subjects = (finding.subject for finding in grave if finding.mend == first)
         return RunUnsound(
@@ -96,7 +102,7 @@ class Verdict(NamedTuple):
         )
 
 
-_ORDER_OF_CURES = ("job", "chunk", "redo", "clean", "worker", "hand", "resume")
+_ORDER_OF_CURES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
 
 
 def run_verify(
@@ -209,6 +215,8 @@ def cure(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
         return f"batchinfer clean {place} --yes"
     if mend == "resume":
         return f"batchinfer stop --resume {place}"
+    if mend == "run":
+        return "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made"
     if mend == "job":
         return f"batchinfer verify --job JOB {place}  # with the job that the run is of"
     if mend == "chunk":

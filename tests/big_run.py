@@ -72,17 +72,18 @@ def make_job(shape: Shape) -> Job:
 
 
 def make_run(job_bytes: bytes, **config: Any) -> Run:
+    config = {
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "job_sha256": codec.sha256(job_bytes),
+        "limit": None,
+        "sampling": {"max_tokens": 512, "temperature": 0.7},
+        "prompt": {"messages_column": "conversation", "system_prompt": HOSTILE},
+        **config,
+    }
     return Run(
         format_version=1,
-        fingerprint="f" * 32,
-        config={
-            "model": "meta-llama/Llama-3.1-8B-Instruct",
-            "job_sha256": codec.sha256(job_bytes),
-            "limit": None,
-            "sampling": {"max_tokens": 512, "temperature": 0.7},
-            "prompt": {"messages_column": "conversation", "system_prompt": HOSTILE},
-            **config,
-        },
+        fingerprint=codec.fingerprint(config),
+        config=config,
         recorded={
             "engine": "vllm",
             "engine_version": "0.30.0",

@@ -259,7 +259,8 @@ def test_embeddings_are_float32_lists_of_one_length(run: str, store: Store, tmp_
 
     made = read_run(store)
     config = {**made.config, "prompt": {**made.config["prompt"], "task": "embed"}}
-    replace_run(store, msgspec.structs.replace(made, config=config))
+    fingerprint = codec.fingerprint(config)
+    replace_run(store, msgspec.structs.replace(made, config=config, fingerprint=fingerprint))
     for index, rows in enumerate((10, 10, 5)):
         lines = [
             {
@@ -278,6 +279,7 @@ def test_embeddings_are_float32_lists_of_one_length(run: str, store: Store, tmp_
         change_marker(
             store,
             f"part-{index:05d}",
+            fingerprint=fingerprint,
             rows_ok=rows - 1,
             rows_error=1,
             errors={"engine_rejected": 1},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from batchinfer import codec, layout
 from batchinfer.errors import InputError, RunMismatch
 from batchinfer.records import FORMAT_VERSION
-from batchinfer.runconfig import UNKNOWN, check_same, differing_keys, join_run, read_run
+from batchinfer.runconfig import UNKNOWN, check_same, differing_keys, edit_of, join_run, read_run
 from batchinfer.storage.memory import MemoryStore
 
 CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
@@ -73,3 +77,57 @@ def test_a_damaged_and_a_newer_run_are_told_apart(store: MemoryStore) -> None:
     store.create(layout.RUN_KEY, newer)
     with pytest.raises(InputError, match="format version 99"):
         read_run(store)
+
+
+def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write run.json anew, as somebody with an editor would."""
+    contents = json.loads(store.get(layout.RUN_KEY).data)
+    change(contents)
+    store.delete([layout.RUN_KEY])
+    store.create(layout.RUN_KEY, codec.encode(contents))
+
+
+def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
+    """It would be joined under the fingerprint of answers that were made with another one."""
+    edited = {**CONFIG, "seed": 7}
+    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    edit(store, lambda contents: contents.update(config=edited))
+    with pytest.raises(InputError, match="it was edited") as caught:
+        read_run(store)
+    assert "first worker" in caught.value.hint
+    with pytest.raises(InputError, match="it was edited"):
+        join_run(store, edited, {}, nonce="b", is_safe=True)
+    found = read_run(store, may_be_edited=True)
+    assert found is not None
+    assert codec.fingerprint(edited) in edit_of(found)
+
+
+def test_key_order_and_white_space_are_no_edit(store: MemoryStore) -> None:
+    config = {**CONFIG, "float": 1.0, "huge": 1e300, "list": [0.1, None, "\N{SNOWMAN}"]}
+    run = join_run(store, config, {}, nonce="a", is_safe=True)
+    edit(store, lambda contents: contents.update(config=dict(reversed(config.items()))))
+    assert read_run(store) == run
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "0; touch /tmp/x"),
+        ("limit", "1; touch /tmp/x"),
+        ("limit", 1.5),
+        ("seed", True),
+        ("engine_args", ["a"]),
+        ("job_sha256", 5),
+        ("prompt", "p"),
+    ],
+)
+def test_what_is_no_number_or_mapping_is_damage(
+    store: MemoryStore, key: str, value: object
+) -> None:
+    config = {**CONFIG, key: value}
+    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    fingerprint = codec.fingerprint(config)
+    edit(store, lambda contents: contents.update(config=config, fingerprint=fingerprint))
+    with pytest.raises(InputError, match=rf"\$\.config\.{key}") as caught:
+        read_run(store, may_be_edited=True)
+    assert "verify" not in caught.value.hint

@@ -18,11 +18,12 @@ from making import make_job
 
 def write_run(url: str, job: str, *, recorded: str = "") -> None:
     digest = codec.sha256(open_store(job).get(layout.JOB_KEY).data)
+    config = {"job_sha256": digest, "limit": None}
     run = Run(
         format_version=FORMAT_VERSION,
-        fingerprint="f",
+        fingerprint=codec.fingerprint(config),
         nonce="n",
-        config={"job_sha256": digest, "limit": None},
+        config=config,
         recorded={"job": recorded},
     )
     open_store(url).create(layout.RUN_KEY, codec.encode(run))
@@ -86,3 +87,37 @@ def test_places_of_a_job_are_named_once() -> None:
     )
     assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"]
     assert job_places(msgspec.structs.replace(run, recorded={}), "s3://b/elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "run_url", "is_followed"),
+    [
+        ("/data/job", "/out", True),
+        ("file:///data/job", "/out", True),
+        ("s3://b/job", "s3://b/out", True),
+        ("r2://b/job", "s3://b/out", True),
+        ("gcs://b/job", "gs://b/out", True),
+        ("hf://datasets/o/n/job", "hf://datasets/o/n/out", True),
+        ("http://127.0.0.1:1/d", "/out", False),
+        ("s3://other/job", "s3://b/out", False),
+        ("s3://b", "gs://b/out", False),
+        ("s3://b/job", "/out", False),
+        ("/data/job", "s3://b/out", False),
+        ("hf://datasets/o/other/job", "hf://datasets/o/n/out", False),
+    ],
+)
+def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
+    recorded: str, run_url: str, *, is_followed: bool
+) -> None:
+    """Who can write run.json must not choose whom we ask."""
+    run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded={"job": recorded})
+    assert job_places(run, run_url) == ([recorded] if is_followed else [])
+
+
+def test_a_job_in_another_place_is_read_only_when_asked_for(job: str, tmp_path: Path) -> None:
+    away = str(tmp_path / "away")
+    write_run(away, job, recorded="http://127.0.0.1:1/d")
+    with pytest.raises(InputError, match=r"names the job 'http://127\.0\.0\.1:1/d'") as caught:
+        scope_of(away)
+    assert caught.value.hint == f"batchinfer verify --job JOB {away}"
+    assert scope_of(away, job_url=job).job_url == job

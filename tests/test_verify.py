@@ -84,6 +84,15 @@ def in_bash(text: str) -> list[str]:
     return ["bash", "-c", f'batchinfer() {{ {python} -m batchinfer "$@"; }}; {text}']
 
 
+def edit_config(run: Store, **values: Any) -> str:
+    """Put other values into run.json, as if the run had been made with them; return their fingerprint."""
+    contents = json.loads(run.get(layout.RUN_KEY).data)
+    contents["config"] |= values
+    contents["fingerprint"] = codec.fingerprint(contents["config"])
+    overwrite(run, layout.RUN_KEY, json.dumps(contents).encode())
+    return str(contents["fingerprint"])
+
+
 def kinds(verdict: Verdict) -> set[tuple[str, str]]:
     return {(finding.kind, finding.subject) for finding in verdict.findings}
 
@@ -448,6 +457,28 @@ def test_an_output_whose_marker_cannot_be_read_is_no_leftover(run: Store, job: s
     ]
 
 
+def test_an_edited_run_json_is_found_and_nothing_is_judged_by_it(run: Store) -> None:
+    contents = json.loads(run.get(layout.RUN_KEY).data)
+    contents["config"]["seed"] = 7
+    overwrite(run, layout.RUN_KEY, json.dumps(contents).encode())
+    run.delete([layout.marker_key("part-00000")])
+    verdict = verify(run, is_deep=True)
+    assert kinds(verdict) == {("corrupt", layout.RUN_KEY)}
+    assert "was edited" in verdict.findings[0].problem
+    assert not any("batchinfer" in line for line in verdict.lines())
+    assert "put run.json back" in verdict.error().hint
+
+
+def test_a_stopped_run_goes_on_before_its_workers_are_started(run: Store, job: str) -> None:
+    """They exit at once while stop.json is there."""
+    run.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
+    put_raw(run, layout.STOP_KEY, b"{}")
+    verdict = verify(run)
+    assert verdict.error().hint == f"batchinfer stop --resume {run.url}"
+    mend(verdict, job)
+    assert verify(run).is_sound
+
+
 def test_a_worker_record_that_cannot_be_read_does_matter(run: Store, job: str) -> None:
     put_raw(run, layout.worker_key("w9"), b"{")
     verdict = verify(run)
@@ -479,6 +510,10 @@ class TestWhatCannotBeVerified:
         overwrite(run, layout.RUN_KEY, b"{")
         with pytest.raises(InputError, match="not a readable run record"):
             verify(run)
+
+        with pytest.raises(InputError) as caught:
+            verify(run)
+        assert "verify" not in caught.value.hint
 
     def test_a_newer_format(self, run: Store) -> None:
         newer = json.loads(run.get(layout.RUN_KEY).data) | {"format_version": 99}
@@ -558,11 +593,7 @@ def test_ten_thousand_chunks_are_verified_by_one_listing(tmp_path: Path) -> None
     make_job(job, rows=10_000, per_chunk=1)
     run_worker_here(job, f"{job}/runs/a", "--limit", "1")
     store = MemoryStore(f"{job}/runs/a")
-    overwrite(
-        store,
-        layout.RUN_KEY,
-        store.get(layout.RUN_KEY).data.replace(b'"limit": 1', b'"limit": null'),
-    )
+    change_marker(store, "part-00000", fingerprint=edit_config(store, limit=None))
     first = read_marker(store, "part-00000")
     from batchinfer.records import Job
 
@@ -635,7 +666,8 @@ def _undo_a_chunk(run: str) -> str:
 def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, options: str) -> None:
     run = f"{local_job}/runs/it's a"
     run_worker_here(local_job, run, *OPTIONS[options])
-    _, _, *arguments = shlex.split(_undo_a_chunk(run))
+    _, _, *arguments = shlex.split(_undo_a_chunk(run), comments=True)
+    assert "--trust-remote-code" not in arguments
     worker_command.main(arguments, standalone_mode=False)
     assert verify(run).is_sound
 
@@ -680,7 +712,5 @@ def test_it_goes_on_with_a_list_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_run_json_that_was_edited_gives_a_command_with_a_gap(run: Store) -> None:
-    edited = json.loads(run.get(layout.RUN_KEY).data)
-    edited["config"]["sampling"] = {"max_tokens": "many"}
-    overwrite(run, layout.RUN_KEY, json.dumps(edited).encode())
+    edit_config(run, sampling={"max_tokens": "many"})
     assert "…" in verify(run).worker
