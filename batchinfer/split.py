@@ -95,11 +95,11 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     if config.overwrite:
         remove_job(store)
     job, odd = _write(config, store, plan, draft, borders.spans(starts))
-    _warn(odd)
+    _warn(odd, job)
     return _result("done", config, job, odd.nulls, time.monotonic() - started)
 
 
-def _warn(odd: Oddities) -> None:
+def _warn(odd: Oddities, job: Job) -> None:
     for column, count in sorted(odd.nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
     if odd.broken_lines:
@@ -107,6 +107,12 @@ def _warn(odd: Oddities) -> None:
             "%d lines are no JSON object, and each becomes an error row; the first is %s",
             odd.broken_lines,
             odd.first_broken,
+        )
+    if job.duplicate_ids:
+        logger.warning(
+            "%d of %d rows have an _id that an earlier row has; _row tells their answers apart",
+            job.duplicate_ids,
+            job.rows,
         )
 
 

@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer import sources
 from batchinfer.errors import AccessDenied, ConfigError, InputError
 from batchinfer.sources import Oddities, Plan, View, finding, is_inside, resolve
 from batchinfer.storage.opening import open_store
@@ -376,6 +377,41 @@ def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
         assert [json.loads(line)["a"] for line in read_lines(plan, rows)] == [
             row % 300 for row in rows
         ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_is_refused_with_the_way_to_convert_it(tmp_path, encoding):
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "x"}\n'.encode(encoding))
+    with pytest.raises(InputError, match="UTF-16") as caught:
+        resolve([str(tmp_path / "a.jsonl")], view=View())
+    assert "iconv -f UTF-16 -t UTF-8 a.jsonl" in caught.value.hint
+
+
+def test_files_without_any_object_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "a.jsonl").write_text('"one"\n' * 200)
+    (tmp_path / "b.jsonl").write_text("{broken\n")
+    with pytest.raises(InputError, match="no line is a JSON object") as caught:
+        resolve([str(tmp_path)], view=View())
+    assert "jq -c '{prompt: .}'" in caught.value.hint
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert resolve([str(tmp_path)], view=View()).rows == 202
+
+
+def test_columns_of_bytes_are_named_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(sources.logger, "warning", lambda text, *values: said.append(text % values))
+    images = pa.array([{"bytes": b"x", "path": "p"}])
+    ids = pa.array([b"0" * 16], pa.binary(16)).cast(pa.uuid())
+    kept = {"text": ["t"], "id": ids, "image": images, "raw": [b"x"], "all": [[b"x"]]}
+    for name in ("1", "2"):
+        write_parquet(tmp_path / f"{name}.parquet", **kept)
+    resolve([str(tmp_path)], view=View())
+    assert said == [
+        "all, image, raw: these columns hold bytes, not text; in the rows they are base64"
+    ]
+    resolve([str(tmp_path)], view=View(columns=["text", "id"]))
+    assert len(said) == 1
 
 
 def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path):

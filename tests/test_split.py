@@ -197,7 +197,7 @@ def test_broken_lines_are_counted_and_the_first_is_named(
     assert (again["status"], again["broken_lines"]) == ("unchanged", 3)
 
 
-def test_duplicate_ids_are_counted_over_all_chunks(tmp_path, monkeypatch):
+def test_duplicate_ids_are_counted_over_all_chunks(tmp_path, monkeypatch, caplog):
     from batchinfer.sources import building
 
     monkeypatch.setattr(building, "_SORTED_HASHES", 16)
@@ -205,6 +205,7 @@ def test_duplicate_ids_are_counted_over_all_chunks(tmp_path, monkeypatch):
     pq.write_table(pa.table({"key": ids}), tmp_path / "a.parquet")
     result = run(tmp_path / "a.parquet", tmp_path / "job", num_chunks=9, id_column="key")
     assert result["duplicate_ids"] == read_job(tmp_path / "job").duplicate_ids == 100 - 37
+    assert "63 of 100 rows have an _id that an earlier row has" in caplog.text
     assert json.loads(chunk_lines(tmp_path / "job")[8][-1])["_id"] == ids[-1]
 
 

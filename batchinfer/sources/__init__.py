@@ -99,7 +99,7 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
         limit: At most so many rows; files beyond it are not even counted.
 
     Raises:
-        InputError: Nothing there, an unknown format, no rows, no such column, a damaged file.
+        InputError: Nothing there, an unknown format, no rows, nothing but broken lines, no such column, a damaged file.
         AccessDenied: Credentials are missing or refused.
     """
     sources, inputs, bases = [], [], []
@@ -137,7 +137,9 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
             hint="check that this is the right file or folder",
         )
     _warn_about_repeats(inputs)
+    _refuse_nothing_but_broken(inputs)
     columns = _check_columns(inputs, view)
+    _warn_about_bytes(inputs, columns)
     limited = rows if limit is None else min(rows, limit)
     return Plan(
         sources=sources, inputs=inputs, bases=bases, view=view, rows=limited, columns=columns
@@ -177,6 +179,28 @@ def _warn_about_repeats(inputs: list[Input]) -> None:
     for url in (url for url, count in times.items() if count > 1):
         logger.warning(
             "%s: named by several sources, its rows are taken again each time", redact(url)
+        )
+
+
+def _refuse_nothing_but_broken(inputs: list[Input]) -> None:
+    """Raise InputError if no line of any file is a JSON object: not one row could be answered."""
+    if any(item.format != "jsonl" or item.columns for item in inputs):
+        return
+    from batchinfer.sources import json_lines
+
+    if not any(json_lines.has_object(item) for item in inputs):
+        raise InputError(
+            f"{inputs[0].found.url}: no line is a JSON object, expected one on each line",
+            hint="make objects of JSON strings with jq -c '{prompt: .}', of lines of text with jq -cR '{prompt: .}'",
+        )
+
+
+def _warn_about_bytes(inputs: list[Input], columns: list[str]) -> None:
+    names = {name for item in inputs for name in item.byte_columns}.intersection(columns)
+    if names:
+        logger.warning(
+            "%s: these columns hold bytes, not text; in the rows they are base64",
+            ", ".join(sorted(names)),
         )
 
 

@@ -26,7 +26,8 @@ class Input(Record, frozen=True, kw_only=True):
     """One counted file of a source, with what a reader needs to start anywhere in it.
 
     `marks` holds (row, byte offset) of some rows in JSON Lines, and (row, 0) of every row group in parquet.
-    `digest` is the sha256 of the content (JSON Lines, CSV) or of the footer (parquet).
+    `digest` is the sha256 of the content (JSON Lines, CSV) or of the footer (parquet). `byte_columns` are those whose
+    values hold bytes, which become base64.
     """
 
     found: Found
@@ -35,6 +36,7 @@ class Input(Record, frozen=True, kw_only=True):
     columns: list[str]
     marks: list[tuple[int, int]]
     digest: str
+    byte_columns: list[str] = []
 
 
 class View(Record, frozen=True, kw_only=True):

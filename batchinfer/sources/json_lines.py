@@ -7,6 +7,7 @@ of it. Lines end at the byte "\n" alone.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import json
@@ -49,7 +50,7 @@ def count(found: Found) -> Input:
     """Read the file once: lines, sha256, positions, and the keys of the first objects.
 
     Raises:
-        InputError: The file is a JSON array, or a damaged compressed file.
+        InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
     """
     is_seekable = not found.url.lower().endswith((".gz", ".zst", ".zstd"))
     digest = hashlib.sha256()
@@ -69,6 +70,12 @@ def count(found: Found) -> Input:
             last = block
     if last and not last.endswith(b"\n"):
         rows += 1
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        name = found.url.rsplit("/", 1)[-1]
+        raise InputError(
+            f"{found.url}: starts as UTF-16 text does, expected UTF-8",
+            hint=f"convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.jsonl",
+        )
     head = head.removeprefix(_BOM)
     if head.lstrip(_SPACE)[:1] == b"[":
         raise InputError(
@@ -90,6 +97,12 @@ def _sample_keys(head: bytes) -> list[str]:
     for line in head.split(b"\n")[:_SAMPLE_LINES]:
         names.update(dict.fromkeys(_decode_object(line) or ()))
     return list(names)
+
+
+def has_object(item: Input) -> bool:
+    """Whether any line of the file is a JSON object. Reads it as far as it must."""
+    with outside.open_stream(item.found) as stream:
+        return any(_decode_object(line.removeprefix(_BOM)) is not None for line in stream)
 
 
 def find_keys(item: Input, wanted: set[str]) -> set[str]:

@@ -26,7 +26,13 @@ from batchinfer.sources.blocks import (
     no_such_column,
 )
 from batchinfer.sources.outside import Found
-from batchinfer.sources.values import ColumnError, NullFloats, make_converter, make_record_type
+from batchinfer.sources.values import (
+    ColumnError,
+    NullFloats,
+    holds_bytes,
+    make_converter,
+    make_record_type,
+)
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
@@ -60,6 +66,7 @@ def count(found: Found) -> Input:
         columns=list(schema.names),
         marks=marks,
         digest=hashlib.sha256(tail).hexdigest(),
+        byte_columns=[field.name for field in schema if holds_bytes(field.type)],
     )
 
 

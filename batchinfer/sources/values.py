@@ -76,6 +76,17 @@ def make_converter(kind: Any, nulls: NullFloats) -> Convert:
     raise ColumnError(f"type {kind} has no exact JSON form")
 
 
+def holds_bytes(kind: Any) -> bool:
+    """Whether values of this Arrow type are bytes, or have bytes somewhere in them, which become base64."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.extension_name != "arrow.uuid" and holds_bytes(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return holds_bytes(kind.value_type)
+    return _is_bytes(kind) or any(
+        holds_bytes(kind.field(index).type) for index in range(kind.num_fields)
+    )
+
+
 def make_record_type(names: Sequence[str]) -> Callable[..., Any]:
     """Return a callable that makes one JSON object from its values in the order of `names`.
 
@@ -360,12 +371,13 @@ def _is_any(*names: str) -> Callable[[Any], bool]:
 
 
 _is_text = _is_any("string", "large_string", "string_view")
+_is_bytes = _is_any("binary", "large_binary", "fixed_size_binary", "binary_view")
 
 _MAKERS: Iterable[tuple[Callable[[Any], bool], Callable[[Any, NullFloats], Convert]]] = (
     (lambda kind: isinstance(kind, pa.BaseExtensionType), _make_extensions),
     (_is_text, _make_plain),
     (_is_any("null", "boolean"), _make_plain),
-    (_is_any("binary", "large_binary", "fixed_size_binary", "binary_view"), _make_plain),
+    (_is_bytes, _make_plain),
     (_is_any("integer"), _make_integers),
     (_is_any("float16"), _make_halves),
     (_is_any("float32", "float64"), _make_floats),
