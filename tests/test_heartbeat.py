@@ -15,6 +15,7 @@ from simulation.scheduler import Process
 from simulation.stage import Ending, Stage
 
 LEASE_SECONDS = 6.0
+OPTIONS = {"max_attempts": 2, "within_seconds": 1000.0}
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,12 @@ def stage() -> Iterator[Stage]:
 
 
 def let_another_hold(stage: Stage, *chunks: str) -> None:
-    """A worker whose heart beats for ever, and that makes progress with every beat."""
+    """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
+    ours = worker_record(
+        id="w0", epoch=1, nonce="m", state="stopped", rows_done=1, busy_seconds=9.0
+    )
+    if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
+        stage.put(layout.worker_key("w0"), codec.encode(ours))
     for chunk in chunks:
         stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
 
@@ -60,7 +66,7 @@ def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
             stage.scheduler.after(kill_after, process.kill)
             kill_after = None
 
-    return stage.run(hook=hook, lease_seconds=LEASE_SECONDS, max_attempts=2, within_seconds=1000.0)
+    return stage.run(hook=hook, lease_seconds=LEASE_SECONDS, **OPTIONS)
 
 
 def run_stopped(stage: Stage, error: Interrupted | StopRequested, seconds: float) -> Ending:
@@ -113,7 +119,7 @@ class TestStartsWithoutARow:
         let_another_hold(stage, "part-00001")
         stage.engine.row_seconds = 1e6
         free = codec.encode(Claim(worker="", epoch=0, nonce="n"))
-        options = {"lease_seconds": 100.0, "max_attempts": 2, "within_seconds": 1000.0}
+        options = {"lease_seconds": 100.0, **OPTIONS}
         for num_crashes in range(2):
             let_another_hold(stage, "part-00000")
             processes: list[Process] = []
