@@ -12,10 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from batchinfer.stopping import Stopper
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
 
 
 class Pending(Protocol[T_co]):
@@ -60,6 +64,32 @@ class Background(Protocol):
     def close(self) -> None:
         """Take no more work. Does not wait: nothing here may keep a process from exiting."""
         ...
+
+
+def unless_stopped(
+    background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
+) -> T:
+    """Do work beside the caller and wait for it, but no longer than a worker may that is to stop.
+
+    For whatever asks storage, which may never answer. Work that is given up goes on, and may still take effect; what
+    comes of it nobody hears, as if the process had been killed.
+
+    Args:
+        background: Where the work is done.
+        stopper: Says when to stop. Work is not even begun then.
+        work: Touches nothing that its caller uses meanwhile.
+        may_finish: Whether it has the grace to end, so that what it writes is known. Else a stop request ends the wait.
+
+    Raises:
+        BatchinferError: the stopper's, for work that was not begun or is given up; or whatever the work raises.
+    """
+    stopper.raise_if_requested()
+    pending = background.submit(work)
+    while not pending.is_done():
+        if stopper.is_set() or not may_finish:
+            stopper.raise_if_requested()
+        background.wait(_POLL_SECONDS)
+    return pending.result()
 
 
 class _Job(Generic[T]):

@@ -7,7 +7,7 @@ import logging
 from functools import partial
 
 from batchinfer import layout
-from batchinfer.background import Background
+from batchinfer.background import Background, unless_stopped
 from batchinfer.claims import Lease
 from batchinfer.clock import Clock
 from batchinfer.errors import (
@@ -65,9 +65,11 @@ class Heartbeat:
 
         Raises:
             NoProgress: this would be one start too many in a row without a new row.
+            BatchinferError: the stopper's, if the record could not be taken within the grace.
         """
         telemetry = self._telemetry
-        before = self.lease.take(telemetry.begin)
+        take = partial(self.lease.take, telemetry.begin)
+        before = unless_stopped(background, self._stopper, take, may_finish=True)
         telemetry.log_start(before)
         stack.callback(self._end, background)
         if before is not None and before.state != "done" and before.attempts >= max_attempts:

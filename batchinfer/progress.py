@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TextIO
+from functools import cached_property
+from typing import Any, TextIO
 
 from batchinfer.events import event
 from batchinfer.stream import RowStream
@@ -74,10 +75,15 @@ class _Lines:
 
 class _Bar:
     def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._due = 0.0
+
+    @cached_property
+    def _bar(self) -> Any:
+        """Made when it is first shown: where the set-up fails, there is nothing to show."""
         from tqdm import tqdm
 
-        self._bar = tqdm(total=None, unit="row", file=stream, dynamic_ncols=True, leave=True)
-        self._due = 0.0
+        return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)
 
     def __call__(self, telemetry: Telemetry, stream: RowStream | None) -> None:
         now = time.monotonic()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from batchinfer.background import Pending
+from batchinfer.background import Pending, unless_stopped
 from batchinfer.checkpoints import chunks_with_segments
 from batchinfer.claims import Claims, Lease
 from batchinfer.engines import Engine
@@ -43,6 +43,8 @@ from batchinfer.stopping import WhileLoading
 from batchinfer.stream import RowStream
 from batchinfer.telemetry import Telemetry
 from batchinfer.world import WorkerConfig, World
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -88,24 +90,9 @@ class _Worker:
 
     def run(self) -> None:
         """Set up, generate, publish, tidy up."""
-        assignment = read_work(self.config, self.world, self.store)
-        self.telemetry.num_chunks = len(assignment.chunks)
-        self.telemetry.num_rows = _num_rows(assignment.chunks)
-        check_stop_request(self.store)
-        membership = Membership(self.config, self.world, self.store, assignment)
-        self.membership = membership
-        membership.check()
-        self.config = membership.config
-        preconditions = self.world.probe(self.store)
-        self.is_safe = preconditions.is_safe
-        if not self.is_safe:
-            logger.warning(
-                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
-                "and one configuration per run are best effort",
-                self.store.url,
-            )
         with contextlib.ExitStack() as stack:
             stack.callback(self.world.background.close)
+            membership = self._look()
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
@@ -130,6 +117,30 @@ class _Worker:
             except Exception as error:
                 self.telemetry.set_state("failed", f"{type(error).__name__}: {error}"[:500])
                 raise
+
+    def _look(self) -> Membership:
+        """Find out what there is to do, that it may be done, and what the store can do. Leaves nothing behind."""
+        assignment = self._unless_stopped(partial(read_work, self.config, self.world, self.store))
+        self.telemetry.num_chunks = len(assignment.chunks)
+        self.telemetry.num_rows = _num_rows(assignment.chunks)
+        self._unless_stopped(partial(check_stop_request, self.store))
+        self.membership = membership = Membership(self.config, self.world, self.store, assignment)
+        self._unless_stopped(membership.check)
+        self.config = membership.config
+        probe = partial(self.world.probe, self.store)
+        self.is_safe = self._unless_stopped(probe, may_finish=True).is_safe
+        if not self.is_safe:
+            logger.warning(
+                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
+                "and one configuration per run are best effort",
+                self.store.url,
+            )
+        return membership
+
+    def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
+        return unless_stopped(
+            self.world.background, self.world.stopper, work, may_finish=may_finish
+        )
 
     def _make_lease(self) -> Lease:
         return Lease(
@@ -175,7 +186,8 @@ class _Worker:
             self._raise_failures(shelf)
             return
         self.info = info
-        run = membership.join(info, nonce=self.nonce, is_safe=self.is_safe)
+        join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
+        run = self._unless_stopped(join, may_finish=True)
         services.opener.join(run.fingerprint)
         shelf.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
@@ -289,7 +301,7 @@ class _Worker:
         Raises what stops the worker.
         """
         while not pending.is_done():
-            self._raise_if_stopped()
+            self.world.stopper.raise_if_requested()
             if shelf is not None:
                 if shelf.is_drained:
                     return None
@@ -303,7 +315,7 @@ class _Worker:
             self.world.progress(self.telemetry, None)
             self.world.background.wait(_POLL_SECONDS)
         # An engine that was stopped while it loaded says so too, but not why.
-        self._raise_if_stopped()
+        self.world.stopper.raise_if_requested()
         return pending.result()
 
     def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
@@ -312,10 +324,6 @@ class _Worker:
         deadline = self.clock.monotonic() + _END_LOADING_SECONDS
         while not loading.is_done() and self.clock.monotonic() < deadline:
             self.world.background.wait(_POLL_SECONDS)
-
-    def _raise_if_stopped(self) -> None:
-        if self.world.stopper.error is not None:
-            raise self.world.stopper.error
 
     def _generate(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
         """The loop: the engine takes rows as it has room, and gives back what finished."""
@@ -345,7 +353,7 @@ class _Worker:
         finally:
             _close(batches)
         self.telemetry.engine_stats(engine.stats())
-        self._raise_if_stopped()
+        self.world.stopper.raise_if_requested()
 
     def _round(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
         """What is due now and then: checkpoints, the record, the policy."""
@@ -367,7 +375,7 @@ class _Worker:
     def _drain(self, shelf: Shelf, stream: RowStream) -> None:
         """Publish what is still on its way."""
         while not shelf.is_drained:
-            self._raise_if_stopped()
+            self.world.stopper.raise_if_requested()
             stream.tick()
             self.world.progress(self.telemetry, stream)
             if not shelf.is_drained:

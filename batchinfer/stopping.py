@@ -36,6 +36,11 @@ class Stopper:
         """Whether the worker should take no new rows."""
         return self.error is not None
 
+    def raise_if_requested(self) -> None:
+        """Raise the error of the first request, if there was one."""
+        if self.error is not None:
+            raise self.error
+
     def is_set(self) -> bool:
         """Whether the grace is over."""
         return self._deadline is not None and self._clock.monotonic() >= self._deadline

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import click
 import msgspec
 
 from batchinfer import layout, preview
+from batchinfer.background import unless_stopped
 from batchinfer.console import common_options
 from batchinfer.engines.config import EngineConfig
 from batchinfer.errors import ConfigError, InputError
@@ -62,19 +64,21 @@ def command(**options: Any) -> dict[str, Any]:
     if options["show_config"]:
         return preview.show_config(click.get_current_context(), _parts(options))
     environment = dict(os.environ)
-    config = make_config(options, environment)
+    configure = partial(make_config, options, environment)
     if options["preview"]:
         from batchinfer.engines.tokenizers import tokenizer_for
         from batchinfer.storage.opening import open_store
 
         return preview.run_preview(
-            config, options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
+            configure(), options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
         )
-    world = real_world(grace_seconds=config.grace_seconds, progress=progress_for(sys.stderr))
+    world = real_world(grace_seconds=options["grace_seconds"], progress=progress_for(sys.stderr))
     _raise_file_limit()
     install_signal_handlers(world.stopper)
-    service = find_service(config.host, environment) if options["notices"] else None
     with contextlib.ExitStack() as stack:
+        stack.callback(world.background.close)
+        config = unless_stopped(world.background, world.stopper, configure)
+        service = find_service(config.host, environment) if options["notices"] else None
         if service is not None:
             watcher = watch(service, world.background, world.stopper.request)
             stack.callback(watcher.cancel)

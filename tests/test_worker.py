@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +22,21 @@ from batchinfer.errors import (
     ConfigError,
     ErrorRateExceeded,
     InputError,
+    Interrupted,
     NoProgress,
     RunMismatch,
     StorageError,
 )
 from batchinfer.plan import finished_chunks
 from batchinfer.prompts import PromptConfig
-from batchinfer.records import Sampling
+from batchinfer.records import Sampling, Worker
 from batchinfer.session import run_worker
-from batchinfer.storage import Store
+from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.world import WorkerConfig, real_world
 from making import (
+    ECHO,
     default_row,
     finish_process,
     make_job,
@@ -283,6 +287,109 @@ class TestStoppedAndStartedAgain:
         self.wait_for(open_store(run), layout.WORKERS)
         process.terminate()
         assert finish_process(process, timeout_seconds=20).status == 75
+
+    @pytest.mark.s3
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize(
+        "place", [("--manifest", "s3://b/job/manifests/all.txt"), ("--job", "s3://b/job")]
+    )
+    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(
+        self, s3_environment: str, place: tuple[str, str], number: signal.Signals
+    ) -> None:
+        """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.settimeout(60)
+            endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            process = start_process(
+                ["worker", *place, *ECHO, "--grace-seconds", "2"],
+                environment={"AWS_ENDPOINT_URL": endpoint},
+            )
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(number)
+                stopped = finish_process(process, timeout_seconds=30)
+        assert stopped.status == 75, stopped.stderr
+        assert number.name in stopped.stderr
+        assert "Traceback" not in stopped.stderr
+
+    @pytest.mark.parametrize(
+        ("verb", "key"),
+        [
+            ("get", "all.txt"),
+            ("stat", layout.STOP_KEY),
+            ("get", layout.RUN_KEY),
+            ("create", layout.PROBES),
+            ("create", layout.WORKERS),
+            ("create", layout.RUN_KEY),
+        ],
+    )
+    def test_no_request_of_the_set_up_keeps_it_from_ending(
+        self, job: str, verb: str, key: str
+    ) -> None:
+        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+        silence = threading.Event()
+
+        class Silent(LocalStore):
+            def _wait(self, what: str, asked: str) -> None:
+                if what == verb and asked.startswith(key):
+                    world.stopper.request(Interrupted("stopped by the test"))
+                    silence.wait(60)
+
+            def get(self, key: str) -> Object:
+                self._wait("get", key)
+                return super().get(key)
+
+            def stat(self, key: str) -> ObjectInfo:
+                self._wait("stat", key)
+                return super().stat(key)
+
+            def create(self, key: str, data: bytes) -> str:
+                self._wait("create", key)
+                return super().create(key, data)
+
+        config = WorkerConfig(
+            manifests=[f"{job}/manifests/all.txt"],
+            output=f"{job}/runs/a",
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+        )
+        begin = time.monotonic()
+        try:
+            with pytest.raises(Interrupted):
+                run_worker(
+                    config, dataclasses.replace(world, open_store=lambda url: Silent(Path(url)))
+                )
+            assert time.monotonic() - begin < 30
+        finally:
+            silence.set()
+        assert not outputs(f"{job}/runs/a")
+
+    def test_a_record_that_is_just_being_taken_is_closed(self, job: str) -> None:
+        """Who looks at the run, or starts the worker again, learns that it was stopped; it did not vanish."""
+        world = real_world(grace_seconds=20, progress=lambda *_: None)
+
+        class Slow(LocalStore):
+            def create(self, key: str, data: bytes) -> str:
+                if key.startswith(layout.WORKERS):
+                    world.stopper.request(Interrupted("stopped by the test"))
+                    time.sleep(0.5)
+                return super().create(key, data)
+
+        config = WorkerConfig(
+            manifests=[f"{job}/manifests/all.txt"],
+            output=f"{job}/runs/a",
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+            worker_id="w0",
+        )
+        with pytest.raises(Interrupted):
+            run_worker(config, dataclasses.replace(world, open_store=lambda url: Slow(Path(url))))
+        record = codec.decode(
+            open_store(f"{job}/runs/a").get(layout.worker_key("w0")).data, Worker, name="w0"
+        )
+        assert (record.state, record.epoch) == ("stopped", 1)
 
     def test_two_workers_on_one_manifest_share_it(self, job: str) -> None:
         run = f"{job}/runs/a"

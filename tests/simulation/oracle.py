@@ -187,9 +187,11 @@ class Oracle:
 
     def check_saved(self, process: Process) -> None:
         """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind."""
-        record = self._server.objects[f"{RUN}{layout.WORKERS}{process.name.split('#')[0]}.json"]
-        if msgspec.json.decode(record.data)["epoch"] != self._epochs[process.name]:
-            return  # a ghost must not write
+        epoch = self._epochs.get(process.name)
+        if epoch is not None:  # else it was stopped before it had its record
+            name = f"{RUN}{layout.WORKERS}{process.name.split('#')[0]}.json"
+            if msgspec.json.decode(self._server.objects[name].data)["epoch"] != epoch:
+                return  # a ghost must not write
         for chunk, line in sorted(self._finished.get(process.name, ())):
             is_kept = any(line in rows for rows in self._segments.get(chunk, {}).values())
             if not is_kept and not self._generations(chunk):
