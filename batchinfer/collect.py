@@ -86,8 +86,9 @@ def _check(config: CollectConfig) -> str:
     """Check the options against each other and return the format."""
     suffix = suffix_of(config.dest)
     if not suffix and config.dest.lower().endswith(_OTHER_FILES):
+        endings = ", ".join(dict.fromkeys(FORMATS.values()))
         raise ConfigError(
-            f"{config.dest}: is named like a file, expected a name in {', '.join(FORMATS.values())}, or a folder",
+            f"{config.dest}: is named like a file, expected a name in {endings}, or a folder",
             hint="for JSON Lines: answers.jsonl",
         )
     by_name = next((name for name, ending in FORMATS.items() if ending == suffix), "")

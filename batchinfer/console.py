@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from batchinfer.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
 
 SECTIONS = ("model", "engine", "prompt", "sampling", "output", "behaviour", "input")
 """Keys of a settings file that group the options of a run."""
@@ -24,7 +28,18 @@ RUN_COMMANDS = ("worker", "check")
 
 
 def common_options(function: F) -> F:
-    """Add the options that every command has: --config, --log-format, --log-level."""
+    """Add the options that every command has (--config, --log-format, --log-level); it warns of variables in vain."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        context = click.get_current_context()
+        for name, near in unknown_variables(context, os.environ):
+            logger.warning(
+                "%s: sets no option%s", name, f", did you mean {near}?" if near else "; see --help"
+            )
+        return function(*arguments, **options)
+
+    result = cast("F", called)
     for option in (
         click.option(
             "--log-level",
@@ -57,8 +72,28 @@ def common_options(function: F) -> F:
             help="YAML file with options; flags and environment variables win over it.",
         ),
     ):
-        function = option(function)
-    return function
+        result = option(result)
+    return result
+
+
+def unknown_variables(
+    context: click.Context, environment: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Variables that are named as if they set an option of this command, and the nearest that does, or "". Pure."""
+    prefix = context.auto_envvar_prefix
+    if not prefix:
+        return []
+    known = set()
+    for option in context.command.params:
+        if isinstance(option, click.Option):
+            named = option.envvar or []
+            known |= {f"{prefix}_{option.name or ''}".upper()}
+            known |= {named} if isinstance(named, str) else set(named)
+    return [
+        (name, "".join(difflib.get_close_matches(name, known, n=1)))
+        for name in sorted(environment)
+        if name.startswith(f"{prefix}_") and name not in known
+    ]
 
 
 def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:

@@ -108,6 +108,28 @@ def test_a_misspelt_command_is_answered_with_the_nearest_one(
     assert "Did you mean 'split'?" in capsys.readouterr().err
 
 
+def test_a_variable_that_sets_no_option_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path / "job", rows=2, per_chunk=2)
+    for name, value in {
+        "BATCHINFER_WORKER_MAX_TOKNS": "hush",
+        "BATCHINFER_WORKER_ZZZ": "1",
+        "BATCHINFER_WORKER_MAX_TOKENS": "5",
+        "BATCHINFER_WORKER_MANIFEST": f"{tmp_path}/job/manifests/all.txt",
+        "BATCHINFER_STATUS_WHATEVER": "1",
+        "BATCHINFER_SPOT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    options = ["--engine", "echo", "--prompt-column", "prompt", "--show-config"]
+    assert main(["worker", *options]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "sets no option" in line]
+    assert "MAX_TOKNS: sets no option, did you mean BATCHINFER_WORKER_MAX_TOKENS?" in said[0]
+    assert "ZZZ: sets no option" in said[1]
+    assert len(said) == 2
+    assert "hush" not in "".join(said)
+
+
 def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
     code = (
         "from batchinfer.console import configure_logging; configure_logging()\n"

@@ -559,7 +559,7 @@ def test_no_run_and_newer_run_and_run_without_answers_are_told_apart(
 def test_a_name_of_a_file_that_is_not_written_makes_no_folder(
     run: str, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(ConfigError, match="named like a file"):
+    with pytest.raises(ConfigError, match=r"expected a name in \.parquet, \.jsonl, \.csv, or"):
         collect(run, tmp_path / name)
     assert not (tmp_path / name).exists()
     collect(run, tmp_path / "answers-v1.2")
