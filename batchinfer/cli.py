@@ -18,6 +18,7 @@ from batchinfer.commands import COMMANDS
 from batchinfer.console import configure_logging
 from batchinfer.errors import BatchinferError
 
+_INTERRUPTED = 75
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except click.Abort:
         click.echo("error: interrupted", err=True)
-        return 75
+        return _INTERRUPTED
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -121,13 +122,17 @@ def run(arguments: Sequence[str] | None = None) -> None:
     Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
     ending. By then every result is durable and the streams are flushed.
     """
-    _open_closed_streams()
-    given = sys.argv[1:] if arguments is None else arguments
-    if "split" in given[:1]:
-        from batchinfer.sources import light
+    try:
+        _open_closed_streams()
+        given = sys.argv[1:] if arguments is None else arguments
+        if "split" in given[:1]:
+            from batchinfer.sources import light
 
-        light.is_alone = True
-    status = main(arguments)
+            light.is_alone = True
+        status = main(arguments)
+    except KeyboardInterrupt:  # before click takes it, or after
+        click.echo("error: interrupted", err=True)
+        status = _INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk; it was said
             stream.flush()

@@ -101,6 +101,18 @@ def test_a_users_mistake_is_exit_2_and_no_traceback(arguments: list[str], messag
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("place", ["_open_closed_streams", "configure_logging", "main"])
+def test_an_interrupt_beside_the_command_itself_is_75_and_a_line(place: str) -> None:
+    code = (
+        "from batchinfer import cli\n"
+        "def interrupt(*_): raise KeyboardInterrupt\n"
+        f"cli.{place} = interrupt\n"
+        "cli.run(['split', 'x'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (75, "error: interrupted\n")
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
