@@ -9,8 +9,8 @@ thread. Nothing here blocks but `wait`, which the engine calls only when it has 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from batchinfer.checkpoints import FinishedRow
 from batchinfer.chunks import DEATHS_BEFORE_ERROR, OpenChunk, RowState
 from batchinfer.codec import raw
 from batchinfer.formats import Encoder
+from batchinfer.lanes import Lanes
 from batchinfer.prefixes import PrefixWindow
 from batchinfer.prompts import Code, Prepared, PromptBuilder
 from batchinfer.records import Completion, Failure, Request, RowKey
@@ -68,7 +69,7 @@ class RowStream:
         self._max_in_flight = max_in_flight
         self._building: Pending[Batch] | None = None
         self._num_building = 0
-        self._ready: deque[_Flight] = deque()
+        self._ready: Lanes[_Flight] = Lanes()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
         self._alone: RowKey | None = None
@@ -81,17 +82,21 @@ class RowStream:
 
     # -- what the engine asks
 
-    def take(self, max_requests: int) -> list[Request] | None:
-        """See engines.RequestSource."""
+    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+        """See engines.RequestSource. Only with a prefix window do the rooms matter."""
         if self._shelf.is_closing:
             return None
         self.tick()
-        self._release(max_requests)
+        if not self._window.size or not rooms:
+            rooms = [max_requests]
+        self._release(rooms)
         requests: list[Request] = []
-        while self._ready and len(requests) < max_requests and self._may_send(self._ready[0]):
-            flight = self._ready.popleft()
-            if self._shelf.open.get(flight.chunk.name) is flight.chunk:
-                requests.append(self._send(flight))
+        for index, room in enumerate(rooms):
+            most = min(max_requests, len(requests) + room)
+            while self._ready and len(requests) < most and self._may_send(self._ready.head(index)):
+                flight = self._ready.pop(index)
+                if self._shelf.open.get(flight.chunk.name) is flight.chunk:
+                    requests.append(self._send(flight))
         if requests or self._in_flight or self._ready or len(self._window):
             return requests
         if self._building is None and not self._shelf.num_unread:
@@ -127,7 +132,7 @@ class RowStream:
             ):
                 logger.info("%s line %d: %s; trying again", *key, failure.message)
                 again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
-                self._ready.appendleft(again)
+                self._ready.put_back(again)
                 continue
             if key == self._alone:
                 self._alone = None
@@ -180,9 +185,10 @@ class RowStream:
         """Rows that have a request and are not in the engine."""
         return len(self._ready) + len(self._window)
 
-    def _release(self, num_wanted: int) -> None:
+    def _release(self, rooms: Sequence[int]) -> None:
         """Make the window's rows ready: once it is full, or when the engine would get none otherwise."""
-        if len(self._ready) >= num_wanted or not len(self._window):
+        self._ready.set_number(len(rooms))
+        if self._ready.has(rooms) or not len(self._window):
             return
         if self._window.is_full or not self._ready:
             self._ready.extend(self._window.release())
@@ -305,7 +311,7 @@ class RowStream:
         self._in_flight = {
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
         }
-        self._ready = deque(flight for flight in self._ready if flight.chunk.name not in names)
+        self._ready.keep(lambda flight: flight.chunk.name not in names)
         self._window.keep(lambda flight: flight.chunk.name not in names)
         if self._alone is not None and self._alone[0] in names:
             self._alone = None

@@ -6,7 +6,7 @@ first, those of running requests never. With --vllm a smaller set goes through r
 distinct full block once per window, and once in all. A quarter of an hour in full, one run of each window five
 minutes. The last line is one JSON object.
 
-    python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000] [--repeats 3]
+    python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000] [--repeats 3] [--replicas 1]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from repeats import alternate, spread
 
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.shares import level
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
 from batchinfer.services import Limits
@@ -44,6 +45,7 @@ BLOCK_TOKENS = 16
 CACHE_TOKENS = 40_000
 """What is left on a 24 GB GPU beside an 8B model: less than a sixth of the prefixes."""
 MAX_NUM_SEQS = 32
+MAX_IN_FLIGHT = MAX_NUM_SEQS * 3 // 2
 ROWS_PER_CHUNK = 500
 
 Prompt = list[int]
@@ -81,17 +83,21 @@ def least_possible(prompts: list[Prompt], block_tokens: int, window: int) -> int
 
 
 class CacheModel:
-    """An engine that answers nothing but counts as vLLM's block cache would. Implements Engine.
+    """Engines that answer nothing but count as vLLM's block cache would, filled as by a pool. Implements Engine.
 
-    A step takes `step_seconds`; a request runs for a number of steps that depends on its row.
+    A step, which all replicas take together, takes `step_seconds`; a request runs for a number of steps that depends on
+    its row.
     """
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, num_replicas: int = 1) -> None:
         self._step_seconds = step_seconds
-        self._blocks: OrderedDict[int, int] = OrderedDict()
-        """How many running requests use a block; those of none, longest unused first, may go."""
-        self._free = CACHE_TOKENS // BLOCK_TOKENS
-        self.computed = self._prompt_tokens = self._steps = 0
+        self._replicas = [ReplicaModel() for _ in range(num_replicas)]
+        self._steps = 0
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that no cache had."""
+        return sum(replica.computed for replica in self._replicas)
 
     def open(self, stop: Stop) -> EngineInfo:
         """Load nothing."""
@@ -101,22 +107,23 @@ class CacheModel:
             version="1",
             model="model",
             max_model_len=4096,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_in_flight=MAX_NUM_SEQS * 3 // 2,
+            max_num_seqs=MAX_NUM_SEQS * len(self._replicas),
+            max_in_flight=MAX_IN_FLIGHT * len(self._replicas),
+            num_replicas=len(self._replicas),
         )
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
         """Run as many as there are sequences; see Engine.generate."""
-        waiting: list[Request] = []
-        running: list[tuple[int, Request, list[int]]] = []
         while not stop.is_set():
-            taken = source.take(MAX_NUM_SEQS * 3 // 2 - len(waiting) - len(running))
-            waiting += taken or []
-            while waiting and len(running) < MAX_NUM_SEQS:
-                request = waiting.pop(0)
-                steps = 10 + request.key[1] % 40
-                running.append((self._steps + steps, request, self._admit(request)))
-            if not running:
+            held = [replica.num_held for replica in self._replicas]
+            rooms = [MAX_IN_FLIGHT - number for number in held]
+            taken = source.take(sum(rooms), rooms) if any(rooms) else []
+            rest = taken or []
+            for replica, share in zip(self._replicas, level(held, rooms, len(rest)), strict=True):
+                replica.waiting += rest[:share]
+                rest = rest[share:]
+                replica.admit(self._steps)
+            if not any(replica.running for replica in self._replicas):
                 if taken is None:
                     return
                 yield []
@@ -124,9 +131,44 @@ class CacheModel:
                 continue
             self._steps += 1
             time.sleep(self._step_seconds)
-            done = [each for each in running if each[0] <= self._steps]
-            running = [each for each in running if each[0] > self._steps]
-            yield [self._finish(request, keys) for _, request, keys in done]
+            yield [each for replica in self._replicas for each in replica.finish(self._steps)]
+
+    def stats(self) -> EngineStats:
+        """Counters."""
+        return EngineStats(steps=self._steps)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class ReplicaModel:
+    """One engine's cache, and what runs in it."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        """How many running requests use a block; those of none, longest unused first, may go."""
+        self._free = CACHE_TOKENS // BLOCK_TOKENS
+        self.computed = 0
+        self.waiting: list[Request] = []
+        self.running: list[tuple[int, Request, list[int]]] = []
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
+
+    def admit(self, step: int) -> None:
+        """Let as many run as there are sequences."""
+        while self.waiting and len(self.running) < MAX_NUM_SEQS:
+            request = self.waiting.pop(0)
+            steps = 10 + request.key[1] % 40
+            self.running.append((step + steps, request, self._admit(request)))
+
+    def finish(self, step: int) -> list[Completion]:
+        """End those whose last step this is."""
+        done = [each for each in self.running if each[0] <= step]
+        self.running = [each for each in self.running if each[0] > step]
+        return [self._finish(request, keys) for _, request, keys in done]
 
     def _admit(self, request: Request) -> list[int]:
         prompt = request.token_ids or []
@@ -139,7 +181,6 @@ class CacheModel:
         # vLLM computes at least the last token.
         cached = min(num_cached * BLOCK_TOKENS, len(prompt) - 1)
         self.computed += len(prompt) - cached
-        self._prompt_tokens += len(prompt)
         for key in keys:
             if key not in self._blocks:
                 self._make_room()
@@ -166,13 +207,6 @@ class CacheModel:
             self._blocks.move_to_end(key)
         return Completion(key=request.key, choices=[Choice(index=0, text="")])
 
-    def stats(self) -> EngineStats:
-        """Counters."""
-        return EngineStats(steps=self._steps, prompt_tokens=self._prompt_tokens)
-
-    def close(self) -> None:
-        """Nothing to free."""
-
 
 class Measured(NamedTuple):
     """One run: prompt tokens computed, engine steps, seconds, and CPU of the processes beside the engine's.
@@ -187,9 +221,11 @@ class Measured(NamedTuple):
     driver_us: float = 0.0
 
 
-def run_model(job: Path, runs: Iterator[int], window: int, step_seconds: float) -> Measured:
+def run_model(
+    job: Path, runs: Iterator[int], window: int, step_seconds: float, num_replicas: int
+) -> Measured:
     """Run the worker over the model of an engine."""
-    engine = CacheModel(step_seconds)
+    engine = CacheModel(step_seconds, num_replicas)
     config = WorkerConfig(
         manifests=[f"{job}/manifests/all.txt"],
         output=f"{job}/runs/{next(runs)}",
@@ -227,6 +263,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--windows", default="0,2000,5000")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=1, help="of the model, a cache for each")
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else arguments.repeats
     logging.disable(logging.WARNING)
@@ -234,13 +271,17 @@ def main() -> None:
     step_seconds = 0.003 if arguments.quick else 0.005
     prompts = make_prompts(arguments.rows, NUM_PREFIXES, PREFIX_TOKENS, VOCABULARY)
     result: dict[str, Any] = {"benchmark": "prefix", "rows": len(prompts), "repeats": repeats}
+    result["replicas"] = arguments.replicas
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
         workload.write_job(
             str(job), [{"prompt": each} for each in prompts], per_chunk=ROWS_PER_CHUNK
         )
         runs = count()
-        ways = {str(each): partial(run_model, job, runs, each, step_seconds) for each in windows}
+        ways = {
+            str(each): partial(run_model, job, runs, each, step_seconds, arguments.replicas)
+            for each in windows
+        }
         found = alternate(ways, repeats)
     result["model"] = report("model of the cache", prompts, found, BLOCK_TOKENS)
     if arguments.vllm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -35,7 +36,8 @@ class ListSource:
         self.given = 0
         self.waits = 0
 
-    def take(self, max_requests: int) -> list[Request] | None:
+    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+        assert not rooms or sum(rooms) >= max_requests
         assert max_requests > 0
         self.asked.append(max_requests)
         if not self.left:

@@ -17,11 +17,13 @@ import pytest
 from batchinfer.clock import SystemClock
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parent_death import is_alive
-from batchinfer.engines.pool import ProcessPool, level
+from batchinfer.engines.pool import ProcessPool
 from batchinfer.engines.registry import create_engine
+from batchinfer.engines.shares import level
 from batchinfer.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
 from batchinfer.prompts import PromptConfig
 from batchinfer.records import Request, Sampling
+from batchinfer.services import Limits
 from batchinfer.session import run_worker
 from batchinfer.status import StatusConfig, run_status
 from batchinfer.storage.opening import open_store
@@ -98,6 +100,22 @@ def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
     assert sum(both) >= 0.9 * len(both)
 
 
+def test_the_source_is_told_how_much_room_each_replica_has(make_pool):
+    pool = make_pool(echo_latency_seconds=0.01)
+    source = ListSource(requests(100))
+    plain_take = source.take
+    told = []
+
+    def take(max_requests, rooms):
+        told.append(tuple(rooms))
+        return plain_take(max_requests, rooms)
+
+    source.take = take
+    drive(pool, source)
+    assert told[0] == (24, 24)
+    assert {len(rooms) for rooms in told} == {2}
+
+
 def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_pool, caplog):
     pool = make_pool(echo_latency_seconds=0.05)
     victim = pool.replicas[0].pid
@@ -135,7 +153,8 @@ class Wounded(ProcessPool):
                 victim = 0
 
 
-def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path):
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, window):
     """Only an error line told of it: the record, status and the result went on counting two."""
     make_job(tmp_path / "job", rows=200, per_chunk=50)
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
@@ -146,6 +165,7 @@ def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path):
         prompt=PromptConfig(prompt_column="prompt"),
         sampling=Sampling(),
         worker_id="w0",
+        limits=Limits(prefix_window=window),
     )
     world = real_world(grace_seconds=1.0, progress=lambda *_: None)
     result = run_worker(config, dataclasses.replace(world, create_engine=Wounded))

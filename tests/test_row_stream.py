@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,9 +48,10 @@ class OpenChunks:
         self.finished: list[FinishedRow] = []
         self._folder = folder
 
-    def put(self, name: str, num_rows: int) -> OpenChunk:
+    def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
         path = self._folder / name
-        path.write_bytes(b'{"q":"say","note":[1]}\n' * num_rows)
+        each = itertools.islice(itertools.cycle(texts), num_rows)
+        path.write_text("".join(f'{{"q":"{text}","note":[1]}}\n' for text in each))
         ref = ChunkRef(name=name, root="job", key=f"{name}.jsonl")
         spool = Spool(self._folder / f"{name}.spool", num_rows)
         local = LocalChunk(path, num_rows, "")
@@ -75,7 +77,9 @@ def shelf(tmp_path: Path) -> Iterator[OpenChunks]:
         chunk.close()
 
 
-def stream_over(shelf: OpenChunks, encoder: Encoder | None = None) -> RowStream:
+def stream_over(
+    shelf: OpenChunks, encoder: Encoder | None = None, *, prefix_window: int = 0
+) -> RowStream:
     observer = SimpleNamespace(row_failed=lambda *_: None)
     services = SimpleNamespace(clock=FakeClock(), background=AtOnce(), observer=observer)
     return RowStream(
@@ -83,7 +87,7 @@ def stream_over(shelf: OpenChunks, encoder: Encoder | None = None) -> RowStream:
         cast("Shelf", shelf),
         PromptBuilder(PROMPT, Sampling(), None, None, None),
         encoder or encoder_for(PROMPT),
-        Limits(row_attempts=3),
+        Limits(row_attempts=3, prefix_window=prefix_window),
         max_in_flight=4,
     )
 
@@ -131,3 +135,27 @@ def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(shelf: OpenChunks)
     [row] = shelf.finished
     assert (row.ok, row.code) == (False, "invalid_json")
     assert not read_line(bytes(row.output)).is_ok
+
+
+def texts_for(stream: RowStream, *rooms: int) -> str:
+    return "".join(request.text or "" for request in stream.take(sum(rooms), rooms) or [])
+
+
+def test_with_a_window_each_replica_gets_rows_that_begin_alike(shelf: OpenChunks) -> None:
+    """The sorted rows were dealt out: two replicas computed nearly every prefix of the window, eight all the more."""
+    shelf.put("first", 16, texts="abcd")
+    stream = stream_over(shelf, prefix_window=16)
+    stream.tick()
+    assert texts_for(stream, 2, 2) == "aacc"
+    assert texts_for(stream, 0, 3) == "ccd"
+    assert texts_for(stream, 3, 0) == "aab"
+    assert texts_for(stream, 1, 4) == "b" + "dddb", "who has none left gets another's last ones"
+    assert texts_for(stream, 5) == "b", "and one that is alone now all that is left"
+
+
+def test_without_a_window_the_rooms_change_no_order(shelf: OpenChunks) -> None:
+    shelf.put("first", 8, texts="abcd")
+    stream = stream_over(shelf)
+    stream.tick()
+    assert texts_for(stream, 0, 3) == "abc"
+    assert texts_for(stream, 2, 3) == "dabcd"

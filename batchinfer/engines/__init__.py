@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from batchinfer.records import Completion, EngineInfo, EngineStats, Request
@@ -19,8 +19,14 @@ class Stop(Protocol):
 class RequestSource(Protocol):
     """Where an engine takes its requests from. Never blocks on storage."""
 
-    def take(self, max_requests: int) -> list[Request] | None:
-        """Up to `max_requests` that are ready now, perhaps none; None once there will never be more."""
+    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+        """Up to `max_requests` that are ready now, perhaps none; None once there will never be more.
+
+        Args:
+            max_requests: At least 1.
+            rooms: Of several replicas, how many each would take: the first `rooms[0]` requests go to the first one, and
+                so on. A source may choose by it which requests meet in a replica.
+        """
         ...
 
     def wait(self, timeout_seconds: float) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from batchinfer.engines import Engine
 from batchinfer.engines.channel import (
@@ -111,8 +112,9 @@ class Inbox:
         """Whether `generate` should drop everything and return."""
         return self._interrupted
 
-    def take(self, max_requests: int) -> list[Request] | None:
+    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
         """Up to so many requests. Never None: more may come until the worker closes."""
+        del rooms  # one engine
         if not self._requests:  # unlocked: asked at every step, and mostly empty
             return []
         with self._changed:

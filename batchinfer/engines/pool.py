@@ -33,6 +33,7 @@ from batchinfer.engines.channel import (
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.placement import Placement, place
 from batchinfer.engines.replica import Replica
+from batchinfer.engines.shares import level
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
 from batchinfer.events import event
@@ -178,10 +179,11 @@ class ProcessPool:
         poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
-                room = sum(replica.room for replica in self.replicas) - len(self._orphans)
+                room = sum(self._rooms) - len(self._orphans)
                 taken: list[Request] | None = []
                 if not exhausted and room > 0:
-                    taken = source.take(room)
+                    several = [self._rooms] if len(self.replicas) > 1 else []
+                    taken = source.take(room, *several)
                     exhausted = taken is None
                 finished = self._send(taken or [])
                 if not any(replica.in_flight for replica in self.replicas):
@@ -235,11 +237,14 @@ class ProcessPool:
         """How many of the next `count` requests each replica gets, so that all hold about the same.
 
         Shares are contiguous in the stream: neighbours often share a prefix, which one replica then
-        computes once.
+        computes once. A stream that knows of the rooms has its rows in order of the replicas.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
-        rooms = [replica.room for replica in self.replicas]
-        return level(held, rooms, count)
+        return level(held, self._rooms, count)
+
+    @property
+    def _rooms(self) -> list[int]:
+        return [replica.room for replica in self.replicas]
 
     def _received(
         self, timeout_seconds: float
@@ -386,37 +391,6 @@ def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:
     # Of an engine core in a process of its own nothing is known but the traceback that it wrote.
     hint = MEMORY_ADVICE if replica.has_written("OutOfMemoryError") else frame.hint
     return EngineLoadError(f"{replica.name}: {frame.message}{replica.last_lines()}", hint=hint)
-
-
-def level(held: Sequence[int], rooms: Sequence[int], count: int) -> list[int]:
-    """Share out `count` so that what each holds becomes as equal as the rooms allow.
-
-    >>> level([4, 0, 0], [9, 9, 9], 5)
-    [0, 3, 2]
-    >>> level([0, 0], [2, 9], 6)
-    [2, 4]
-    """
-    shares = [0] * len(held)
-    while count > 0:
-        open_ones = [index for index in range(len(held)) if shares[index] < rooms[index]]
-        if not open_ones:
-            break
-        lowest = min(held[index] + shares[index] for index in open_ones)
-        lowest_ones = [index for index in open_ones if held[index] + shares[index] == lowest]
-        next_level = min(
-            (
-                held[index] + shares[index]
-                for index in open_ones
-                if held[index] + shares[index] > lowest
-            ),
-            default=lowest + count,
-        )
-        step = max(1, min(next_level - lowest, count // len(lowest_ones)))
-        for index in lowest_ones:
-            given = min(step, rooms[index] - shares[index], count)
-            shares[index] += given
-            count -= given
-    return shares
 
 
 def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
