@@ -18,6 +18,7 @@ from batchinfer.fetching import LocalChunk
 from batchinfer.manifests import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.records import Marker
+from batchinfer.redaction import redact
 from batchinfer.scratch import Spool, forget, scratch_errors
 
 _READ_BYTES = 1 << 17
@@ -175,6 +176,8 @@ class OpenChunk:
             cached_tokens=counts.cached_tokens,
             errors=dict(counts.errors),
             nonce="",
+            chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
+            chunk_bytes=self.local.stored_bytes,
         )
 
     def close(self) -> None:

@@ -18,12 +18,16 @@ _READ_BYTES = 1 << 17
 
 
 class LocalChunk(NamedTuple):
-    """A chunk's plain lines in the scratch folder, `size_bytes` of them. `sha256` is the stored object's."""
+    """A chunk's plain lines in the scratch folder, `size_bytes` of them.
+
+    `sha256` and `stored_bytes` are the stored object's.
+    """
 
     path: Path
     num_lines: int
     sha256: str
     size_bytes: int = 0
+    stored_bytes: int | None = None
 
 
 def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
@@ -46,6 +50,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         raise
     is_compressed = ref.key.endswith((".zst", ".zstd"))
     digest, num_lines = _scan(stored)
+    stored_bytes = stored.stat().st_size
     if ref.sha256 is not None and digest != ref.sha256:
         forget(stored)
         raise InputError(
@@ -66,7 +71,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
             f"{name}: {num_lines} rows, job.json says {ref.rows}",
             hint="split again with --overwrite",
         )
-    return LocalChunk(stored, num_lines, digest, stored.stat().st_size)
+    return LocalChunk(stored, num_lines, digest, stored.stat().st_size, stored_bytes)
 
 
 def _scan(path: Path) -> tuple[str, int]:

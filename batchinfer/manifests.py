@@ -31,7 +31,7 @@ class ChunkRef(NamedTuple):
     """One chunk to do. `rows`, `bytes` and `sha256` are None where no job.json vouches for them.
 
     `row_limit` is how many of its first rows count (``--limit``), None for all. `generation` is the one to publish: 0,
-    or more when error rows are done again.
+    or more when error rows are done again. `listed_bytes` is the size that a file of a list had when it was looked for.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ChunkRef(NamedTuple):
     sha256: str | None = None
     row_limit: int | None = None
     generation: int = 0
+    listed_bytes: int | None = None
 
 
 class Assignment(NamedTuple):
@@ -210,8 +211,7 @@ def read_assignment(
                 "--limit: needs the job of the manifest, and there is no job.json",
                 hint="pass --job URL, or shorten the manifest",
             )
-        refs = _resolve_elsewhere(lines, allow_absolute, open_store)
-        _require_present(refs, open_store)
+        refs = _require_present(_resolve_elsewhere(lines, allow_absolute, open_store), open_store)
     return Assignment(refs, job, base if job is not None and base else "", sha256)
 
 
@@ -323,16 +323,19 @@ def _refuse_repeats(lines: list[tuple[str, str]]) -> None:
         seen[name] = line
 
 
-def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> None:
-    """Check by one listing a folder that the chunks of a list from elsewhere exist."""
-    folders: dict[tuple[str, str], set[str]] = {}
+def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> list[ChunkRef]:
+    """Check by one listing a folder that the chunks of a list from elsewhere exist; return them with their sizes."""
+    folders: dict[tuple[str, str], dict[str, int]] = {}
+    found = []
     for ref in refs:
         place = (ref.root, posixpath.dirname(ref.key))
         if place not in folders:
             prefix = place[1] + "/" if place[1] else ""
-            folders[place] = {info.key for info in open_store(ref.root).list(prefix)}
+            folders[place] = {info.key: info.bytes for info in open_store(ref.root).list(prefix)}
         if ref.key not in folders[place]:
             raise InputError(
                 f"{ref.root}/{ref.key}: named in the manifest, but not there",
                 hint="check the manifest's paths, or pass the --job it belongs to",
             )
+        found.append(ref._replace(listed_bytes=folders[place][ref.key]))
+    return found

@@ -13,6 +13,7 @@ from batchinfer.claims import Claims, Held, Taken
 from batchinfer.errors import BatchinferError, InputError
 from batchinfer.fetching import fetch
 from batchinfer.formats import read_line
+from batchinfer.listed import check_answers
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import Publisher
 from batchinfer.records import Marker
@@ -82,11 +83,12 @@ class Opener:
         claim: between the worker's one listing and now somebody may have published.
 
         Raises:
-            InputError: the chunk is missing, damaged, or not the one that job.json describes.
+            InputError: the chunk is missing, damaged, not the one that job.json describes, or of a list, and has the
+                marker of another file.
         """
         if ref.generation:
             # Most chunks of a finished run have nothing to repair: that is seen without a claim.
-            before = self._publisher.standing_marker(ref.name, ref.generation - 1)
+            before = self._standing_marker(ref, ref.generation - 1)
             if before is None:
                 ref = ref._replace(generation=ref.generation - 1)
             elif not before.rows_error:
@@ -113,7 +115,7 @@ class Opener:
         return self._open_claimed(ref, Taken(""), now=now)
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
-        marker = self._publisher.standing_marker(ref.name, ref.generation)
+        marker = self._standing_marker(ref, ref.generation)
         if marker is not None:
             return AlreadyDone(marker)
         local = fetch(self._sources[ref.root], ref, self._scratch)
@@ -148,7 +150,7 @@ class Opener:
         # Segments of the generation before may still lie about; its error rows are what this one does again.
         _take_up(chunk, (row for row in segments.rows() if row.ok or not chunk.generation))
         if segments.has_vanished:
-            marker = self._publisher.standing_marker(chunk.name, chunk.generation)
+            marker = self._standing_marker(chunk.ref, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
@@ -159,6 +161,13 @@ class Opener:
             chunk.checkpointed_bytes = chunk.spool.size_bytes
         return chunk
 
+    def _standing_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
+        """See Publisher.standing_marker. Raises InputError where it is of another file."""
+        marker = self._publisher.standing_marker(ref.name, generation)
+        if marker is not None:
+            check_answers(ref, marker)
+        return marker
+
     def _run_fingerprint(self) -> str:
         """The fingerprint of the run as it stands, "" before it has a configuration."""
         if not self.fingerprint:
@@ -168,7 +177,7 @@ class Opener:
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
         """Take the rows that are fine from the generation before (``--retry-errors``)."""
-        before = self._publisher.standing_marker(chunk.name, chunk.generation - 1)
+        before = self._standing_marker(chunk.ref, chunk.generation - 1)
         if before is None:
             raise InputError(
                 f"{chunk.name}: its marker of generation {chunk.generation - 1} is gone"

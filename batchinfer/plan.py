@@ -18,6 +18,7 @@ from batchinfer.background import Background, Pending
 from batchinfer.claims import Claims, Held, decode_claim
 from batchinfer.clock import Clock
 from batchinfer.errors import ObjectNotFound, StorageError
+from batchinfer.listed import is_answered
 from batchinfer.manifests import ChunkRef
 from batchinfer.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.records import Worker
@@ -100,9 +101,21 @@ class Scout:
                 if self._claims.is_ours(decode_claim(data, key)):
                     self._claims.release(name, etag)
 
-    def survey(self, generations: dict[str, int], own: Collection[str] = ()) -> Survey:
-        """Find out which chunks (name: generation wanted) are done, and who holds those that are not `own`."""
-        survey = Survey(self._done(generations), {}, {}, [])
+    def survey(
+        self,
+        generations: dict[str, int],
+        own: Collection[str] = (),
+        listed: Collection[ChunkRef] = (),
+    ) -> Survey:
+        """Find out which chunks (name: generation wanted) are done, and who holds those that are not `own`.
+
+        Of files of a list (`listed`) a marker of that name is no proof.
+        """
+        done = self._done(generations)
+        for ref in listed:
+            if ref.name in done and not is_answered(self._store, ref, ref.generation):
+                done.remove(ref.name)
+        survey = Survey(done, {}, {}, [])
         if self._claims is None:
             return survey
         wanted = [name for name in generations if name not in own]
@@ -303,11 +316,12 @@ class Plan:
         wanted = {
             name: refs[name].generation for name in sorted(names | open_names) if name in refs
         }
+        listed = [refs[name] for name in wanted if refs[name].sha256 is None]
         given_up = list(self._given_up)
 
         def look() -> Survey:
             self._scout.free(given_up)
-            return self._scout.survey(wanted, open_names)
+            return self._scout.survey(wanted, open_names, listed)
 
         self._pending = self._background.submit(look)
 

@@ -130,6 +130,7 @@ class Publisher:
 
         Raises:
             Superseded: a newer epoch of this worker exists; nothing was made visible.
+            StorageError: what stands answers another text under this name (files of lists only). Nothing was deleted.
         """
         self._require_lease()
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
@@ -145,6 +146,7 @@ class Publisher:
         logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
         standing = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
+        _refuse_other_text(standing, marker, chunk)
         is_ours = standing.nonce == self._nonce
         discarded: list[str] = []
         if standing.output != file:
@@ -211,3 +213,16 @@ class Publisher:
         except PreconditionFailed:
             return False
         return True
+
+
+def _refuse_other_text(standing: Marker, ours: Marker, chunk: str) -> None:
+    """Of two files of lists with one name, or two texts of one file, only one can have the chunk's marker."""
+    if ours.chunk_root and standing.chunk_sha256 != ours.chunk_sha256:
+        raise StorageError(
+            f"{chunk}: while {_place(ours)} was worked on, {standing.worker} published answers to {_place(standing)}, "
+            "another text, under that name: give the file another name, or write to another --output"
+        )
+
+
+def _place(marker: Marker) -> str:
+    return f"{marker.chunk_root}/{marker.chunk}" if marker.chunk_root else marker.chunk

@@ -243,6 +243,10 @@ class Marker(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     errors: dict[str, int] = {}
     """Error rows by code."""
+    chunk_root: str = ""
+    """Where `chunk` lies; "" where it is a job's."""
+    chunk_bytes: int | None = None
+    """Size of the chunk as stored."""
 
 
 class Claim(Record, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from batchinfer.errors import (
 from batchinfer.events import event
 from batchinfer.formats import encoder_for
 from batchinfer.heartbeat import Heartbeat, check_stop_request
+from batchinfer.listed import Proof
 from batchinfer.manifests import Assignment, ChunkRef
 from batchinfer.membership import Membership, read_work
 from batchinfer.opening import Opener
@@ -177,6 +178,8 @@ class _Worker:
         )
         tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
         done = self._await(finished)
+        proof = Proof(self.store, world.background, membership.assignment.chunks, done)
+        done = proof.settle(self._await)
         services = self._services(membership.assignment, heartbeat.lease, scratch)
         services.opener.begun = self._await(begun)
         shelf = Shelf(services, self._plan(membership, services, done), config.limits)
