@@ -141,11 +141,15 @@ class Cleanings:
         )
 
 
-def in_virtual_time(chance: random.Random) -> AbstractContextManager[object]:
-    """Let clean read one record after the other, in its own process, and name its probes from the seed."""
+def in_virtual_time(seed: int) -> AbstractContextManager[object]:
+    """Let clean read one record after the other, in its own process, and name its probes from the seed.
+
+    Its names and the workers' are drawn apart: what it looks at must not change what they are called.
+    """
     stack = ExitStack()
     stack.enter_context(mock.patch.object(inventory, "in_parallel", map))
-    names = SimpleNamespace(token_hex=lambda _: f"{chance.getrandbits(64):x}")
-    for module in (clean, probing):
+    for module, what in ((clean, "probes of clean"), (probing, "probes")):
+        draw = random.Random(f"{what} {seed}").getrandbits
+        names = SimpleNamespace(token_hex=lambda _, draw=draw: f"{draw(64):x}")
         stack.enter_context(mock.patch.object(module, "secrets", names))
     return stack

@@ -233,7 +233,7 @@ class Scenario:
             with (
                 mock.patch.object(plan, "_FEW", self.plot.few),
                 mock.patch.object(probing, "secrets", names),
-                cleaning.in_virtual_time(random.Random(f"probes {self.seed}")),
+                cleaning.in_virtual_time(self.seed),
                 tracked_files(),
             ):
                 self._play()
