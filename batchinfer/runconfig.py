@@ -34,7 +34,9 @@ class _Recorded(msgspec.Struct):
     job: str = ""
 
 
-class _Contents(msgspec.Struct):
+class Configuration(msgspec.Struct):
+    """The part of run.json whose types matter; its name stands in the error."""
+
     config: _Config
     recorded: _Recorded
 
@@ -53,7 +55,7 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
         return None
     run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
     codec.check_version(data, name=name)
-    codec.decode(data, _Contents, name=name, hint=_PUT_BACK)
+    codec.decode(data, Configuration, name=name, hint=_PUT_BACK)
     if not may_be_edited:
         refuse_edited(run, url=store.url)
     return run
