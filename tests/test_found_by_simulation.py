@@ -371,10 +371,10 @@ def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
 
         def hook(_number: int, method: str, key: str, _process: object) -> float | None:
             if method == "put_object" and layout.CHECKPOINTS in key:
-                return max(0.0, 12.0 - stage.scheduler.now)
+                return max(0.0, 5.5 - stage.scheduler.now)  # the reply takes up to as long again
             return 500.0 if method == "put_object" and layout.OUTPUTS in key else None
 
-        stage.scheduler.after(10.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.scheduler.after(4.5, lambda: stage.stop(Interrupted("stopped")))
         stage.run(hook=hook, checkpoint_seconds=0.5)
         assert len(stage.finished) == 4
         assert saved_lines(stage) == {0, 1, 2, 3}
