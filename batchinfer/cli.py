@@ -35,6 +35,7 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         command: click.Command = importlib.import_module(entry.module).command
+        _name_variables(command, cmd_name)
         return command
 
     def resolve_command(
@@ -50,6 +51,14 @@ class LazyGroup(click.Group):
         """See click.Group."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+def _name_variables(command: click.Command, name: str) -> None:
+    """Have each option's variable named after the option. click would name it after the parameter that it sets."""
+    for option in command.params:
+        if isinstance(option, click.Option) and option.envvar is None:
+            spelling = max(option.opts, key=len).lstrip("-")
+            option.envvar = f"BATCHINFER_{name}_{spelling}".replace("-", "_").upper()
 
 
 @click.command(cls=LazyGroup, context_settings={**_CONTEXT, "auto_envvar_prefix": "BATCHINFER"})

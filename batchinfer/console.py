@@ -86,8 +86,7 @@ def unknown_variables(
     known = set()
     for option in context.command.params:
         if isinstance(option, click.Option):
-            named = option.envvar or []
-            known |= {f"{prefix}_{option.name or ''}".upper()}
+            named = option.envvar or f"{prefix}_{option.name or ''}".upper()
             known |= {named} if isinstance(named, str) else set(named)
     return [
         (name, "".join(difflib.get_close_matches(name, known, n=1)))

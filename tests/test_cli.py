@@ -142,6 +142,32 @@ def test_a_variable_that_sets_no_option_is_warned_of(
     assert "hush" not in "".join(said)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "option", "set_to"),
+    [
+        ("WORKER_TEMPLATE", "gpteacher", "template", "gpteacher"),
+        ("WORKER_ENGINE_ARG", "block_size=16 swap=1", "engine-arg", ["block_size=16", "swap=1"]),
+        ("WORKER_TIMING", "0", "timing", False),
+        ("WORKER_MAX_TOKENS", "7", "max-tokens", 7),
+    ],
+)
+def test_a_variable_is_named_as_its_option(
+    name: str,
+    value: str,
+    option: str,
+    set_to: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--template was set by BATCHINFER_WORKER_TEMPLATE_NAME, the name of a parameter that no user ever sees."""
+    make_job(tmp_path / "job", rows=2, per_chunk=2)
+    monkeypatch.setenv(f"BATCHINFER_{name}", value)
+    main(["worker", "--job", str(tmp_path / "job"), "--engine", "echo", "--show-config"])
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert shown["options"][option] == {"value": set_to, "from": "environment"}
+
+
 def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
     code = (
         "from batchinfer.console import configure_logging; configure_logging()\n"
