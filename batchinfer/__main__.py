@@ -1,5 +1,5 @@
 """``python -m batchinfer``."""
 
-from batchinfer.cli import run
+from batchinfer.cli.main import run
 
 run()

@@ -33,7 +33,7 @@ import s3_stub
 import workload
 from repeats import Spread, alternate, spread
 
-from batchinfer import layout
+from batchinfer.core import layout
 
 NUM_WORKERS = 2
 CLAIM_CHUNK_ROWS = 40

@@ -126,7 +126,7 @@ def run_part(name: str, folder: str, temporary: str) -> None:
 
 def by_collect(run: Path, target: Path) -> None:
     """One side."""
-    from batchinfer.cli import main as command
+    from batchinfer.cli.main import main as command
 
     command(["collect", str(run), str(target), "--log-level", "warning"])
 

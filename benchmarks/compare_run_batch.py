@@ -38,10 +38,10 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from demo_data import Example, draw_examples, expected_answer  # noqa: E402
 
-from batchinfer import layout  # noqa: E402
-from batchinfer.errors import ObjectNotFound  # noqa: E402
-from batchinfer.plan import finished_chunks  # noqa: E402
+from batchinfer.core import layout  # noqa: E402
+from batchinfer.core.errors import ObjectNotFound  # noqa: E402
 from batchinfer.storage.opening import open_store  # noqa: E402
+from batchinfer.worker.schedule import finished_chunks  # noqa: E402
 
 MODEL = "examples/demo-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

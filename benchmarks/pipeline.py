@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from repeats import Spread, alternate, spread
 
-from batchinfer import codec, layout
-from batchinfer.records import FORMAT_VERSION, Chunk, Job
+from batchinfer.core import codec, layout
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
 
 BASE_ROWS = 20_000
 """So many rows are made; larger jobs repeat them under new numbers."""
@@ -208,7 +208,15 @@ def run(command: list[str]) -> tuple[Measured, str]:
 def run_worker(job: Path, options: tuple[str, ...]) -> Measured:
     """Run an echo worker over the whole job, and remove its run."""
     output = job / "runs" / "benchmark"
-    command = [sys.executable, "-m", "batchinfer.worker", "--engine", "echo", "--job", str(job)]
+    command = [
+        sys.executable,
+        "-m",
+        "batchinfer.worker",
+        "--engine",
+        "echo",
+        "--job",
+        str(job),
+    ]
     measured, text = run([*command, "--output", str(output), "--max-tokens", "2000", *options])
     result = json.loads(text.splitlines()[-1])
     if result["status"] != "SUCCESS" or result["error_count"]:

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 import workload
 from repeats import alternate, spread
 
+from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.shares import level
 from batchinfer.prompts import PromptConfig
-from batchinfer.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
-from batchinfer.services import Limits
-from batchinfer.session import run_worker
-from batchinfer.world import WorkerConfig, real_world
+from batchinfer.worker.services import Limits
+from batchinfer.worker.start import run_worker
+from batchinfer.worker.world import WorkerConfig, real_world
 
 NUM_PREFIXES = 500
 PREFIX_TOKENS = 512

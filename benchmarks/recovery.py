@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from batchinfer import layout  # noqa: E402
-from batchinfer.plan import finished_chunks  # noqa: E402
+from batchinfer.core import layout  # noqa: E402
 from batchinfer.storage.opening import open_store  # noqa: E402
+from batchinfer.worker.schedule import finished_chunks  # noqa: E402
 from making import ECHO, make_job  # noqa: E402
 
 SEQS = 8
@@ -37,7 +37,7 @@ CHUNK_ROWS = 100
 
 TALLY = """
 import os, sys
-from batchinfer.cli import main
+from batchinfer.cli.main import main
 from batchinfer.engines.echo import EchoEngine
 file = os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 generate = EchoEngine.generate

@@ -25,12 +25,12 @@ import msgspec
 import workload
 from repeats import alternate, spread
 
+from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.pool import ProcessPool
 from batchinfer.prompts import PromptConfig
-from batchinfer.records import Sampling
-from batchinfer.session import run_worker
-from batchinfer.world import WorkerConfig, real_world
+from batchinfer.worker.start import run_worker
+from batchinfer.worker.world import WorkerConfig, real_world
 
 ECHO_SEQS = 64
 VLLM_SEQS = 32

@@ -26,8 +26,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import unescape
 
-from batchinfer import codec, layout
-from batchinfer.records import FORMAT_VERSION, Chunk, Job
+from batchinfer.core import codec, layout
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
 
 PAGE = 1000
 RUN = "job/runs/default/"

@@ -57,7 +57,14 @@ class Measured(NamedTuple):
 
 def make_ways() -> list[Way]:
     """Return the ways to compare; the first is what the others are measured against."""
-    split = [sys.executable, "-m", "batchinfer.split", "{source}", "--output", "{output}/job"]
+    split = [
+        sys.executable,
+        "-m",
+        "batchinfer.split",
+        "{source}",
+        "--output",
+        "{output}/job",
+    ]
     split += ["--num-chunks", str(NUM_CHUNKS)]
     four = [*split, "--columns", COLUMNS]
     return [

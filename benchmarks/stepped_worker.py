@@ -10,7 +10,7 @@ import math
 import sys
 import time
 
-from batchinfer.cli import main
+from batchinfer.cli.main import main
 from batchinfer.engines import echo
 
 STEP_SECONDS = 0.025

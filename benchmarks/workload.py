@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchinfer import codec, layout
+from batchinfer.core import codec, layout
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.engines.config import EngineConfig
-from batchinfer.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.storage.opening import open_store
 
 ROOT = Path(__file__).resolve().parents[1]

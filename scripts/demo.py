@@ -30,8 +30,8 @@ from typing import Any
 from demo_check import Findings, check_run, read_markers
 from demo_data import DEFAULT_ROWS, DEFAULT_SEED, draw_examples, write_dataset
 
-from batchinfer import layout
-from batchinfer.errors import BatchinferError
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Relative to the repository, as a reader would type it; every command runs there.

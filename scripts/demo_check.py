@@ -15,9 +15,9 @@ from typing import Any
 
 from demo_data import example_of
 
-from batchinfer import codec, layout
-from batchinfer.errors import BatchinferError
-from batchinfer.records import Chunk, Job, Marker
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import BatchinferError
+from batchinfer.core.records import Chunk, Job, Marker
 
 REQUIRED_ACCURACY = 0.99
 

@@ -78,7 +78,7 @@ def main() -> int:
     for variable in ("DATA_METADATA", "COLUMNS", "LINES"):
         os.environ.pop(variable, None)
 
-    from batchinfer.cli import group
+    from batchinfer.cli.main import group
 
     wanted = render_reference(group, "batchinfer")
     present = DOCS_PATH.read_text(encoding="utf-8") if DOCS_PATH.exists() else ""

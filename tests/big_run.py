@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer import codec, layout
-from batchinfer.clock import iso_utc
-from batchinfer.records import (
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import iso_utc
+from batchinfer.core.records import (
     Chunk,
     ErrorExample,
     Job,
@@ -25,7 +25,7 @@ from batchinfer.records import (
     Worker,
 )
 from batchinfer.storage import Store
-from batchinfer.tally import length_bucket
+from batchinfer.worker.tally import length_bucket
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 

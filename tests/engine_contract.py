@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from batchinfer.core.records import Completion, Request, Sampling
 from batchinfer.engines import Engine
-from batchinfer.records import Completion, Request, Sampling
 
 
 class Flag:

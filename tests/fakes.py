@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from batchinfer.records import Marker, Worker
+from batchinfer.core.records import Marker, Worker
 
 
 class FakeClock:

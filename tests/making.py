@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer import codec, layout
-from batchinfer.records import FORMAT_VERSION, Chunk, Job, Marker
+from batchinfer.core import codec, layout
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Marker
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 
@@ -148,7 +148,7 @@ def run_worker_here(
     job: str | Path, run: str | Path, *options: str, index: int | None = None
 ) -> dict[str, Any]:
     """Run an echo worker in this process, which works with memory:// too. Raises what it raises."""
-    from batchinfer.worker import command
+    from batchinfer.worker.command import command
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

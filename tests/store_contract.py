@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.errors import (
+from batchinfer.core.errors import (
     AlreadyExists,
     BatchinferError,
     InputError,
@@ -17,8 +17,8 @@ from batchinfer.errors import (
     ScratchFull,
 )
 from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.counting import CountingStore
 from batchinfer.storage.probing import probe
+from counting_store import CountingStore
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]
 

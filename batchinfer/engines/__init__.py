@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from batchinfer.records import Completion, EngineInfo, EngineStats, Request
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request
 
 
 class Stop(Protocol):

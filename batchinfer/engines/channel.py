@@ -12,8 +12,8 @@ import struct
 
 import msgspec
 
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
 from batchinfer.engines.config import EngineConfig
-from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
 
 HEADER = struct.Struct("<I")
 RECEIVE_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class Ready(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(Frame, frozen=True, kw_only=True, tag=True):
-    """Engine process: the end. `kind` is the name of the error's class in batchinfer.errors."""
+    """Engine process: the end. `kind` is the name of the error's class in batchinfer.core.errors."""
 
     kind: str
     message: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from batchinfer.errors import ConfigError
-from batchinfer.records import Record
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Record
 
 WORKER_ARGS = frozenset(
     """

@@ -31,10 +31,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from batchinfer import __version__
-from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import EngineDied, EngineStalled, Interrupted
-from batchinfer.records import (
+from batchinfer.core.errors import EngineDied, EngineStalled, Interrupted
+from batchinfer.core.records import (
     Choice,
     Completion,
     EngineInfo,
@@ -44,6 +42,8 @@ from batchinfer.records import (
     RowKey,
     TokenLogprob,
 )
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

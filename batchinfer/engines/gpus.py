@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Record
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
-from batchinfer.errors import ConfigError
-from batchinfer.records import Record
 
 GIB = 1 << 30
 

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from batchinfer.core.errors import BatchinferError, EngineDied, EngineError
+from batchinfer.core.records import Completion, Request
 from batchinfer.engines import Engine
 from batchinfer.engines.channel import (
     Abandon,
@@ -33,8 +35,6 @@ from batchinfer.engines.channel import (
 )
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent, guard_forks, register
-from batchinfer.errors import BatchinferError, EngineDied, EngineError
-from batchinfer.records import Completion, Request
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
+from batchinfer.core.records import Record
 from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import AccessDenied, ConfigError, EngineLoadError
-from batchinfer.records import Record
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import logging
 
 import msgspec
 
+from batchinfer.core.records import Record
 from batchinfer.engines.config import EngineConfig
-from batchinfer.records import Record
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,16 @@ from typing import cast
 
 import msgspec
 
-from batchinfer import errors
+from batchinfer.cli.logs import event
+from batchinfer.core import errors
+from batchinfer.core.errors import (
+    EngineDied,
+    EngineError,
+    EngineLoadError,
+    EngineStalled,
+    Interrupted,
+)
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request, RowKey
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.channel import (
     Abandon,
@@ -35,9 +44,6 @@ from batchinfer.engines.placement import Placement, place
 from batchinfer.engines.replica import Replica
 from batchinfer.engines.shares import level
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
-from batchinfer.errors import EngineDied, EngineError, EngineLoadError, EngineStalled, Interrupted
-from batchinfer.events import event
-from batchinfer.records import Completion, EngineInfo, EngineStats, Request, RowKey
 
 logger = logging.getLogger(__name__)
 

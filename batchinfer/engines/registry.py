@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 
+from batchinfer.core.errors import ConfigError
 from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig, check_config
-from batchinfer.errors import ConfigError
 
 ENGINES = ("vllm", "echo")
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import batchinfer
+from batchinfer.core.records import EngineInfo, EngineStats, Request, RowKey
 from batchinfer.engines.channel import Channel, to_worker_decoder
-from batchinfer.records import EngineInfo, EngineStats, Request, RowKey
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import ConfigError, RowError
 from batchinfer.prompts import Code, Tokenizer
-from batchinfer.prompts.model import RowProblem
+from batchinfer.prompts.types import RowProblem
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from batchinfer.core.errors import EngineDied, RowError
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import last_line, load_engine, prepare_process
@@ -26,8 +28,6 @@ from batchinfer.engines.vllm_requests import (
     sampling_params,
 )
 from batchinfer.engines.vllm_steps import StepRecorder, install, unfinished_tokens
-from batchinfer.errors import EngineDied, RowError
-from batchinfer.records import Completion, EngineInfo, EngineStats, Failure, Request
 
 logger = logging.getLogger(__name__)
 

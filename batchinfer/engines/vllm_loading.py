@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import BatchinferError, ConfigError, EngineLoadError
 
 CPU_KV_CACHE_BYTES = 1 << 30
 MEMORY_ADVICE = (

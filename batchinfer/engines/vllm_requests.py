@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.errors import ConfigError, RowError
-from batchinfer.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
+from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
 # What vLLM says of a request that ended without an answer; another try may go better.
 UNFINISHED_REASONS = frozenset({"abort", "error"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.errors import ConfigError
+from batchinfer.core.errors import ConfigError
 from batchinfer.formats.answers import Encoder
 from batchinfer.formats.completions import CompletionsEncoder
 from batchinfer.formats.native import NativeEncoder

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from batchinfer.core.records import Choice, Completion, Failure, TokenLogprob
 from batchinfer.prompts import Prepared
-from batchinfer.records import Choice, Completion, Failure, TokenLogprob
 
 # Below this, log-probabilities are as good as minus infinity, which JSON does not have.
 LOWEST_LOGPROB = -9999.0

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer.errors import InputError
-from batchinfer.records import Record
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Record
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
 """Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""

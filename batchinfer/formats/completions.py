@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchinfer.core.records import Choice, Completion
 from batchinfer.formats.answers import failure_of, shown_choices, to_line
 from batchinfer.formats.openai import completion_logprobs, error_object
 from batchinfer.prompts import Prepared
-from batchinfer.records import Choice, Completion
 
 
 class CompletionsEncoder:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core.records import Choice, Completion, TokenLogprob
 from batchinfer.formats.answers import (
     failure_of,
     finite,
@@ -14,7 +15,6 @@ from batchinfer.formats.answers import (
     to_line,
 )
 from batchinfer.prompts import Prepared
-from batchinfer.records import Choice, Completion, TokenLogprob
 
 _UNSET = msgspec.UNSET
 

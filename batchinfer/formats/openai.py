@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from batchinfer.core.records import Choice, Completion, Failure, RowKey, TokenLogprob
 from batchinfer.formats.answers import (
     failure_of,
     finite,
@@ -14,7 +15,6 @@ from batchinfer.formats.answers import (
     to_line,
 )
 from batchinfer.prompts import COMPLETIONS_URL, Code, Prepared
-from batchinfer.records import Choice, Completion, Failure, RowKey, TokenLogprob
 
 # Of the engines' reasons to stop, those that the API knows; anything else ended the answer early.
 _CHAT_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})

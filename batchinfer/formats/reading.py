@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.errors import InputError
-from batchinfer.records import Record
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Record
 
 
 class OutputSummary(Record, frozen=True, kw_only=True):

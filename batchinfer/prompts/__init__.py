@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.codes import Code
-from batchinfer.prompts.model import (
+from batchinfer.prompts.templates import NamedTemplate, list_templates
+from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
     REQUEST_FORMATS,
@@ -14,7 +15,6 @@ from batchinfer.prompts.model import (
     RawRow,
     Tokenizer,
 )
-from batchinfer.prompts.templates import NamedTemplate, list_templates
 
 __all__ = [
     "CHAT_URL",

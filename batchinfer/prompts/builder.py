@@ -8,12 +8,17 @@ from typing import Any
 import jinja2
 import msgspec
 
-from batchinfer import codec
-from batchinfer.errors import ConfigError, RowError
+from batchinfer.core import codec
+from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.core.records import Failure, Request, RowKey, Sampling
 from batchinfer.prompts import conversation
 from batchinfer.prompts.codes import Code, near
 from batchinfer.prompts.fit import fit, too_long
-from batchinfer.prompts.model import (
+from batchinfer.prompts.from_columns import RowsReader
+from batchinfer.prompts.from_requests import RequestsReader
+from batchinfer.prompts.parameters import Limits, check_run_sampling
+from batchinfer.prompts.sandbox import compile_template
+from batchinfer.prompts.types import (
     REQUEST_FORMATS,
     TRUNCATIONS,
     Draft,
@@ -24,11 +29,6 @@ from batchinfer.prompts.model import (
     RowProblem,
     Tokenizer,
 )
-from batchinfer.prompts.parameters import Limits, check_run_sampling
-from batchinfer.prompts.requests import RequestsReader
-from batchinfer.prompts.rows import RowsReader
-from batchinfer.prompts.sandbox import compile_template
-from batchinfer.records import Failure, Request, RowKey, Sampling
 
 # Outputs that show the prompt even where nobody asked for it.
 _OUTPUTS_WITH_PROMPT = ("completions",)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from batchinfer.prompts.codes import Code
-from batchinfer.prompts.lines import json_type
-from batchinfer.prompts.model import RowProblem
+from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.types import RowProblem
 
 # ShareGPT and its relatives name the speaker, not the role.
 SPEAKERS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.prompts.codes import Code
-from batchinfer.prompts.model import RowProblem
+from batchinfer.prompts.types import RowProblem
 
 
 def fit(

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core.records import Record, Sampling
 from batchinfer.prompts.codes import Code, near
-from batchinfer.prompts.lines import json_type
-from batchinfer.prompts.model import RowProblem
-from batchinfer.records import Record, Sampling
+from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.types import RowProblem
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What the completions API generates when nobody says how much."""

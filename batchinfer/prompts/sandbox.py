@@ -20,9 +20,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from batchinfer.errors import ConfigError
+from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.codes import Code
-from batchinfer.prompts.model import RowProblem
+from batchinfer.prompts.types import RowProblem
 
 MAX_STEPS = 200_000
 """Loop rounds plus calls of one render."""

@@ -2,7 +2,7 @@
 
 A store is rooted at a URL; keys are relative, use "/", and never leave the root. No verb ever shows or leaves a part
 of an object: each put is one whole object, visible at once or not at all. Transient failures are retried inside;
-what comes out is from `batchinfer.errors` only.
+what comes out is from `batchinfer.core.errors` only.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ import google.auth.exceptions
 import requests.exceptions
 from gcsfs.retry import HttpError
 
-from batchinfer import codec
-from batchinfer.errors import (
+from batchinfer.core import codec
+from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
     BatchinferError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.errors import InputError
+from batchinfer.core.errors import InputError
 
 
 def check_key(key: str) -> str:

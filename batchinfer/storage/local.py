@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer import codec
-from batchinfer.errors import (
+from batchinfer.core import codec
+from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
     InputError,

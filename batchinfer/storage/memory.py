@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
+from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
 from batchinfer.storage import Object, ObjectInfo
 from batchinfer.storage.keys import check_key, check_prefix
 from batchinfer.storage.scratch_files import scratch_errors

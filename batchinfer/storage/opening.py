@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from batchinfer.errors import ConfigError
+from batchinfer.core.errors import ConfigError
 from batchinfer.storage import Store
 from batchinfer.storage.retrying import RetryPolicy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 
-from batchinfer import layout
-from batchinfer.errors import AccessDenied, AlreadyExists, PreconditionFailed
+from batchinfer.core import layout
+from batchinfer.core.errors import AccessDenied, AlreadyExists, PreconditionFailed
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.retrying import NotSupported
 

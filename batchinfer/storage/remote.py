@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from batchinfer.errors import (
+from batchinfer.core.errors import (
     AccessDenied,
     BatchinferError,
     InputError,

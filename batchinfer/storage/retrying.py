@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import stamina
 
-from batchinfer.errors import StorageError
-from batchinfer.records import Record
+from batchinfer.core.errors import StorageError
+from batchinfer.core.records import Record
 
 T = TypeVar("T")
 

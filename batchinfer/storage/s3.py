@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import fsspec.asyn
 import s3fs
 
-from batchinfer import codec, layout
-from batchinfer.errors import (
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
     ObjectNotFound,

@@ -16,7 +16,7 @@ import botocore.exceptions
 import botocore.parsers
 import fsspec.exceptions
 
-from batchinfer.errors import (
+from batchinfer.core.errors import (
     AccessDenied,
     AlreadyExists,
     BatchinferError,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from batchinfer.errors import BatchinferError, ObjectNotFound, PreconditionFailed
+from batchinfer.core.errors import BatchinferError, ObjectNotFound, PreconditionFailed
 from batchinfer.storage.retrying import TransientError
 from batchinfer.storage.scratch_files import scratch_errors
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchinfer.errors import ScratchFull, StorageError
+from batchinfer.core.errors import ScratchFull, StorageError
 
 _UNUSABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from batchinfer import clean, inventory, layout
-from batchinfer.clean import CleanConfig, run_clean
-from batchinfer.errors import BatchinferError, InputError, StorageError
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError, InputError, StorageError
+from batchinfer.ledger import inventory
+from batchinfer.runs import clean
+from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.storage import probing
 
 from .machine import SimClock

@@ -13,15 +13,18 @@ from unittest import mock
 
 import msgspec
 
-from batchinfer import clean, codec, layout, opening, plan, runconfig, shelf, stream
-from batchinfer.checkpointing import Checkpointer
-from batchinfer.checkpoints import FinishedRow, Segments
-from batchinfer.claims import Claims, Lease, Taken
-from batchinfer.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.inventory import Inventory
-from batchinfer.publishing import Built, Published, Publisher
-from batchinfer.records import Marker
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
+from batchinfer.core.records import Marker
+from batchinfer.ledger import runs
+from batchinfer.ledger.checkpoints import FinishedRow, Segments
+from batchinfer.ledger.claims import Claims, Lease, Taken
+from batchinfer.ledger.inventory import Inventory
+from batchinfer.ledger.publishing import Built, Published, Publisher
+from batchinfer.runs import clean
 from batchinfer.storage import Store
+from batchinfer.worker import open_chunks, opening, schedule, stream
+from batchinfer.worker.checkpointing import Checkpointer
 
 Defect = AbstractContextManager[Any]
 
@@ -172,25 +175,25 @@ def wrong_generation_rows() -> Defect:
 
 def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
-    real = shelf.Shelf.finish
+    real = open_chunks.Shelf.finish
 
-    def finish(self: shelf.Shelf, name: str, rows: list[FinishedRow]) -> None:
+    def finish(self: open_chunks.Shelf, name: str, rows: list[FinishedRow]) -> None:
         chunk = self.open.get(name)
         real(self, name, rows)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
             self._publish_queue.add(chunk)
 
-    return mock.patch.object(shelf.Shelf, "finish", finish)
+    return mock.patch.object(open_chunks.Shelf, "finish", finish)
 
 
 def other_configuration_let_in() -> Defect:
     """A worker with another configuration joins the run."""
-    return mock.patch.object(runconfig, "check_same", lambda _run, _config, *, url: url)
+    return mock.patch.object(runs, "check_same", lambda _run, _config, *, url: url)
 
 
 def done_before_all_is_done() -> Defect:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(plan.Plan, "waiting_for", property(lambda _self: set()))
+    return mock.patch.object(schedule.Plan, "waiting_for", property(lambda _self: set()))
 
 
 def loser_deletes_the_winner() -> Defect:
@@ -237,9 +240,9 @@ def torn_segment() -> Defect:
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    from batchinfer.session import _Worker
+    from batchinfer.worker.start import _Worker
 
-    def save(self: Any, shelf: shelf.Shelf, *, deaths: dict[str, list[int]]) -> None:
+    def save(self: Any, shelf: open_chunks.Shelf, *, deaths: dict[str, list[int]]) -> None:
         shelf.is_closing = True
         shelf.release_all(self.clock.monotonic() + 5)
 

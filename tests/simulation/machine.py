@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from batchinfer.background import Pending
-from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import EngineDied, EngineLoadError, Interrupted
-from batchinfer.records import (
+from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
+from batchinfer.core.records import (
     Choice,
     Completion,
     EngineInfo,
@@ -21,10 +18,13 @@ from batchinfer.records import (
     RowKey,
     Sampling,
 )
-from batchinfer.stopping import Stopper
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.probing import probe
-from batchinfer.world import World
+from batchinfer.worker.background import Pending
+from batchinfer.worker.stopping import Stopper
+from batchinfer.worker.world import World
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore

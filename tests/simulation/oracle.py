@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer import codec, layout
-from batchinfer.records import Completion, Request, RowKey
+from batchinfer.core import codec, layout
+from batchinfer.core.records import Completion, Request, RowKey
 
 from .machine import FLAKY, POISON, EngineTraits, answer
 from .scheduler import Process, Scheduler

@@ -21,10 +21,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from batchinfer import codec, layout, plan, scratch, session
-from batchinfer.clean import CleanConfig, run_clean
-from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import (
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
     Interrupted,
@@ -34,12 +32,16 @@ from batchinfer.errors import (
     StorageError,
     Superseded,
 )
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
+from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
-from batchinfer.records import FORMAT_VERSION, Chunk, Job
-from batchinfer.services import Limits
-from batchinfer.storage import Preconditions, probing
-from batchinfer.verify import VerifyConfig, run_verify
-from batchinfer.world import WorkerConfig, World
+from batchinfer.runs.clean import CleanConfig, run_clean
+from batchinfer.runs.verify import VerifyConfig, run_verify
+from batchinfer.storage import Preconditions, probing, scratch
+from batchinfer.worker import schedule
+from batchinfer.worker import start as worker_start
+from batchinfer.worker.services import Limits
+from batchinfer.worker.world import WorkerConfig, World
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
@@ -231,7 +233,7 @@ class Scenario:
                 token_hex=lambda _: f"{self.scheduler.random.getrandbits(64):x}"
             )
             with (
-                mock.patch.object(plan, "_FEW", self.plot.few),
+                mock.patch.object(schedule, "_FEW", self.plot.few),
                 mock.patch.object(probing, "secrets", names),
                 cleaning.in_virtual_time(self.seed),
                 tracked_files(),
@@ -478,7 +480,7 @@ class Scenario:
     def _run_worker(self, start: Start, config: WorkerConfig) -> str:
         process = start.process
         try:
-            session.run_worker(config, start.world)
+            worker_start.run_worker(config, start.world)
         except BatchinferError as error:
             self._check_error(start, error)
             return type(error).__name__

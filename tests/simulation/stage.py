@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from batchinfer import layout, session
-from batchinfer.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError
+from batchinfer.core.records import Completion, Request, RowKey
 from batchinfer.engines.config import EngineConfig
-from batchinfer.errors import BatchinferError
 from batchinfer.prompts import PromptConfig
-from batchinfer.records import Completion, Request, RowKey
-from batchinfer.session import WorkerConfig, World
+from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.storage import Preconditions
+from batchinfer.worker import start as worker_start
+from batchinfer.worker.start import WorkerConfig, World
 
 from .machine import EngineTraits, SimClock, SimEngine, make_world, sampling
 from .oracle import CLEANER, RUN
@@ -101,7 +102,7 @@ class Stage:
 
         def main() -> None:
             try:
-                endings.append(Ending(False, None, session.run_worker(config, world)))
+                endings.append(Ending(False, None, worker_start.run_worker(config, world)))
             except BatchinferError as error:
                 endings.append(Ending(False, error, {}))
 

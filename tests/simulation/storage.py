@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import greenlet
 import msgspec
 
-from batchinfer import layout
-from batchinfer.errors import BatchinferError, ObjectNotFound, PreconditionFailed, StorageError
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError, ObjectNotFound, PreconditionFailed, StorageError
 from batchinfer.storage import Object
 from batchinfer.storage.retrying import TransientError
 from batchinfer.storage.s3 import S3Store

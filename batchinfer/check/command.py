@@ -1,0 +1,190 @@
+"""`batchinfer check`: everything that can be found out before paying, all of it at once, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
+from batchinfer.check.task_file import ERROR, Problem
+from batchinfer.cli.options import (
+    behaviour_options,
+    engine_options,
+    input_options,
+    output_options,
+    prompt_options,
+    sampling_options,
+)
+from batchinfer.cli.settings import common_options
+from batchinfer.core import units
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.runs.prices import PriceTable, price_options, price_source
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.command import engine_config, prompt_config, sampling_config
+
+
+def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
+    """Check everything and collect what is wrong. Writes one probe object to the run and removes it again.
+
+    Returns:
+        The result: `problems` holds all of them, errors first.
+    """
+    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    try:
+        return Examination(config, world, scratch).run()
+    finally:
+        scratch.close()
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def make_config(options: dict[str, Any]) -> CheckConfig:
+    """Turn options into a config; what is wrong with some of them becomes problems, not an end."""
+    problems: list[Problem] = []
+
+    def attempt(make: Callable[[dict[str, Any]], Any]) -> Any:
+        try:
+            return make(options)
+        except BatchinferError as error:
+            problems.append(
+                Problem(level=ERROR, area="config", message=error.message, hint=error.hint)
+            )
+            return None
+
+    seed = str(options["seed"])
+    if seed.lower() != "none" and not seed.lstrip("-").isdecimal():
+        attempt(lambda _: _raise(f"--seed: is {seed!r}, expected a whole number or none"))
+        seed = "none"
+    config = CheckConfig(
+        sources=list(options["sources"]),
+        manifests=list(options["manifests"]),
+        job=options["job"],
+        output=(options["output"] or "").rstrip("/"),
+        limit=options["limit"],
+        allow_absolute=options["allow_absolute"],
+        engine=attempt(engine_config),
+        prompt=attempt(prompt_config),
+        sampling=attempt(sampling_config),
+        run_seed=None if seed.lower() == "none" else int(seed),
+        checkpoint_seconds=options["checkpoint_seconds"],
+        task_files=list(options["task_files"]),
+        gpu=options["gpu"] or "",
+        rate=options["rate"],
+        rate_from=options["rate_from"] or "",
+        workers=options["workers"],
+        hours=options["hours"],
+        is_spot=options["is_spot"],
+        sample_rows=options["sample_rows"],
+        show=options["show"],
+        synthetic=options["synthetic"],
+        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
+    )
+    return msgspec.structs.replace(config, problems=problems)
+
+
+def _raise(message: str) -> None:
+    raise ConfigError(message)
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Show a result to people."""
+    lengths = (result.get("sample") or {}).get("lengths")
+    if lengths:
+        click.echo(
+            f"prompt tokens: {lengths['mean']:.0f} on average, 95 % up to {lengths['p95']}, "
+            f"longest {lengths['longest']}",
+            err=True,
+        )
+        most = max(lengths["histogram"].values())
+        for bound, count in lengths["histogram"].items():
+            bar = "#" * max(1, round(40 * count / most))
+            click.echo(f"{'up to ' + bound:>14} {count:>6} {bar}", err=True)
+    if "memory" in result:
+        click.echo(f"memory: {result['memory']['explanation']}", err=True)
+    if "estimate" in result:
+        found = result["estimate"]
+        click.echo(
+            f"estimate: {units.count(found['rows'])} rows, {units.many(found['workers'], 'worker')}, "
+            f"{units.duration(found['hours'] * 3600)}, {units.money(found['cost'])}",
+            err=True,
+        )
+    for line in result.get("advice", ()):
+        click.echo(f"advice: {line}", err=True)
+    for problem in result["problems"]:
+        hint = f" ({problem['hint']})" if problem["hint"] else ""
+        click.echo(f"{problem['level']}: {problem['message']}{hint}", err=True)
+
+
+@click.command("check")
+@click.argument("sources", nargs=-1)
+@click.option(
+    "--yaml",
+    "task_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Task file for SkyPilot, e.g. worker.yaml; may be repeated.",
+)
+@click.option(
+    "--gpu", metavar="NAME[:N]", help="GPUs of one worker, for the memory sums: L4, H100:8."
+)
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Rows per second of one worker."
+)
+@click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
+@click.option("--workers", type=click.IntRange(1), help="How many there will be.")
+@click.option(
+    "--hours",
+    type=click.FloatRange(0, min_open=True),
+    help="Advise how many workers finish in so long.",
+)
+@click.option("--sample-rows", type=click.IntRange(1), default=200, show_default=True)
+@click.option(
+    "--show", type=click.IntRange(0), default=3, show_default=True, help="Prompts to show in full."
+)
+@click.option("--synthetic", type=click.IntRange(1), metavar="N", help="Check with N made-up rows.")
+@price_options
+@input_options
+@engine_options
+@prompt_options
+@sampling_options
+@output_options
+@behaviour_options
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.
+
+    Looks at the configuration, task files, credentials (a probe object is written to --output and removed), the
+    model's files, prompts of some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
+    """
+    from batchinfer.engines.models import describe_model
+    from batchinfer.engines.tokenizers import tokenizer_for
+    from batchinfer.storage.opening import open_store
+    from batchinfer.storage.probing import probe
+
+    config = make_config(options)
+    table = options["prices"]
+    world = CheckWorld(
+        open_store=open_store,
+        probe=probe,
+        describe_model=describe_model,
+        load_tokenizer=tokenizer_for,
+        prices=price_source(options["price_per_hour"], table),
+        accelerators=PriceTable.load(table).names(),
+        clock=SystemClock(),
+    )
+    result = run_check(config, world)
+    tell(result)
+    if result["errors"]:
+        error = ConfigError(
+            f"would not work: {units.many(result['errors'], 'error')}, listed above",
+            hint="mend them and check again; nothing was started",
+        )
+        error.result = result  # type: ignore[attr-defined]  # printed by the command line
+        raise error
+    return result

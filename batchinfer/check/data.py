@@ -1,0 +1,132 @@
+"""Rows to check with, from wherever they are: a job, a source that is not split yet, or made up."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from batchinfer.core.errors import InputError
+from batchinfer.ledger.jobs import Assignment, ChunkRef, OpenStore
+from batchinfer.prompts import PromptConfig, RawRow
+from batchinfer.prompts.templates import PromptTemplate, named_template
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.preview import read_first_rows
+
+_PLACES = 4
+"""Rows are taken from so many places, spread evenly: data sets are often sorted."""
+_WORDS = (
+    "the",
+    "answer",
+    "depends",
+    "on",
+    "how",
+    "one",
+    "looks",
+    "at",
+    "it",
+    "and",
+    "what",
+    "was",
+    "said",
+)
+
+
+class Batch(NamedTuple):
+    """Some consecutive rows of one chunk (or of what will be one)."""
+
+    chunk: ChunkRef
+    rows: list[RawRow]
+
+
+class Data(NamedTuple):
+    """What is to be done, and a sample of it. `rows` is None where nobody knows."""
+
+    rows: int | None
+    chunks: int | None
+    sample: list[Batch]
+    job_sha256: str = ""
+
+
+def from_assignment(
+    assignment: Assignment, count: int, open_store: OpenStore, scratch: Scratch
+) -> Data:
+    """Rows from chunks at the beginning, the end and between them. Copies those chunks to the scratch folder."""
+    chunks = assignment.chunks
+    each = -(-count // min(_PLACES, len(chunks)))
+    sample = [
+        Batch(chunks[index], read_first_rows(chunks[index], each, open_store, scratch))
+        for index in _spread(len(chunks), _PLACES)
+    ]
+    sizes = [ref.rows if ref.row_limit is None else ref.row_limit for ref in chunks]
+    known = [size for size in sizes if size is not None]
+    rows = sum(known) if len(known) == len(sizes) else None
+    return Data(rows, len(chunks), sample, assignment.job_sha256)
+
+
+def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
+    """Rows of sources as `split` would write them. Counts them all, reads a few."""
+    from batchinfer.split.sources import Oddities, View, resolve
+
+    plan = resolve(sources, view=View(), limit=limit)
+    each = max(1, -(-count // _PLACES))
+    sample = []
+    for start in dict.fromkeys(place * each for place in _spread(-(-plan.rows // each), _PLACES)):
+        stop = min(plan.rows, start + each)
+        lines = [
+            line
+            for block in plan.read(range(start, stop), Oddities())
+            for line in block.encode(0, block.num_rows).splitlines()
+        ]
+        # A name of its own: rows of one chunk have distinct keys.
+        chunk = ChunkRef(name=f"row-{start}", root="", key="", first_row=start)
+        sample.append(Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)]))
+    return Data(plan.rows, None, sample)
+
+
+def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:
+    """Made-up rows with the columns that the prompt options name; a hundred words in the middle, some far more."""
+    draw = random.Random(0)
+    lines = [
+        json.dumps(_synthetic_row(prompt, draw, number)).encode()
+        for number in range(min(total, count))
+    ]
+    chunk = ChunkRef(name="synthetic", root="", key="")
+    return Data(total, None, [Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)])])
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Up to `count` indices below `length`, evenly from the first to the last."""
+    if length <= count:
+        return list(range(length))
+    return [index * (length - 1) // (count - 1) for index in range(count)]
+
+
+def _synthetic_row(prompt: PromptConfig, draw: random.Random, number: int) -> dict[str, Any]:
+    words = max(1, round(draw.lognormvariate(0, 1) * 100))
+    text = " ".join(islice(iter(lambda: draw.choice(_WORDS), None), words))
+    messages = [{"role": "user", "content": text}]
+    if prompt.request_format == "completions":
+        return {"prompt": text}
+    if prompt.request_format == "openai-batch":
+        body = {"messages": messages}
+        url = "/v1/chat/completions"
+        return {"custom_id": f"synthetic-{number}", "method": "POST", "url": url, "body": body}
+    if prompt.messages_column:
+        return {prompt.messages_column: messages}
+    if prompt.prompt_column:
+        return {prompt.prompt_column: text}
+    if prompt.template_name:
+        template = named_template(prompt.template_name)
+        if template.messages_column:
+            return {template.messages_column: messages}
+        return dict.fromkeys(template.columns, text)
+    if prompt.prompt_template:
+        source = PromptTemplate(prompt.prompt_template, name="--prompt-template", values={})
+        return dict.fromkeys(set(source.variables) - {"row", "examples", "system_prompt"}, text)
+    raise InputError(
+        "--synthetic: no option says what a prompt is made of",
+        hint="add --prompt-column prompt",
+    )

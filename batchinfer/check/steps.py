@@ -1,0 +1,322 @@
+"""What `check` looks at, step by step: options, task files, model, data, storage, prompts, memory, cost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchinfer.check.data import Data, from_assignment, from_sources, synthetic
+from batchinfer.check.estimate import (
+    Asked,
+    Measured,
+    ask_for_memory,
+    give_advice,
+    measure_run,
+    parse_gpu,
+)
+from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
+from batchinfer.core import layout
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
+from batchinfer.core.records import Record, Sampling
+from batchinfer.engines.config import EngineConfig, check_config
+from batchinfer.engines.models import check_length
+from batchinfer.ledger.jobs import OpenStore, read_assignment
+from batchinfer.ledger.runs import differing_keys, read_run
+from batchinfer.prompts import PromptConfig, Tokenizer
+from batchinfer.runs.prices import Machine, PriceSource
+from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
+
+
+class CheckConfig(Record, frozen=True, kw_only=True):
+    """What to check. `engine`, `prompt` and `sampling` are None where the options for them are wrong."""
+
+    sources: list[str] = []
+    manifests: list[str] = []
+    job: str | None = None
+    output: str = ""
+    limit: int | None = None
+    allow_absolute: bool = False
+    engine: EngineConfig | None = None
+    prompt: PromptConfig | None = None
+    sampling: Sampling | None = None
+    run_seed: int | None = 0
+    checkpoint_seconds: float = 30.0
+    task_files: list[Path] = []
+    gpu: str = ""
+    rate: float | None = None
+    rate_from: str = ""
+    workers: int | None = None
+    hours: float | None = None
+    is_spot: bool | None = None
+    sample_rows: int = 200
+    show: int = 3
+    synthetic: int | None = None
+    scratch_dir: str | None = None
+    problems: list[Problem] = []
+    """Found while the options were read."""
+
+
+class CheckWorld(Record, frozen=True, kw_only=True):
+    """The outside world of a check."""
+
+    open_store: OpenStore
+    probe: Callable[[Store], Preconditions]
+    describe_model: Callable[[EngineConfig], Any]
+    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
+    prices: PriceSource
+    accelerators: list[str]
+    clock: Clock
+
+
+class Examination:
+    """One check. Each step stands alone: what one finds wrong keeps no other from looking."""
+
+    def __init__(self, config: CheckConfig, world: CheckWorld, scratch: Scratch) -> None:
+        self.config = config
+        self.world = world
+        self.scratch = scratch
+        self.problems = list(config.problems)
+        self.result: dict[str, Any] = {}
+        self.model: Any = None
+        self.data: Data | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Take every step."""
+        config = self.config
+        for path in config.task_files:
+            self.problems += check_task_file(path, self.world.accelerators)
+        with self._step("config"):
+            self._check_options()
+        if config.engine is not None and config.engine.engine != "echo" and config.engine.model:
+            with self._step("model"):
+                self.model = self.world.describe_model(config.engine)
+                self.result["model"] = msgspec.to_builtins(self.model)
+                check_length(config.engine, self.model)
+        with self._step("data"):
+            self.data = self._find_data()
+        if config.output:
+            with self._step("storage"):
+                self._check_output()
+        lengths = None
+        with self._step("data"):
+            lengths = self._check_prompts()
+        if config.gpu and self.model is not None and config.engine is not None:
+            with self._step("memory"):
+                answer = config.sampling.max_tokens if config.sampling else None
+                memory = ask_for_memory(
+                    config.gpu, self.model, config.engine, lengths.mean if lengths else None, answer
+                )
+                self.result["memory"] = msgspec.to_builtins(memory)
+        with self._step("estimate"):
+            self._estimate()
+        return self._sum_up()
+
+    @contextlib.contextmanager
+    def _step(self, area: str) -> Iterator[None]:
+        try:
+            yield
+        except BatchinferError as error:
+            kind = "storage" if isinstance(error, AccessDenied) and area != "model" else area
+            self._problem(ERROR, kind, error.message, error.hint)
+
+    def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
+        problem = Problem(level=level, area=area, message=message, hint=hint)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    # -- steps
+
+    def _check_options(self) -> None:
+        from batchinfer.engines.registry import ENGINES
+        from batchinfer.formats import encoder_for
+
+        config = self.config
+        if config.gpu:
+            with self._step("config"):
+                parse_gpu(config.gpu)
+        if config.engine is not None:
+            with self._step("config"):
+                check_config(config.engine)
+            if config.engine.engine not in ENGINES:
+                self._problem(
+                    ERROR,
+                    "config",
+                    f"--engine: {config.engine.engine!r} is not an engine, expected one of {', '.join(ENGINES)}",
+                )
+        if config.prompt is not None and config.sampling is not None:
+            make_preview_builder(config.prompt, config.sampling, config.run_seed, None, None)
+            encoder_for(config.prompt)
+
+    def _find_data(self) -> Data | None:
+        config = self.config
+        if config.synthetic is not None:
+            if config.prompt is None:
+                return None
+            return synthetic(config.synthetic, config.sample_rows, config.prompt)
+        if config.sources:
+            return from_sources(config.sources, config.sample_rows, config.limit)
+        manifests = config.manifests
+        if config.job and not manifests:
+            manifests = [f"{config.job.rstrip('/')}/manifests/all.txt"]
+        if not manifests:
+            self._problem(
+                ERROR,
+                "data",
+                "nothing to check: no SOURCE, no --job and no --manifest",
+                "name one of them, or --synthetic 100000 for made-up rows",
+            )
+            return None
+        assignment = read_assignment(
+            manifests,
+            job_url=config.job,
+            allow_absolute=config.allow_absolute,
+            limit=config.limit,
+            open_store=self.world.open_store,
+        )
+        return from_assignment(assignment, config.sample_rows, self.world.open_store, self.scratch)
+
+    def _check_output(self) -> None:
+        store = self.world.open_store(self.config.output)
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(layout.JOB_KEY)
+            self._problem(
+                ERROR,
+                "config",
+                f"--output {store.url}: is a job's own place",
+                f"write the run beside it, as in --output {layout.run_url(store.url, 'first')}",
+            )
+        preconditions = self.world.probe(store)
+        self.result["storage"] = {"url": store.url, "is_safe": preconditions.is_safe}
+        if not preconditions.is_safe:
+            self._problem(
+                WARNING,
+                "storage",
+                f"{store.url}: ignores preconditions, so workers cannot share chunks there",
+                "give each worker a manifest of its own, or use a store with conditional writes",
+            )
+        run = read_run(store)
+        config = self.config
+        if run is None or config.prompt is None or config.sampling is None:
+            return
+        mine: dict[str, Any] = {
+            "prompt": msgspec.to_builtins(config.prompt),
+            "sampling": msgspec.to_builtins(config.sampling),
+            "seed": config.run_seed,
+            "limit": config.limit,
+        }
+        if config.engine is not None:
+            mine["model"] = config.engine.model or config.engine.engine
+        if self.data is not None and self.data.job_sha256:
+            mine["job_sha256"] = self.data.job_sha256
+        for key, there, here in differing_keys({key: run.config.get(key) for key in mine}, mine):
+            self._problem(
+                ERROR,
+                "config",
+                f"{store.url}: the run was made with another {key}: {there}, not {here}",
+                "use the run's value, or another --output",
+            )
+
+    def _check_prompts(self) -> Any:
+        config, data = self.config, self.data
+        if data is None or config.prompt is None or config.sampling is None:
+            return None
+        tokenizer = None
+        if config.engine is not None and self.model is not None:
+            tokenizer = self.world.load_tokenizer(config.engine)
+        room = config.engine.max_model_len if config.engine is not None else None
+        room = room or (self.model.max_model_len if self.model is not None else 0) or None
+        builder = make_preview_builder(
+            config.prompt, config.sampling, config.run_seed, tokenizer, room
+        )
+        rows: list[RenderedRow] = []
+        cut = 0
+        for chunk, raw in data.sample:
+            for prepared in builder.build(chunk.name, chunk.first_row, raw):
+                row = rendered(prepared, has_tokenizer=tokenizer is not None)
+                rows.append(row)
+                wanted = prepared.request.sampling.max_tokens if prepared.request else None
+                if row.tokens is not None and wanted and room and row.tokens + wanted > room:
+                    cut += 1
+        measured = Measured.of(rows)
+        self.result["sample"] = msgspec.to_builtins(measured)
+        self.result["prompts"] = msgspec.to_builtins(rows[: config.show])
+        show_rows(rows[: config.show])
+        self._judge(rows, cut, room)
+        return measured.lengths
+
+    def _judge(self, rows: list[RenderedRow], cut: int, room: int | None) -> None:
+        """Problems of the sample's rows."""
+        bad = Counter(row.code for row in rows if row.code)
+        total = self.data.rows if self.data is not None else None
+        for code, count in bad.most_common():
+            first = next(row for row in rows if row.code == code)
+            about = (
+                "" if total is None else f", about {round(total * count / len(rows)):,} of all rows"
+            )
+            self._problem(
+                ERROR if count == len(rows) else WARNING,
+                "data",
+                f"{count} of {len(rows)} sample rows would be {code}{about}; row {first.row}: {first.message}",
+                "--truncate-prompt or a larger --max-model-len"
+                if code == "prompt_too_long"
+                else "",
+            )
+        if cut:
+            self._problem(
+                WARNING,
+                "data",
+                f"{cut} of {len(rows)} sample rows leave less than --max-tokens of the model's {room} tokens",
+                "their answers may end early; lower --max-tokens or raise --max-model-len",
+            )
+
+    def _estimate(self) -> None:
+        config = self.config
+        measured = None
+        if config.rate_from:
+            measured = measure_run(config.rate_from, self.world.open_store, self.world.clock)
+        rate = config.rate or (measured.rate if measured else None)
+        if measured is not None:
+            self.result["measured"] = msgspec.to_builtins(measured)
+        rows = self.data.rows if self.data is not None else None
+        if not rate or not rows:
+            return
+        name, count = (measured.accelerator, measured.gpus) if measured else ("", 1)
+        if config.gpu:
+            name, gpus = parse_gpu(config.gpu)
+            count = len(gpus)
+        machine = Machine(
+            cloud="", region="", accelerator=name, gpus=count, is_spot=bool(config.is_spot)
+        )
+        asked = Asked(
+            rows=rows,
+            rate=rate,
+            chunks=self.data.chunks if self.data is not None else None,
+            workers=config.workers,
+            hours=config.hours,
+            load_seconds=measured.load_seconds if measured else None,
+            row_seconds=measured.row_seconds if measured else None,
+            checkpoint_seconds=config.checkpoint_seconds,
+            price=self.world.prices.price(machine),
+        )
+        self.result |= give_advice(asked)
+
+    def _sum_up(self) -> dict[str, Any]:
+        problems = sorted(self.problems, key=lambda one: one.level != ERROR)
+        errors = sum(one.level == ERROR for one in problems)
+        return {
+            "status": "PROBLEMS" if errors else "OK",
+            "errors": errors,
+            "warnings": len(problems) - errors,
+            "problems": msgspec.to_builtins(problems),
+            "rows": self.data.rows if self.data is not None else None,
+            "chunks": self.data.chunks if self.data is not None else None,
+            **self.result,
+        }

@@ -1,0 +1,159 @@
+"""The command line: lazily loaded commands, exit status, and the one JSON object on the last line of stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchinfer import __version__
+from batchinfer.cli.commands import COMMANDS
+from batchinfer.cli.settings import configure_logging
+from batchinfer.core.errors import BatchinferError
+
+_INTERRUPTED = 75
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when it runs; `--help` imports none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """See click.Group."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """See click.Group."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = importlib.import_module(entry.module).command
+        _name_variables(command, cmd_name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See click.Group. A misspelt command is answered with the nearest one."""
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if args[0] not in COMMANDS and near and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}. (Did you mean {near[0]!r}?)")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """See click.Group."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+def _name_variables(command: click.Command, name: str) -> None:
+    """Have each option's variable named after the option. click would name it after the parameter that it sets."""
+    for option in command.params:
+        if isinstance(option, click.Option) and option.envvar is None:
+            spelling = max(option.opts, key=len).lstrip("-")
+            option.envvar = f"BATCHINFER_{name}_{spelling}".replace("-", "_").upper()
+
+
+@click.command(cls=LazyGroup, context_settings={**_CONTEXT, "auto_envvar_prefix": "BATCHINFER"})
+@click.version_option(__version__, prog_name="batchinfer")
+def group() -> None:
+    """Offline batch inference with vLLM over object storage, on machines that may vanish.
+
+    Every option can also be set by environment (BATCHINFER_<COMMAND>_<OPTION>) or in a YAML file (--config).
+    Logs go to stderr; the last line of stdout is one JSON object.
+    """
+
+
+@group.result_callback()
+def print_result(result: Any) -> None:
+    """Print a command's result.
+
+    Raises:
+        BatchinferError: stdout takes none: the disk that it goes to is full, for example.
+    """
+    if result is not None:
+        from batchinfer.core import codec
+
+        try:
+            click.echo(codec.encode(result).decode())
+        except BrokenPipeError:  # who reads has seen enough; click ends quietly
+            raise
+        except OSError as error:
+            raise BatchinferError(
+                f"stdout: cannot take the result ({error.strerror})",
+                hint="what the command did is done; run it again to see its result",
+            ) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status. Never shows a traceback for a user's mistake."""
+    configure_logging()
+    try:
+        group.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="batchinfer",
+            standalone_mode=False,
+        )
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        return _INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BatchinferError as error:
+        _show(error)
+        return error.exit_status
+    return 0
+
+
+def _show(error: BatchinferError) -> None:
+    click.echo(f"error: {error.message}", err=True)
+    if error.hint:
+        click.echo(f"hint: {error.hint}", err=True)
+    try:
+        print_result(getattr(error, "result", None))
+    except BatchinferError as second:
+        click.echo(f"error: {second.message}", err=True)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script and of ``python -m batchinfer``.
+
+    Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
+    ending. By then every result is durable and the streams are flushed.
+    """
+    try:
+        _open_closed_streams()
+        given = sys.argv[1:] if arguments is None else arguments
+        if "split" in given[:1]:
+            from batchinfer.split import light
+
+            light.is_alone = True
+        status = main(arguments)
+    except KeyboardInterrupt:  # before click takes it, or after
+        click.echo("error: interrupted", err=True)
+        status = _INTERRUPTED
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk; it was said
+            stream.flush()
+    os._exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Where whoever started us closed stdout or stderr, have it go nowhere.
+
+    Else the next file that is opened took its number, and what a child process says went into that file.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as we run
+            setattr(sys, name, nowhere)

@@ -1,0 +1,254 @@
+"""What every command shares: option decorators, the settings file, and logging set-up."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+
+from batchinfer.core.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+
+SECTIONS = ("model", "engine", "prompt", "sampling", "output", "behaviour", "input")
+"""Keys of a settings file that group the options of a run."""
+RUN_COMMANDS = ("worker", "check")
+"""Commands that take a run's options; for the others these sections are somebody else's."""
+
+
+def common_options(function: F) -> F:
+    """Add the options that every command has (--config, --log-format, --log-level); it warns of variables in vain."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        context = click.get_current_context()
+        for name, near in unknown_variables(context, os.environ):
+            logger.warning(
+                "%s: sets no option%s", name, f", did you mean {near}?" if near else "; see --help"
+            )
+        return function(*arguments, **options)
+
+    result = cast("F", called)
+    for option in (
+        click.option(
+            "--log-level",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            default="info",
+            show_default=True,
+            expose_value=False,
+            callback=_set_level,
+            is_eager=True,
+            help="How much to log (to stderr).",
+        ),
+        click.option(
+            "--log-format",
+            type=click.Choice(["text", "json"]),
+            default="text",
+            show_default=True,
+            expose_value=False,
+            callback=_set_format,
+            is_eager=True,
+            help="Log lines for people, or one JSON object a line.",
+        ),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            envvar="BATCHINFER_CONFIG",
+            expose_value=False,
+            is_eager=True,
+            callback=_read_config,
+            help="YAML file with options; flags and environment variables win over it.",
+        ),
+    ):
+        result = option(result)
+    return result
+
+
+def unknown_variables(
+    context: click.Context, environment: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Variables that are named as if they set an option of this command, and the nearest that does, or "". Pure."""
+    prefix = context.auto_envvar_prefix
+    if not prefix:
+        return []
+    known = set()
+    for option in context.command.params:
+        if isinstance(option, click.Option):
+            named = option.envvar or f"{prefix}_{option.name or ''}".upper()
+            known |= {named} if isinstance(named, str) else set(named)
+    return [
+        (name, "".join(difflib.get_close_matches(name, known, n=1)))
+        for name in sorted(environment)
+        if name.startswith(f"{prefix}_") and name not in known
+    ]
+
+
+def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    if path is None or context.resilient_parsing:
+        return
+    values = read_settings(path, context.command)
+    context.default_map = {**(context.default_map or {}), **values}
+
+
+def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
+    """Read a settings file for one command: option names (either - or _), grouped in sections if one likes.
+
+    A section named after another command is passed over, so that one file serves several commands.
+
+    Raises:
+        ConfigError: no such file, not YAML, or a key that is no option; a near match is named.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not readable as YAML ({error})") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
+        )
+    options = _options(command)
+    from batchinfer.cli.commands import COMMANDS
+
+    values: dict[str, Any] = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if isinstance(value, dict) and name in COMMANDS and name != command.name:
+            continue
+        if isinstance(value, dict) and name in SECTIONS and command.name not in RUN_COMMANDS:
+            continue
+        if isinstance(value, dict) and (name in SECTIONS or name == command.name):
+            for inner, inner_value in value.items():
+                _put(values, options, path, str(inner), inner_value, f"{key}.{inner}")
+        else:
+            _put(values, options, path, str(key), value, str(key))
+    return values
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """Every spelling of every option, without dashes, and the parameter it sets."""
+    found: dict[str, click.Option] = {}
+    for parameter in command.params:
+        if (
+            isinstance(parameter, click.Option)
+            and parameter.name
+            and parameter.name != "config_file"
+        ):
+            for spelling in (parameter.name, *parameter.opts):
+                found[spelling.lstrip("-").replace("-", "_")] = parameter
+    return found
+
+
+def _put(
+    values: dict[str, Any],
+    options: dict[str, click.Option],
+    path: Path,
+    key: str,
+    value: Any,
+    shown: str,
+) -> None:
+    name = key.replace("-", "_")
+    if name not in options:
+        near = difflib.get_close_matches(name, options, n=1)
+        raise ConfigError(
+            f"--config {path}: unknown key {shown!r}",
+            hint=f"did you mean {near[0]!r}?"
+            if near
+            else "every key is the name of an option; see --help",
+        )
+    option = options[name]
+    assert option.name is not None
+    values[option.name] = _click_value(option, value)
+
+
+def _click_value(option: click.Option, value: Any) -> Any:
+    """Bring YAML's types to the form the option would have on the command line."""
+    if option.multiple:
+        if isinstance(value, dict):
+            return [f"{key}={json.dumps(item)}" for key, item in value.items()]
+        return (
+            [value]
+            if isinstance(value, str) or not isinstance(value, list)
+            else [_text(item) for item in value]
+        )
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return ",".join(_text(item) for item in value)
+    return (
+        value
+        if option.is_flag or isinstance(value, bool)
+        else _text(value)
+        if value is not None
+        else None
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# --------------------------------------------------------------------------- logging
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, event where there is one, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        entry: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for key in ("event", "fields"):
+            if hasattr(record, key):
+                entry[key] = getattr(record, key)
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure_logging() -> None:
+    """Send batchinfer's own log to stderr. Called once, by the command line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("batchinfer")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    # Each retry is in our own log; without a handler the library's bare event names would follow on stderr.
+    # gcsfs logs the traceback of what it then raises.
+    for library in ("stamina", "gcsfs"):
+        logging.getLogger(library).addHandler(logging.NullHandler())
+
+
+def _set_level(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
+    logging.getLogger("batchinfer").setLevel(value.upper())
+
+
+def _set_format(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
+    if value == "json":
+        for handler in logging.getLogger("batchinfer").handlers:
+            handler.setFormatter(JsonFormatter())

@@ -1,0 +1,293 @@
+"""`batchinfer collect`: a run's verified answers in input order: a table in files or on the Hub, or the lines."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchinfer import __version__
+from batchinfer.cli.settings import common_options
+from batchinfer.collect.destinations import (
+    Collected,
+    Destination,
+    FileDestination,
+    FolderDestination,
+    HubDestination,
+    suffix_of,
+)
+from batchinfer.collect.files import FORMATS, LINES
+from batchinfer.collect.lines import Concatenation
+from batchinfer.collect.reader import Selection, select
+from batchinfer.collect.table import SHARD_ROWS, CollectConfig, Collecting, Collection
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.storage.hub_upload import HubDataset, parse_address
+from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 10
+_LISTED = 1000
+_OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
+"""Endings of files that are not written; nobody means a folder by them."""
+
+
+def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
+    """Collect a run. The run is only read; DEST is create-only unless `overwrite`.
+
+    Every file at DEST is whole or absent. A crash leaves finished files and no `_COLLECTED` (on the Hub: nothing);
+    the same command then does it again. The same run and options give the same bytes.
+
+    Raises:
+        InputError: there is no such run, or DEST holds something else.
+        RunUnsound: chunks are missing or damaged, and `partial` was not asked for.
+    """
+    started = clock.monotonic()
+    kind = _check(config)
+    store = open_store(config.run)
+    selection = select(
+        store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests
+    )
+    _refuse_gaps(config, selection)
+    _refuse_inside(config, selection)
+    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    try:
+        dest = _open_dest(config, kind, scratch, open_store)
+        key = _key(config, kind, selection)
+        done = dest.prepare(key)
+        if done is not None:
+            return _result("UNCHANGED", config, kind, selection, done, clock.monotonic() - started)
+        collection: Collecting
+        if kind == LINES:
+            collection = Concatenation(config, selection, store, open_store, scratch)
+        else:
+            collection = Collection(config, kind, selection, store, open_store, scratch)
+        record = collection.write(dest, key)
+        dest.finish(record, lambda: collection.card(record))
+        status = "PARTIAL" if selection.gaps or collection.damaged else "SUCCESS"
+        result = _result(status, config, kind, selection, record, clock.monotonic() - started)
+        if isinstance(dest, HubDestination):
+            result["commit"] = dest.commit
+        return result
+    finally:
+        scratch.close()
+
+
+# --------------------------------------------------------------------------- what is asked
+
+
+def _check(config: CollectConfig) -> str:
+    """Check the options against each other and return the format."""
+    suffix = suffix_of(config.dest)
+    if not suffix and config.dest.lower().endswith(_OTHER_FILES):
+        endings = ", ".join(dict.fromkeys(FORMATS.values()))
+        raise ConfigError(
+            f"{config.dest}: is named like a file, expected a name in {endings}, or a folder",
+            hint="for JSON Lines: answers.jsonl",
+        )
+    by_name = next((name for name, ending in FORMATS.items() if ending == suffix), "")
+    if config.format and suffix and FORMATS[config.format] != suffix:
+        raise ConfigError(
+            f"--format {config.format}: but DEST is named {config.dest}",
+            hint="leave --format out, or name a folder",
+        )
+    if suffix and config.shard_rows is not None:
+        raise ConfigError(
+            f"--shard-rows: {config.dest} is one file", hint="name a folder to have several files"
+        )
+    if config.columns is not None and not config.with_source:
+        raise ConfigError("--columns: needs --with-source", hint="add --with-source")
+    kind = config.format or by_name or "parquet"
+    if kind == LINES:
+        _check_lines(config)
+    return kind
+
+
+def _check_lines(config: CollectConfig) -> None:
+    """Output lines go out as they are, so nothing that changes them can be asked for."""
+    for option, is_asked in (("--with-source", config.with_source), ("--explode", config.explode)):
+        if is_asked:
+            raise ConfigError(
+                f"{option}: --format {LINES} leaves the output lines as they are",
+                hint="choose another --format; the worker's --keep puts columns into the lines",
+            )
+    if config.dest.startswith("hf://"):
+        raise ConfigError(
+            f"{config.dest}: takes a table, not --format {LINES}", hint="choose another --format"
+        )
+
+
+def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
+    for gap in selection.gaps[:_SHOWN]:
+        logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
+    if len(selection.gaps) > _SHOWN:
+        logger.warning("… and %d chunks more", len(selection.gaps) - _SHOWN)
+    if selection.num_foreign:
+        logger.warning(
+            "%d objects in the run are not batchinfer's; passed over", selection.num_foreign
+        )
+    if not selection.gaps:
+        return
+    names = ", ".join(gap.chunk for gap in selection.gaps[:3])
+    more = ", …" if len(selection.gaps) > 3 else ""
+    what = f"{len(selection.gaps)} of {selection.num_chunks} chunks are not there or not sound ({names}{more})"
+    if not selection.sound:
+        raise RunUnsound(
+            f"{config.run}: no chunk is done yet",
+            hint=f"see how it goes: batchinfer status {config.run}",
+        )
+    if not config.partial:
+        raise RunUnsound(
+            f"{config.run}: {what}",
+            hint="add --partial to collect the others; `batchinfer verify` says what mends these",
+        )
+
+
+def _refuse_inside(config: CollectConfig, selection: Selection) -> None:
+    from batchinfer.split.sources import is_inside
+
+    for place in filter(None, (config.run, selection.job_url)):
+        if not config.dest.startswith("hf://") and is_inside(config.dest, place):
+            raise ConfigError(
+                f"{config.dest}: lies inside {place}, expected a place of its own",
+                hint="name another DEST",
+            )
+
+
+def _open_dest(
+    config: CollectConfig, kind: str, scratch: Scratch, open_store: OpenStore
+) -> Destination:
+    suffix = FORMATS[kind]
+    if config.dest.startswith("hf://"):
+        dataset = HubDataset(parse_address(config.dest), is_private=config.is_private)
+        return HubDestination(dataset, scratch.new_path("hub"), suffix, overwrite=config.overwrite)
+    if suffix_of(config.dest):
+        folder, name = split_name(config.dest)
+        return FileDestination(open_store(folder), name, overwrite=config.overwrite)
+    return FolderDestination(open_store(config.dest), suffix, overwrite=config.overwrite)
+
+
+def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
+    """Hash of what decides the bytes: the outputs and the options."""
+    return codec.fingerprint(
+        {
+            "version": __version__,
+            "fingerprint": selection.run.fingerprint,
+            "outputs": [marker.output_sha256 for _, marker in selection.sound],
+            "first_rows": [ref.first_row for ref, _ in selection.sound],
+            "format": kind,
+            "with_source": config.with_source,
+            "columns": config.columns,
+            "explode": config.explode,
+            "shard_rows": config.shard_rows,
+        }
+    )
+
+
+def _result(
+    status: str,
+    config: CollectConfig,
+    kind: str,
+    selection: Selection,
+    record: Collected,
+    seconds: float,
+) -> dict[str, Any]:
+    return {
+        "status": status,
+        "run": config.run,
+        "dest": config.dest,
+        "format": kind,
+        "fingerprint": record.fingerprint,
+        "chunks": record.chunks,
+        "rows": record.rows,
+        "rows_error": record.rows_error,
+        "files": len(record.files),
+        "file_rows": sum(file.rows for file in record.files),
+        "bytes": sum(file.bytes for file in record.files),
+        "missing_chunks": len(record.missing),
+        "missing": record.missing[:_LISTED],
+        "foreign_objects": selection.num_foreign,
+        "run_time_sec": round(seconds, 3),
+        "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,
+    }
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@click.command("collect")
+@click.argument("run")
+@click.argument("dest")
+@click.option(
+    "--format",
+    type=click.Choice(list(FORMATS)),
+    help="lines: the output lines byte for byte.  [default: by DEST's ending, else parquet]",
+)
+@click.option(
+    "--with-source", is_flag=True, help="Join the source's columns, read from the job's chunks."
+)
+@click.option("--columns", metavar="A,B", help="With --with-source: only these columns of it.")
+@click.option(
+    "--explode",
+    is_flag=True,
+    help="A table row for each answer (choice_index), in place of lists where a row has several.",
+)
+@click.option(
+    "--shard-rows",
+    type=click.IntRange(1),
+    help=f"Rows of the job a file.  [default: {SHARD_ROWS}]",
+)
+@click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
+@click.option(
+    "--private/--public",
+    default=True,
+    show_default=True,
+    help="Who sees a data set that is made on the Hub.",
+)
+@click.option(
+    "--job", metavar="URL", help="The job, where run.json and the run's place do not tell."
+)
+@click.option(
+    "--manifest",
+    "manifests",
+    multiple=True,
+    help="Chunks in order; for a run over a list without a job.json.",
+)
+@click.option(
+    "--scratch-dir", type=click.Path(path_type=Path), help="Local folder for files under way."
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Collect the verified answers of the run at RUN into DEST, in input order: as a table, or as they are.
+
+    DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
+    a marker vouches for are read, and their checksums are compared. An unfinished run is refused without --partial.
+    """
+    from batchinfer.storage.opening import open_store
+
+    columns = options["columns"]
+    config = CollectConfig(
+        run=layout.without_slash(options["run"]),
+        dest=layout.without_slash(options["dest"]),
+        format=options["format"] or "",
+        with_source=options["with_source"],
+        columns=[name.strip() for name in columns.split(",")] if columns else None,
+        explode=options["explode"],
+        shard_rows=options["shard_rows"],
+        partial=options["partial"],
+        overwrite=options["overwrite"],
+        is_private=options["private"],
+        job=options["job"],
+        manifests=list(options["manifests"]),
+        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
+    )
+    result = run_collect(config, open_store=open_store, clock=SystemClock())
+    for name in result["missing"][:_SHOWN]:
+        click.echo(f"missing: {name}", err=True)
+    return result

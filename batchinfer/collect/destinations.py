@@ -1,0 +1,244 @@
+"""Where a collection goes: a folder or one file in any store, or a data set on the Hub."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from batchinfer.collect.files import FORMATS, TableFile
+from batchinfer.core import codec
+from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
+from batchinfer.core.records import Record
+from batchinfer.storage import Store
+from batchinfer.storage.hub_upload import CARD, HubDataset
+
+logger = logging.getLogger(__name__)
+
+RECORD_KEY = "_COLLECTED"
+"""The last object written to a folder. Readers of data sets pass over such names (underscore, no ending)."""
+_OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
+_REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
+
+
+class CollectedFile(Record, frozen=True, kw_only=True):
+    """One file of a collected table."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Collected(Record, frozen=True, kw_only=True):
+    """`_COLLECTED`: what was collected, from what, into which files. Holds no time."""
+
+    key: str
+    """Hash of everything that decides the files' bytes."""
+    fingerprint: str
+    format: str
+    rows: int
+    rows_error: int
+    chunks: int
+    missing: list[str]
+    files: list[CollectedFile]
+
+
+class Destination(Protocol):
+    """Takes finished files one after the other, and a last word."""
+
+    def prepare(self, key: str) -> Collected | None:
+        """Look whether it is free. Returns what lies there if it is this very collection, complete."""
+        ...
+
+    def put(self, file: TableFile, index: int) -> str:
+        """Take a file and return its name. The file may be gone afterwards."""
+        ...
+
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:
+        """Everything is there."""
+        ...
+
+
+def put_all(dest: Destination, files: Iterable[TableFile]) -> list[CollectedFile]:
+    """Bring files to a destination, each as soon as it is finished."""
+    return [
+        CollectedFile(
+            name=dest.put(file, index), rows=file.rows, bytes=file.bytes, sha256=file.sha256
+        )
+        for index, file in enumerate(files)
+    ]
+
+
+def file_name(index: int, suffix: str) -> str:
+    """Name of a file.
+
+    >>> file_name(3, ".parquet")
+    'part-00003.parquet'
+    """
+    return f"part-{index:05d}{suffix}"
+
+
+def suffix_of(dest: str) -> str:
+    """The ending that makes a destination one file, else empty.
+
+    >>> suffix_of("out/answers.csv"), suffix_of("s3://bucket/answers")
+    ('.csv', '')
+    """
+    return next((suffix for suffix in FORMATS.values() if dest.lower().endswith(suffix)), "")
+
+
+class FolderDestination:
+    """A folder in a store. Each file is whole or absent; `_COLLECTED`, last, vouches for them all."""
+
+    def __init__(self, store: Store, suffix: str, *, overwrite: bool) -> None:
+        self._store = store
+        self._suffix = suffix
+        self._overwrite = overwrite
+        self._leftovers: set[str] = set()
+
+    def prepare(self, key: str) -> Collected | None:
+        """See Destination. Foreign data files are refused, files of an unfinished collection are replaced."""
+        there = [info.key for info in self._store.list("")]
+        if RECORD_KEY in there:
+            record = self._read_record()
+            if record is not None and record.key == key:
+                return record
+            if not self._overwrite:
+                raise InputError(
+                    f"{self._store.url}: holds another collection",
+                    hint="name another DEST, or add --overwrite to replace it",
+                )
+            self._store.delete([RECORD_KEY])
+        foreign = [name for name in there if suffix_of(name) and not _OURS.match(name)]
+        if foreign:
+            raise InputError(
+                f"{self._store.url}: holds data of something else ({foreign[0]}), expected an empty folder",
+                hint="name another DEST",
+            )
+        self._leftovers = {name for name in there if _OURS.match(name)}
+        return None
+
+    def _read_record(self) -> Collected | None:
+        try:
+            data = self._store.get(RECORD_KEY).data
+            return codec.decode(data, Collected, name=RECORD_KEY)
+        except (ObjectNotFound, InputError):
+            return None
+
+    def put(self, file: TableFile, index: int) -> str:
+        """See Destination."""
+        name = file_name(index, self._suffix)
+        try:
+            self._store.create_file(name, file.path)
+        except AlreadyExists:
+            if name not in self._leftovers:
+                raise _raced(self._store.url) from None
+            self._store.delete([name])
+            self._store.create_file(name, file.path)
+        self._leftovers.discard(name)
+        file.path.unlink()
+        return name
+
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - cards are the Hub's
+        """See Destination."""
+        self._store.delete(sorted(self._leftovers))
+        try:
+            self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        except AlreadyExists as error:
+            raise _raced(self._store.url) from error
+
+
+class FileDestination:
+    """One file in a store, by its name."""
+
+    def __init__(self, store: Store, name: str, *, overwrite: bool) -> None:
+        self._store = store
+        self._name = name
+        self._overwrite = overwrite
+
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - nothing tells what made a file
+        """See Destination."""
+        try:
+            self._store.stat(self._name)
+        except ObjectNotFound:
+            return None
+        if not self._overwrite:
+            raise InputError(
+                f"{self._store.url}/{self._name}: is there already",
+                hint="name another DEST, or add --overwrite to replace it",
+            )
+        return None
+
+    def put(self, file: TableFile, index: int) -> str:
+        """See Destination."""
+        assert index == 0
+        if self._overwrite:
+            self._store.delete([self._name])
+        try:
+            self._store.create_file(self._name, file.path)
+        except AlreadyExists as error:
+            raise _raced(f"{self._store.url}/{self._name}") from error
+        file.path.unlink()
+        return self._name
+
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:
+        """See Destination."""
+
+
+class HubDestination:
+    """A data set on the Hub: files gather in a local folder, and one commit at the end shows them all."""
+
+    def __init__(self, dataset: HubDataset, folder: Path, suffix: str, *, overwrite: bool) -> None:
+        self._dataset = dataset
+        self._folder = folder
+        self._suffix = suffix
+        self._overwrite = overwrite
+        self._has_card = False
+        self._delete: list[str] = []
+        self.commit = ""
+
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub itself knows equal files
+        """See Destination. A repository with data in it is refused; a card that is there stays."""
+        there = self._dataset.files()
+        self._has_card = CARD in there
+        data = [name for name in there if suffix_of(name)]
+        foreign = [
+            name
+            for name in data
+            if not (name.startswith("data/") and _OURS.match(name[len("data/") :]))
+        ]
+        if foreign or (data and not self._overwrite):
+            raise InputError(
+                f"{self._dataset.url}: holds data already ({(foreign or data)[0]})",
+                hint="name another data set"
+                + ("" if foreign else ", or add --overwrite to replace what was collected before"),
+            )
+        self._delete = _REPLACED if data else []
+        (self._folder / "data").mkdir(parents=True)
+        return None
+
+    def put(self, file: TableFile, index: int) -> str:
+        """See Destination."""
+        name = f"data/{file_name(index, self._suffix)}"
+        file.path.rename(self._folder / name)
+        return name
+
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:
+        """See Destination."""
+        if not self._has_card or self._overwrite:
+            (self._folder / CARD).write_text(card(), encoding="utf-8")
+        else:
+            logger.info("%s: its card stays as it is", self._dataset.url)
+        message = f"{record.rows:,} rows of the run {record.fingerprint}"
+        logger.info("uploading %d files to %s", len(record.files), self._dataset.url)
+        self.commit = self._dataset.upload(self._folder, message=message, delete=self._delete)
+
+
+def _raced(where: str) -> InputError:
+    return InputError(
+        f"{where}: somebody else writes there at the same time",
+        hint="let one command write to one place",
+    )

@@ -1,0 +1,378 @@
+"""Rows in files: typed parquet, JSON Lines, CSV or lines as they are; the same bytes from the same rows.
+
+The adapter around pyarrow; columns come in as lists of plain Python values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import msgspec
+
+from batchinfer.collect.kinds import JSON, Kind
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.formats.columns import LISTS, Shape
+from batchinfer.storage.scratch import scratch_errors
+
+LINES = "lines"
+"""Not a table but the run's own output lines, as they are."""
+FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", LINES: ".jsonl"}
+_GROUP_ROWS = 20_000
+_GROUP_BYTES = 64 << 20
+"""A row group is closed at whichever comes first; so much is held in memory."""
+_FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
+_HASH_BLOCK_BYTES = 1 << 20
+
+Columns = dict[str, Any]
+"""A list or a pyarrow array for each column, all equally long."""
+_encoder = msgspec.json.Encoder()
+
+
+class Rows(Protocol):
+    """Some consecutive rows of the job."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        ...
+
+    def part(self, start: int, stop: int) -> Self:
+        """Rows [start, stop)."""
+        ...
+
+
+R = TypeVar("R", bound=Rows)
+
+
+class TableFile(NamedTuple):
+    """A finished file in the scratch folder."""
+
+    path: Path
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Writer(Protocol):
+    """Writes one file."""
+
+    def write(self, columns: Columns) -> None:
+        """Append rows: one list a column, all equally long."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file."""
+        ...
+
+
+class Schema:
+    """Names and types of a table's columns, fixed before its first row.
+
+    Args:
+        shape: Columns of the answers.
+        source: Columns of the source by the name they have in the table, and their kinds.
+        dimension: Length of every embedding, 0 where there is none.
+        has_chunk: A column with the chunk's name stands first.
+    """
+
+    def __init__(
+        self, shape: Shape, source: dict[str, Kind], *, dimension: int = 0, has_chunk: bool = False
+    ) -> None:
+        self.source = source
+        self.names = [*(["chunk"] if has_chunk else []), *shape.names, *source]
+        self._shape = shape
+        self.dimension = dimension
+
+    def arrow(self) -> Any:
+        """The pyarrow schema."""
+        import pyarrow as pa
+
+        types = {
+            "row": pa.int64(),
+            "choice_index": pa.int32(),
+            "prompt_tokens": pa.int32(),
+            "cached_tokens": pa.int32(),
+            "completion_tokens": pa.int32(),
+            "texts": pa.list_(pa.string()),
+            "finish_reasons": pa.list_(pa.string()),
+            "embedding": pa.list_(pa.float32(), self.dimension),
+        }
+        if self._shape.answers == LISTS:
+            types |= dict.fromkeys(("reasoning", "tool_calls", "logprobs"), pa.list_(pa.string()))
+        return pa.schema(
+            [
+                pa.field(
+                    name,
+                    arrow_type(self.source[name])
+                    if name in self.source
+                    else types.get(name, pa.string()),
+                )
+                for name in self.names
+            ]
+        )
+
+
+def arrow_type(kind: Kind) -> Any:
+    """The pyarrow type of a settled kind."""
+    import pyarrow as pa
+
+    if isinstance(kind, str):
+        return {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}.get(kind, pa.string())
+    if kind[0] == "list":
+        return pa.list_(arrow_type(kind[1]))
+    return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind[1].items()])
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """The name of a source's column in a table that may have one of that name already.
+
+    >>> free_name("text", {"text"}), free_name("topic", {"text"})
+    ('source_text', 'topic')
+    """
+    while name in taken:
+        name = f"source_{name}"
+    return name
+
+
+def json_text(value: Any) -> str | None:
+    """A value as JSON text; None stays None."""
+    return None if value is None else _encoder.encode(value).decode()
+
+
+# --------------------------------------------------------------------------- writers
+
+
+class ShardWriter:
+    """Cuts a stream of columns into files of so many rows each.
+
+    Args:
+        kind: parquet, jsonl or csv; or lines, which has one column of lines as they are, LINES.
+        schema: The columns; None for lines.
+        folder: Where the files are built.
+        shard_rows: Rows of the job a file; None: one file.
+    """
+
+    def __init__(
+        self, kind: str, schema: Schema | None, folder: Path, shard_rows: int | None
+    ) -> None:
+        if kind not in FORMATS:
+            raise ConfigError(f"--format {kind}: expected one of {', '.join(FORMATS)}")
+        self._kind = kind
+        self._schema = schema
+        self._folder = folder
+        self._shard_rows = shard_rows
+        self._writer: Writer | None = None
+        self._path = folder
+        self._count = 0
+        self._rows = 0
+        self._lines = 0
+
+    def files(self, blocks: Iterable[R], columns_of: Callable[[R], Columns]) -> Iterator[TableFile]:
+        """Write blocks of rows one after the other, and yield each file when it is finished."""
+        for block in blocks:
+            start = 0
+            while start < block.num_rows:
+                stop = block.num_rows
+                if self._shard_rows is not None:
+                    stop = min(stop, start + self._shard_rows - self._rows)
+                self._write(columns_of(block.part(start, stop)), stop - start)
+                if self._rows == self._shard_rows:
+                    yield self._finish()
+                start = stop
+        if self._writer is not None:
+            yield self._finish()
+
+    def _write(self, columns: Columns, num_rows: int) -> None:
+        """Append columns that stand for so many rows of the job."""
+        if self._writer is None:
+            self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
+            self._count += 1
+            self._writer = _open_writer(self._kind, self._path, self._schema)
+        with scratch_errors(self._folder):
+            self._writer.write(columns)
+        self._rows += num_rows
+        self._lines += len(next(iter(columns.values())))
+
+    def _finish(self) -> TableFile:
+        """Close the open file."""
+        assert self._writer is not None
+        with scratch_errors(self._folder):
+            self._writer.close()
+            size, digest = _measure(self._path)
+        self._writer = None
+        lines, self._rows, self._lines = self._lines, 0, 0
+        return TableFile(self._path, lines, size, digest)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave no file open. What is unfinished stays in the scratch folder, which goes."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        # A disk that is full fails here once more; the error that is under way says it.
+        with scratch_errors(self._folder) if error is None else contextlib.suppress(OSError):
+            writer.close()
+
+
+def _open_writer(kind: str, path: Path, schema: Schema | None) -> Writer:
+    with scratch_errors(path.parent):
+        if schema is None:
+            return _LinesWriter(path)
+        if kind == "parquet":
+            return _ParquetWriter(path, schema)
+        return _JsonLinesWriter(path, schema) if kind == "jsonl" else _CsvWriter(path, schema)
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return path.stat().st_size, digest.hexdigest()
+
+
+def _to_batch(columns: Columns, schema: Any) -> Any:
+    """One record batch. A value that has no place in its column is an error, not a null."""
+    import pyarrow as pa
+
+    arrays = []
+    for field in schema:
+        values = columns[field.name]
+        try:
+            if isinstance(values, pa.Array):
+                arrays.append(values.cast(field.type))
+            else:
+                arrays.append(pa.array(values, field.type))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise InputError(
+                f"column {field.name!r}: a value is no {field.type} ({error})",
+                hint="did two configurations write to one run? `batchinfer verify --deep` tells",
+            ) from error
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class _ParquetWriter:
+    """Compresses one row group in a thread while the next one is gathered."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        from pyarrow import parquet
+
+        self._schema = schema.arrow()
+        few = [name for name in _FEW_VALUES if name in schema.names]
+        self._file = parquet.ParquetWriter(
+            path, self._schema, compression="zstd", compression_level=1, use_dictionary=few
+        )
+        self._held: list[Any] = []
+        self._held_rows = self._held_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parquet")
+        self._under_way: Future[None] | None = None
+
+    def write(self, columns: Columns) -> None:
+        batch = _to_batch(columns, self._schema)
+        self._held.append(batch)
+        self._held_rows += batch.num_rows
+        self._held_bytes += batch.nbytes
+        if self._held_rows >= _GROUP_ROWS or self._held_bytes >= _GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        try:
+            self._flush()
+            self._wait()
+        finally:
+            self._thread.shutdown()
+            self._file.close()
+
+    def _flush(self) -> None:
+        self._wait()
+        if self._held:
+            held, self._held, self._held_rows, self._held_bytes = self._held, [], 0, 0
+            self._under_way = self._thread.submit(self._write_group, held)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write_group(self, batches: list[Any]) -> None:
+        import pyarrow as pa
+
+        table = pa.Table.from_batches(batches, schema=self._schema)
+        self._file.write_table(table, row_group_size=table.num_rows)
+
+
+class _LinesWriter:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, columns: Columns) -> None:
+        self._file.writelines(columns[LINES])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _JsonLinesWriter:
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._names = schema.names
+        self._file = path.open("wb")
+
+    def write(self, columns: Columns) -> None:
+        names = self._names
+        rows = zip(*(_plain(columns[name]) for name in names), strict=True)
+        self._file.write(
+            _encoder.encode_lines([dict(zip(names, row, strict=True)) for row in rows])
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _CsvWriter:
+    """Texts are quoted and nulls are not, so that a reader can tell an empty answer from none."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        self._nested = [field.name for field in schema.arrow() if pa.types.is_nested(field.type)]
+        self._schema = pa.schema(
+            [
+                pa.field(field.name, pa.string() if field.name in self._nested else field.type)
+                for field in schema.arrow()
+            ]
+        )
+        self._file = csv.CSVWriter(str(path), self._schema)
+
+    def write(self, columns: Columns) -> None:
+        columns = columns | {
+            name: list(map(json_text, _plain(columns[name]))) for name in self._nested
+        }
+        self._file.write_batch(_to_batch(columns, self._schema))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(values: Any) -> list[Any]:
+    """A column as Python values."""
+    return values if isinstance(values, list) else list(values.to_pylist())
+
+
+def as_column(values: list[Any], kind: Kind) -> list[Any]:
+    """Values of a source's column as its kind has them: JSON text where kinds were mixed."""
+    return list(map(json_text, values)) if kind == JSON else values

@@ -1,0 +1,411 @@
+"""What of a run can be collected, and its rows in input order, every byte checked before any row of it is used.
+
+Read-only. Only outputs that the newest marker of a chunk vouches for are read. Memory is bounded by a block of lines,
+the disk by a few chunks and their outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
+from batchinfer.core.records import Job, Marker, Run
+from batchinfer.formats.arrow_lines import ArrowBlock, can_read
+from batchinfer.formats.columns import LineBlock, Shape
+from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.inventory import in_parallel, take_inventory
+from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.ledger.runs import refuse_edited
+from batchinfer.ledger.scope import find_scope
+from batchinfer.prompts import json_lines
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 20
+"""Larger blocks are slower: they do not fit the processor's caches."""
+_FETCHERS = 2
+_LOG_SECONDS = 10.0
+_ASK_VERIFY = "`batchinfer verify` says what mends it"
+_MEMORY_BYTES = 8 << 20
+"""Outputs up to this size stay in memory; a few for each fetcher are there at once."""
+CHUNKS, OUTPUTS = "chunks", "outputs"
+"""Where a source's columns can come from."""
+_OWN = (json_lines.ROW_FIELD, json_lines.ID_FIELD)
+
+
+class Gap(NamedTuple):
+    """A chunk that cannot be collected, and why: missing, corrupt or foreign."""
+
+    chunk: str
+    kind: str
+    problem: str
+
+
+class Selection(NamedTuple):
+    """The chunks of a run in input order, with their markers, and the gaps between them."""
+
+    run: Run
+    job: Job | None
+    job_url: str
+    sound: list[tuple[ChunkRef, Marker]]
+    gaps: list[Gap]
+    num_foreign: int
+    """Objects that are nothing of a run's."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the run should have."""
+        return len(self.sound) + len(self.gaps)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the chunks that are there."""
+        return sum(marker.rows_ok + marker.rows_error for _, marker in self.sound)
+
+
+def select(
+    store: Store,
+    open_store: OpenStore,
+    *,
+    now: float,
+    job_url: str | None = None,
+    manifests: list[str] | None = None,
+) -> Selection:
+    """Find out which outputs of a run count.
+
+    Args:
+        store: The run's.
+        open_store: Opens the job's.
+        now: Unix seconds.
+        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
+        manifests: The chunks, for a run that was made from a list without a job.json.
+
+    Raises:
+        InputError: no run there, one of a newer format version, or its job cannot be found; or run.json was edited.
+    """
+    inventory = take_inventory(store, now=now)
+    scope = find_scope(
+        store,
+        inventory,
+        open_store,
+        usage="batchinfer collect {} DEST",
+        job_url=job_url,
+        manifests=manifests,
+    )
+    refuse_edited(scope.run, url=store.url)
+    audit = scope.audit(inventory)
+    sound = audit.check_all()
+    if any(found.mend == "job" for found in audit.findings):
+        raise InputError(
+            f"{store.url}: was made from another job.json than the one at {scope.job_url}",
+            hint="name the run's own job with --job",
+        )
+    gaps = {
+        found.subject: Gap(found.subject, found.kind, found.problem)
+        for found in audit.findings
+        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in scope.expected
+    }
+    return Selection(
+        scope.run, scope.job, scope.job_url, sound, list(gaps.values()), len(inventory.unknown)
+    )
+
+
+# --------------------------------------------------------------------------- reading
+
+
+class Block(NamedTuple):
+    """Some consecutive rows of one chunk: answers, and beside them the source's columns if those are wanted."""
+
+    chunk: str
+    lines: LineBlock | ArrowBlock
+    source: list[dict[str, Any]] | None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return self.lines.num_rows
+
+    def part(self, start: int, stop: int) -> Block:
+        """Rows [start, stop)."""
+        source = None if self.source is None else self.source[start:stop]
+        return Block(self.chunk, self.lines.part(start, stop), source)
+
+
+class _Fetched(NamedTuple):
+    """An output that is what its marker says, here; or the problem with it."""
+
+    ref: ChunkRef
+    output: Path | bytes
+    blocks: list[ArrowBlock | LineBlock] | None = None
+    """The output's lines, if they were decoded already."""
+    chunk: Path | None = None
+    problem: str = ""
+
+    def pieces(self) -> Iterator[bytes]:
+        """The output, some whole lines at a time."""
+        with self._open() as output:
+            while data := output.read(_BLOCK_BYTES) + output.readline():
+                yield data
+
+    def _open(self) -> BinaryIO:
+        return io.BytesIO(self.output) if isinstance(self.output, bytes) else self.output.open("rb")
+
+    def remove(self) -> None:
+        """Give the space back."""
+        for path in (self.output, self.chunk):
+            if isinstance(path, Path):
+                path.unlink(missing_ok=True)
+
+
+_Decode = Callable[[_Fetched], Iterable[ArrowBlock | LineBlock]]
+
+
+class Reader:
+    """Reads a selection's rows in input order, as often as one likes. Says now and then how far it is.
+
+    Args:
+        selection: What counts.
+        store: The run's.
+        open_store: Opens the stores of chunks.
+        scratch: Room for a few outputs (and chunks).
+        is_partial: Leave damaged chunks out; otherwise the first one ends the reading.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        store: Store,
+        open_store: OpenStore,
+        scratch: Scratch,
+        *,
+        is_partial: bool,
+    ) -> None:
+        self.selection = selection
+        self._store = store
+        self._scratch = scratch
+        self._is_partial = is_partial
+        roots = {ref.root for ref, _ in selection.sound}
+        self._sources = {root: open_store(root) for root in roots}
+        self.damaged: dict[str, Gap] = {}
+        """Chunks whose bytes are not what the marker says; found while reading."""
+
+    def used(self) -> list[Marker]:
+        """Markers of the chunks that are not known to be damaged."""
+        return [marker for ref, marker in self.selection.sound if ref.name not in self.damaged]
+
+    def blocks(
+        self,
+        shape: Shape,
+        source_from: str = "",
+        columns: list[str] | None = None,
+        *,
+        doing: str = "read",
+    ) -> Iterator[Block]:
+        """Yield every row once, in input order.
+
+        Args:
+            shape: Columns of the answers.
+            source_from: Where to take the source's columns from: "chunks", "outputs" (what ``--keep`` kept) or "".
+            columns: Only these of them; None: all.
+            doing: What becomes of the rows, for the log.
+
+        Raises:
+            InputError: a line cannot be read although its checksum is right.
+            RunUnsound: a chunk is damaged, and a part is not enough.
+        """
+        is_plain = can_read(shape) and source_from != OUTPUTS
+        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else LineBlock)
+        bring = partial(
+            self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
+        )
+        read = _row_reader(columns) if source_from else None
+        progress = _Progress(self.selection.num_rows, doing)
+        for fetched, marker in self._outputs(bring):
+            blocks = fetched.blocks or decode(fetched)
+            for block in self._read(fetched, marker, blocks, read):
+                yield block
+                progress.add(block.num_rows)
+
+    def raw_lines(self) -> Iterator[list[bytes]]:
+        """Yield every output line once, in input order and as it is, with its newline; some at a time.
+
+        Raises:
+            InputError: an output has not as many lines as its marker counts rows.
+            RunUnsound: a chunk is damaged, and a part is not enough.
+        """
+        progress = _Progress(self.selection.num_rows, "written")
+        for fetched, marker in self._outputs(partial(self._fetch, decode=None, with_chunk=False)):
+            done = 0
+            for data in fetched.pieces():
+                if not data.endswith(b"\n"):
+                    raise InputError(
+                        f"{fetched.ref.name}: the last line of its output is cut off",
+                        hint=_ASK_VERIFY,
+                    )
+                found = io.BytesIO(data).readlines()
+                done += len(found)
+                yield found
+                progress.add(len(found))
+            _check_count(fetched, marker, done)
+
+    def _outputs(
+        self, bring: Callable[[tuple[ChunkRef, Marker]], _Fetched]
+    ) -> Iterator[tuple[_Fetched, Marker]]:
+        """Every output that is what its marker says, in input order; each is gone when the next one comes."""
+        sound = self.selection.sound
+        waiting = in_parallel(bring, sound, _FETCHERS)
+        for fetched, (ref, marker) in zip(waiting, sound, strict=True):
+            if fetched.problem:
+                self._note_damage(Gap(ref.name, CORRUPT, fetched.problem))
+                continue
+            try:
+                yield fetched, marker
+            finally:
+                fetched.remove()
+
+    def _note_damage(self, gap: Gap) -> None:
+        self.damaged[gap.chunk] = gap
+        if not self._is_partial:
+            raise RunUnsound(
+                f"{gap.chunk}: {gap.problem}",
+                hint="`batchinfer verify --deep` says what mends it; --partial leaves it out",
+            )
+
+    def _fetch(
+        self, pair: tuple[ChunkRef, Marker], *, decode: _Decode | None, with_chunk: bool
+    ) -> _Fetched:
+        """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread.
+
+        With `decode`, a small output is decoded here, too: for decoders that hold up no other thread (Arrow's).
+        """
+        ref, marker = pair
+        key = layout.output_key(marker.output)
+        try:
+            fetched, digest = self._bring(ref, marker, key)
+        except ObjectNotFound:
+            return _Fetched(ref, b"", problem=f"{key}: vanished while the run was read")
+        if digest != marker.output_sha256:
+            fetched.remove()
+            problem = (
+                f"{key}: has sha256 {digest[:12]}…, its marker says {marker.output_sha256[:12]}…"
+            )
+            return _Fetched(ref, b"", problem=problem)
+        if decode is not None and isinstance(fetched.output, bytes):
+            fetched = fetched._replace(output=b"", blocks=list(decode(fetched)))
+        if not with_chunk:
+            return fetched
+        local = fetch(self._sources[ref.root], ref, self._scratch)
+        fetched = fetched._replace(chunk=local.path)
+        if local.sha256 != marker.chunk_sha256:
+            fetched.remove()
+            return _Fetched(ref, b"", problem=f"{ref.key}: was changed since it was answered")
+        return fetched
+
+    def _bring(self, ref: ChunkRef, marker: Marker, key: str) -> tuple[_Fetched, str]:
+        """An output and its sha256: in memory if it is small, which saves writing and reading it once more."""
+        if marker.output_bytes <= _MEMORY_BYTES:
+            data = self._store.get(key).data
+            return _Fetched(ref, data), codec.sha256(data)
+        path = self._scratch.new_path(f"{ref.name}.output")
+        self._store.download(key, path)
+        with path.open("rb") as file:
+            return _Fetched(ref, path), codec.sha256_file(file)
+
+    @staticmethod
+    def _read(
+        fetched: _Fetched,
+        marker: Marker,
+        blocks: Iterable[ArrowBlock | LineBlock],
+        read: Callable[[bytes], dict[str, Any]] | None,
+    ) -> Iterator[Block]:
+        done = 0
+        with contextlib.ExitStack() as stack:
+            chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
+            for block in blocks:
+                done += block.num_rows
+                source = None
+                if read is not None and chunk is not None:
+                    source = [read(chunk.readline()) for _ in range(block.num_rows)]
+                elif read is not None and isinstance(block, LineBlock):
+                    source = list(map(read, block.sources()))
+                yield Block(fetched.ref.name, block, source)
+        _check_count(fetched, marker, done)
+
+
+def _check_count(fetched: _Fetched, marker: Marker, done: int) -> None:
+    if done != marker.rows_ok + marker.rows_error:
+        raise InputError(
+            f"{fetched.ref.name}: its output has {done} lines, the marker counts "
+            f"{marker.rows_ok + marker.rows_error} rows",
+            hint=_ASK_VERIFY,
+        )
+
+
+class _Progress:
+    """Says every few seconds how many rows are done."""
+
+    def __init__(self, total: int, doing: str) -> None:
+        self._total = total
+        self._doing = doing
+        self._seen = 0
+        self._shown = time.monotonic()
+
+    def add(self, num_rows: int) -> None:
+        self._seen += num_rows
+        if time.monotonic() - self._shown >= _LOG_SECONDS:
+            self._shown = time.monotonic()
+            logger.info("%d of %d rows %s", self._seen, self._total, self._doing)
+
+
+def _decode(
+    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | LineBlock]
+) -> Iterator[ArrowBlock | LineBlock]:
+    """An output's lines, a block at a time."""
+    row = fetched.ref.first_row
+    for data in fetched.pieces():
+        block = make(data, shape, row)
+        row += block.num_rows
+        yield block
+
+
+def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
+    """Decode a row's columns; a broken row has none."""
+    if columns is None:
+
+        def read_all(data: bytes) -> dict[str, Any]:
+            try:
+                row = json_lines.decode_object(data)
+            except RowError:
+                return {}
+            for name in _OWN:
+                row.pop(name, None)
+            return row
+
+        return read_all
+    project = json_lines.projection(columns)
+
+    def read(data: bytes) -> dict[str, Any]:
+        try:
+            values = project(data)
+        except RowError:
+            return {}
+        return {
+            name: value
+            for name, value in zip(columns, values, strict=True)
+            if value is not msgspec.UNSET
+        }
+
+    return read

@@ -1,0 +1,250 @@
+"""One collection under way: from a run's rows to the finished files of a table and the record of them."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from batchinfer.collect.card import CardFacts, make_card
+from batchinfer.collect.destinations import (
+    Collected,
+    CollectedFile,
+    Destination,
+    put_all,
+    suffix_of,
+)
+from batchinfer.collect.files import (
+    FORMATS,
+    Columns,
+    Schema,
+    ShardWriter,
+    TableFile,
+    as_column,
+    free_name,
+)
+from batchinfer.collect.kinds import Kind, Observer
+from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Record
+from batchinfer.formats.columns import shape_of
+from batchinfer.ledger.jobs import OpenStore
+from batchinfer.storage import Store
+from batchinfer.storage.hub_upload import parse_address
+from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+SHARD_ROWS = 100_000
+
+
+class CollectConfig(Record, frozen=True, kw_only=True):
+    """What to collect, and into what. `format` empty: by DEST's ending, else parquet."""
+
+    run: str
+    dest: str
+    format: str = ""
+    with_source: bool = False
+    columns: list[str] | None = None
+    explode: bool = False
+    shard_rows: int | None = None
+    partial: bool = False
+    overwrite: bool = False
+    is_private: bool = True
+    job: str | None = None
+    manifests: list[str] = []
+    scratch_dir: str | None = None
+
+
+class Collecting(Protocol):
+    """One collection under way, of whatever kind."""
+
+    @property
+    def damaged(self) -> list[str]:
+        """Chunks that turned out to be damaged when they were read."""
+        ...
+
+    def write(self, dest: Destination, key: str) -> Collected:
+        """Write every row and return the record of it."""
+        ...
+
+    def card(self, record: Collected) -> str:
+        """The card of what was written, for the Hub."""
+        ...
+
+
+def shard_rows_of(config: CollectConfig) -> int | None:
+    """Rows of the job a file; None: all in one."""
+    return None if suffix_of(config.dest) else config.shard_rows or SHARD_ROWS
+
+
+def make_record(
+    reader: Reader, files: list[CollectedFile], *, key: str, kind: str, rows_error: int
+) -> Collected:
+    """The record of everything that `reader` gave; says which chunks turned out to be damaged."""
+    for gap in reader.damaged.values():
+        logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
+    selection, used = reader.selection, reader.used()
+    return Collected(
+        key=key,
+        fingerprint=selection.run.fingerprint,
+        format=kind,
+        rows=sum(marker.rows_ok + marker.rows_error for marker in used),
+        rows_error=rows_error,
+        chunks=len(used),
+        missing=[*(gap.chunk for gap in selection.gaps), *reader.damaged],
+        files=files,
+    )
+
+
+class _Source(NamedTuple):
+    """The source's columns: where they come from, and by their own name what they are called and hold."""
+
+    place: str
+    names: dict[str, str]
+    kinds: dict[str, Kind]
+
+
+class Collection:
+    """A table under way. Implements Collecting."""
+
+    def __init__(
+        self,
+        config: CollectConfig,
+        kind: str,
+        selection: Selection,
+        store: Store,
+        open_store: OpenStore,
+        scratch: Scratch,
+    ) -> None:
+        self._config = config
+        self._kind = kind
+        self._selection = selection
+        self._scratch = scratch
+        self._shape = shape_of(selection.run.config, explode=config.explode)
+        self._reader = Reader(selection, store, open_store, scratch, is_partial=config.partial)
+        self._unshown = 0
+        self._schema = Schema(self._shape, {})
+        self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._errors: Counter[str] = Counter()
+
+    @property
+    def damaged(self) -> list[str]:
+        """Chunks that turned out to be damaged when they were read."""
+        return list(self._reader.damaged)
+
+    def write(self, dest: Destination, key: str) -> Collected:
+        """Write every row and return the record of it."""
+        source = self._find_source()
+        self._schema = Schema(
+            self._shape,
+            {source.names[name]: kind for name, kind in source.kinds.items()},
+            dimension=self._dimension() if self._shape.has_embedding else 0,
+            has_chunk=self._selection.job is None,
+        )
+        files = put_all(dest, self._files(source))
+        if self._unshown:
+            logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
+        rows_error = self._errors.total()
+        return make_record(self._reader, files, key=key, kind=self._kind, rows_error=rows_error)
+
+    # -- what is known before the first row
+
+    def _find_source(self) -> _Source:
+        """Look at every value of the source's columns once, so that all files have the same types."""
+        kept = (self._selection.run.config.get("prompt") or {}).get("keep")
+        place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
+        if not place:
+            return _Source("", {}, {})
+        logger.info("looking at the types of the source's columns")
+        observer = Observer()
+        for block in self._reader.blocks(
+            self._shape, place, self._config.columns, doing="looked at"
+        ):
+            for row in block.source or ():
+                observer.see(row)
+        kinds = observer.kinds()
+        for name in self._config.columns or ():
+            if name not in kinds:
+                job = self._selection.job
+                known = job.columns if job is not None else []
+                near = difflib.get_close_matches(name, known, n=1)
+                raise InputError(
+                    f"--columns: no row has a column {name!r}"
+                    + (f", expected some of: {', '.join(known[:30])}" if known else ""),
+                    hint=f"did you mean {near[0]}?" if near else "check the spelling",
+                )
+        taken = {*self._shape.names, "chunk"}
+        names = {name: free_name(name, taken) for name in kinds}
+        return _Source(place, names, kinds)
+
+    def _dimension(self) -> int:
+        """Length of the run's embeddings: that of the first."""
+        for block in self._reader.blocks(self._shape):
+            if block.lines.dimension:
+                return block.lines.dimension
+        raise InputError(
+            f"{self._config.run}: not one row has an embedding",
+            hint=f"see what failed: batchinfer status {self._config.run}",
+        )
+
+    # -- rows
+
+    def _files(self, source: _Source) -> Iterator[TableFile]:
+        rows = shard_rows_of(self._config)
+        with ShardWriter(self._kind, self._schema, self._scratch.folder, rows) as writer:
+            blocks = self._reader.blocks(
+                self._shape, source.place, list(source.names) or None, doing="written"
+            )
+            yield from writer.files(blocks, partial(self._columns, source=source))
+
+    def _columns(self, block: Block, source: _Source) -> Columns:
+        columns, indices = block.lines.columns()
+        self._count(block)
+        rows = block.source
+        if rows is not None and indices is not None:
+            rows = [rows[index] for index in indices]
+        for name, kind in source.kinds.items():
+            values = [row.get(name) for row in rows or ()]
+            columns[source.names[name]] = as_column(values, kind)
+        if self._selection.job is None:
+            columns["chunk"] = [block.chunk] * len(columns["row"])
+        return columns
+
+    def _count(self, block: Block) -> None:
+        found = block.lines.counts()
+        self._unshown += block.lines.num_unshown()
+        self._errors.update(found.errors)
+        counts = self._counts
+        counts["prompt_tokens"] += found.prompt_tokens
+        counts["completion_tokens"] += found.completion_tokens
+
+    def card(self, record: Collected) -> str:
+        """The card of what was written."""
+        job = self._selection.job
+        total = sum(chunk.rows for chunk in job.chunks) if job is not None else record.rows
+        limit = self._selection.run.config.get("limit")
+        return make_card(
+            self._selection.run,
+            CardFacts(
+                name=parse_address(self._config.dest).repo,
+                columns={field.name: str(field.type) for field in self._schema.arrow()},
+                lines=sum(file.rows for file in record.files),
+                rows=record.rows,
+                rows_error=record.rows_error,
+                rows_missing=min(total, limit or total) - record.rows,
+                errors=dict(sorted(self._errors.items(), key=lambda item: (-item[1], item[0]))),
+                prompt_tokens=self._counts["prompt_tokens"],
+                completion_tokens=self._counts["completion_tokens"],
+                sources=[_public(source.url) for source in job.sources] if job is not None else [],
+                path=f"data/part-*{FORMATS[self._kind]}",
+            ),
+        )
+
+
+def _public(url: str) -> str:
+    """A source as strangers may read it: of paths and private buckets only the last name."""
+    return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]

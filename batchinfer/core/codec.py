@@ -1,0 +1,120 @@
+"""Records to bytes and back, checksums, fingerprint. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from batchinfer.core.errors import InputError, NewerVersion
+from batchinfer.core.records import FORMAT_VERSION
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+_sorted_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def encode(record: Any) -> bytes:
+    """One JSON object, no newline."""
+    return _encoder.encode(record)
+
+
+def encode_pretty(record: Any) -> bytes:
+    """The same for people: indented, final newline. Deterministic."""
+    return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
+
+
+_DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it"
+
+
+def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
+    """Decode one stored record. `hint` is what to do where it is damaged.
+
+    Raises:
+        NewerVersion: `data` is of a newer format version that no longer looks like ours.
+        InputError: `data` is no such record; the message names `name` and the offending field.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        check_version(data, name=name)
+        what = "empty" if not data else str(error)
+        raise InputError(
+            f"{name}: not a readable {kind.__name__.lower()} record ({what})",
+            hint=hint,
+        ) from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int = 0
+
+
+def check_version(data: bytes, *, name: str) -> None:
+    """Refuse a record of a newer format version, whatever else it holds. What cannot be read passes.
+
+    Raises:
+        NewerVersion: it says that it is newer than this program.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format_version
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+        return
+    if version > FORMAT_VERSION:
+        raise NewerVersion(
+            f"{name}: format version {version}, this batchinfer reads up to {FORMAT_VERSION}",
+            hint="upgrade batchinfer",
+        )
+
+
+def sha256(data: bytes) -> str:
+    """Hexadecimal sha256."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(file: BinaryIO) -> str:
+    """Hexadecimal sha256 of a file from its current position."""
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # any binary file will do
+
+
+def fingerprint(config: dict[str, Any]) -> str:
+    """Short stable hash of a run's configuration: key order does not matter.
+
+    >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(_sorted_encoder.encode(config)).hexdigest()[:32]
+
+
+def row_seed(run_seed: int, chunk: str, line: int) -> int:
+    """63 bits that depend on the run's seed and the row's key alone (promise P9).
+
+    >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
+    True
+    """
+    return row_seeds(run_seed, chunk)(line)
+
+
+def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
+    """`row_seed` for many lines of one chunk: what they share is hashed once."""
+    shared = hashlib.blake2b(f"{run_seed}\0{chunk}\0".encode(), digest_size=8)
+
+    def seed(line: int) -> int:
+        digest = shared.copy()
+        digest.update(b"%d" % line)
+        return int.from_bytes(digest.digest(), "big") >> 1
+
+    return seed
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a JSON Lines file without their newline, split on that byte only; a final one makes no line."""
+    for line in file:
+        yield line[:-1] if line.endswith(b"\n") else line
+
+
+def raw(data: bytes) -> msgspec.Raw:
+    """Bytes that are JSON already, to be embedded as they are."""
+    return msgspec.Raw(data)

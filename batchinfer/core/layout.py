@@ -1,0 +1,188 @@
+"""Every key under JOB/ and RUN/ is spelled here and nowhere else. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from batchinfer.core.errors import InputError
+
+JOB_KEY = "job.json"
+RUN_KEY = "run.json"
+STOP_KEY = "stop.json"
+CHUNKS = "chunks/"
+MANIFESTS = "manifests/"
+ALL_MANIFEST = "manifests/all.txt"
+RUNS = "runs/"
+OUTPUTS = "outputs/"
+CHECKPOINTS = "checkpoints/"
+CLAIMS = "claims/"
+WORKERS = "workers/"
+PROBES = "probes/"
+MARKER_SUFFIX = ".succeed"
+
+_MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
+_SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<worker>.+)-(?P<seq>[0-9]{6})\.jsonl$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+
+
+def is_chunk_name(name: str) -> bool:
+    """Whether a name from a job.json can be part of keys.
+
+    >>> is_chunk_name("part-00007"), is_chunk_name("../evil"), is_chunk_name("")
+    (True, False, False)
+    """
+    return _NAME.match(name) is not None
+
+
+def chunk_name(index: int, num_chunks: int) -> str:
+    """Name a chunk: five digits, or as many as the last index needs.
+
+    >>> chunk_name(7, 200)
+    'part-00007'
+    """
+    width = max(5, len(str(num_chunks - 1)))
+    return f"part-{index:0{width}d}"
+
+
+def chunk_file(name: str, compression: str) -> str:
+    """Key of a chunk relative to its job.
+
+    >>> chunk_file("part-00007", "zstd")
+    'chunks/part-00007.jsonl.zst'
+    """
+    return f"{CHUNKS}{name}.jsonl{'.zst' if compression == 'zstd' else ''}"
+
+
+def stem(path: str) -> str:
+    """Name of the chunk that a path or URL holds: its last component without .jsonl and .zst.
+
+    >>> stem("s3://b/chunks/part-00007.jsonl.zst")
+    'part-00007'
+    """
+    name = path.rsplit("/", 1)[-1]
+    for suffix in (".zst", ".zstd"):
+        name = name.removesuffix(suffix)
+    return name.removesuffix(".jsonl")
+
+
+def worker_manifest(index: int, num_workers: int) -> str:
+    """Key of one worker's manifest.
+
+    >>> worker_manifest(3, 16)
+    'manifests/worker-00003.txt'
+    """
+    width = max(5, len(str(num_workers - 1)))
+    return f"{MANIFESTS}worker-{index:0{width}d}.txt"
+
+
+def output_file(name: str, nonce: str = "") -> str:
+    """File name in outputs/ of a chunk's output; with a nonce where the plain name is taken.
+
+    >>> output_file("part-00007"), output_file("part-00007", "3f2a")
+    ('part-00007.jsonl', 'part-00007.3f2a.jsonl')
+    """
+    return f"{name}.{nonce}.jsonl" if nonce else f"{name}.jsonl"
+
+
+def output_key(file: str) -> str:
+    """Key of an output, by its file name."""
+    return OUTPUTS + file
+
+
+def chunks_of_output(key: str) -> tuple[str, ...]:
+    """Chunks that an output's key may belong to: its name, and its name without a nonce. Empty for other keys.
+
+    >>> chunks_of_output("outputs/part-00007.3f2a.jsonl")
+    ('part-00007.3f2a', 'part-00007')
+    """
+    file = key.removeprefix(OUTPUTS)
+    if not file.endswith(".jsonl") or "/" in file:
+        return ()
+    name = file.removesuffix(".jsonl")
+    without_nonce, dot, _ = name.rpartition(".")
+    return (name, without_nonce) if dot else (name,)
+
+
+def marker_key(name: str, generation: int = 0) -> str:
+    """Key of a chunk's marker. It is named after the chunk, whatever name the output took.
+
+    >>> marker_key("part-00007"), marker_key("part-00007", 2)
+    ('outputs/part-00007.jsonl.succeed', 'outputs/part-00007.jsonl.succeed.2')
+    """
+    suffix = f".{generation}" if generation else ""
+    return f"{OUTPUTS}{name}.jsonl{MARKER_SUFFIX}{suffix}"
+
+
+def parse_marker(key: str) -> tuple[str, int] | None:
+    """Return (chunk name, generation) of a marker's key, or None for any other key.
+
+    >>> parse_marker("outputs/part-00007.jsonl.succeed.2")
+    ('part-00007', 2)
+    """
+    match = _MARKER.match(key.removeprefix(OUTPUTS))
+    if match is None:
+        return None
+    return stem(match["output"]), int(match["generation"] or 0)
+
+
+def checkpoint_prefix(name: str) -> str:
+    """Prefix of a chunk's segments."""
+    return f"{CHECKPOINTS}{name}/"
+
+
+def segment_key(name: str, epoch: int, worker: str, seq: int) -> str:
+    """Key of one checkpoint segment.
+
+    >>> segment_key("part-00007", 1, "w0", 3)
+    'checkpoints/part-00007/000001-w0-000003.jsonl'
+    """
+    return f"{CHECKPOINTS}{name}/{epoch:06d}-{worker}-{seq:06d}.jsonl"
+
+
+def parse_segment(key: str) -> tuple[str, int, str, int] | None:
+    """Return (chunk name, epoch, worker, seq) of a segment's key, or None."""
+    name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
+    match = _SEGMENT.match(file)
+    if match is None:
+        return None
+    return name, int(match["epoch"]), match["worker"], int(match["seq"])
+
+
+def claim_key(name: str) -> str:
+    """Key of a chunk's claim."""
+    return f"{CLAIMS}{name}.json"
+
+
+def worker_key(worker_id: str) -> str:
+    """Key of a worker's record. Raises InputError for an id that could leave the folder."""
+    if not _NAME.match(worker_id):
+        raise InputError(
+            f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
+            hint="pass another --worker-id",
+        )
+    return f"{WORKERS}{worker_id}.json"
+
+
+def without_slash(url: str) -> str:
+    """A path or URL without slashes at its end, as long as it still names the same.
+
+    >>> without_slash("s3://b/run/"), without_slash("s3://"), without_slash("/")
+    ('s3://b/run', 's3://', '/')
+    """
+    stripped = url.rstrip("/")
+    return stripped if stripped and not stripped.endswith(":") else url
+
+
+def run_url(job_url: str, run_name: str) -> str:
+    """Default place of a run below its job."""
+    return f"{job_url.rstrip('/')}/runs/{run_name}"
+
+
+def job_above(run_url: str) -> str:
+    """The job that a run at its default place lies in; empty for a run that lies elsewhere.
+
+    >>> job_above("s3://bucket/job/runs/llama"), job_above("s3://bucket/answers")
+    ('s3://bucket/job', '')
+    """
+    job, slash, name = run_url.rstrip("/").rpartition(f"/{RUNS}")
+    return job if slash and name and "/" not in name else ""

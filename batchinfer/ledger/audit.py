@@ -1,0 +1,285 @@
+"""Proof that a run is complete and sound: its markers, outputs and chunks against each other. Read-only.
+
+What holds afterwards (promises P1 to P4 and P6): every chunk of the job has a marker that can be read, is of this run
+and this chunk, counts exactly the chunk's rows and names an output of the right size. With `is_deep`, also: every
+output has the marker's sha256, and line by line the right row, in order, with the right id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from batchinfer.core import layout
+from batchinfer.core.records import Marker, Record, Run
+from batchinfer.ledger.inventory import Inventory
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.runs import edit_of
+from batchinfer.storage import ObjectInfo
+
+MISSING = "missing"
+CORRUPT = "corrupt"
+FOREIGN = "foreign"
+LEFTOVER = "leftover"
+KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One thing that is not as it should be. Everything but a leftover makes the run unsound."""
+
+    kind: str
+    subject: str
+    """The chunk, or the key of the object."""
+    problem: str
+    mend: str
+    """What mends it: what `verify.cure` knows."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the sound chunks add up to."""
+
+    chunks: int = 0
+    rows_ok: int = 0
+    rows_error: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    output_bytes: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def add(self, marker: Marker) -> None:
+        """Count a sound chunk."""
+        self.chunks += 1
+        self.rows_ok += marker.rows_ok
+        self.rows_error += marker.rows_error
+        self.prompt_tokens += marker.prompt_tokens
+        self.completion_tokens += marker.completion_tokens
+        self.output_bytes += marker.output_bytes
+        for code, count in marker.errors.items():
+            self.errors[code] = self.errors.get(code, 0) + count
+
+
+class Audit:
+    """Checks one run.
+
+    Args:
+        run: run.json.
+        job_sha256: Of the job.json that was found; empty for lists from elsewhere.
+        expected: The chunks that must be done, by name, cut to the run's --limit.
+        known: Names of all chunks of the job, whether they must be done or not; None where nobody knows them.
+        inventory: What lies there.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Run,
+        job_sha256: str,
+        expected: dict[str, ChunkRef],
+        known: Collection[str] | None,
+        inventory: Inventory,
+    ) -> None:
+        self._run = run
+        self._job_sha256 = job_sha256
+        self._expected = expected
+        self._known = None if known is None else {*known, *expected}
+        self._inventory = inventory
+        self.totals = Totals()
+        self.findings: list[Finding] = []
+
+    def check_all(self) -> list[tuple[ChunkRef, Marker]]:
+        """Check everything that needs no reading of outputs. Return the chunks that are sound so far."""
+        if self._is_edited() or self._is_of_another_job():
+            # By the wrong job every chunk looks foreign, and what is named to mend that would destroy sound ones;
+            # by a limit that was edited, chunks are out of sight.
+            return []
+        sound = []
+        for name, ref in self._expected.items():
+            marker = self._check_chunk(name, ref)
+            if marker is not None:
+                sound.append((ref, marker))
+        self.findings += self._strangers()
+        self.findings += leftovers(self._inventory, self._known)
+        return sound
+
+    def count(self, marker: Marker) -> None:
+        """Count a chunk that has passed every check."""
+        self.totals.add(marker)
+
+    def add(self, kind: str, subject: str, problem: str, mend: str) -> None:
+        """Note a finding."""
+        self.findings.append(Finding(kind=kind, subject=subject, problem=problem, mend=mend))
+
+    def _is_edited(self) -> bool:
+        problem = edit_of(self._run)
+        if problem:
+            self.add(CORRUPT, layout.RUN_KEY, problem, "run")
+        return bool(problem)
+
+    def _is_of_another_job(self) -> bool:
+        wanted = str(self._run.config.get("job_sha256") or "")
+        if wanted == self._job_sha256:
+            return False
+        self.add(
+            FOREIGN,
+            layout.RUN_KEY,
+            f"the run is of the job.json with sha256 {wanted[:12] or '(none)'}…, "
+            f"this one has {self._job_sha256[:12] or '(none)'}…",
+            "job",
+        )
+        return True
+
+    def _check_chunk(self, name: str, ref: ChunkRef) -> Marker | None:
+        newest = self._inventory.newest(name)
+        if newest is None:
+            self.add(MISSING, name, self._where(name), "worker")
+            return None
+        damaged = self._inventory.damaged_markers.get(name, {}).get(newest)
+        if damaged is not None:
+            self.add(CORRUPT, name, f"{damaged.info.key}: {damaged.problem}", "redo")
+            return None
+        marker = self._inventory.markers[name][newest]
+        for kind, problem in self._problems(name, ref, newest, marker):
+            self.add(kind, name, problem, "redo")
+            return None
+        return marker
+
+    def _where(self, name: str) -> str:
+        """What is known of a chunk without a marker."""
+        owner = self._inventory.claims.get(name)
+        if owner is not None and owner.is_alive:
+            return f"not done yet: worker {owner.claim.worker} is at it"
+        num_segments = len(self._inventory.segments.get(name, ()))
+        return f"not done; {num_segments} checkpoint segments" if num_segments else "not done"
+
+    def _problems(
+        self, name: str, ref: ChunkRef, generation: int, marker: Marker
+    ) -> Iterator[tuple[str, str]]:
+        """What is wrong with a marker, the gravest first."""
+        key = layout.marker_key(name, generation)
+        if marker.fingerprint != self._run.fingerprint:
+            yield (
+                FOREIGN,
+                f"{key}: of the run {marker.fingerprint}, this is {self._run.fingerprint}",
+            )
+        if marker.chunk != ref.key or marker.generation != generation:
+            yield (
+                FOREIGN,
+                (
+                    f"{key}: speaks of {marker.chunk}, generation {marker.generation}, "
+                    f"expected {ref.key}, generation {generation}"
+                ),
+            )
+        if ref.sha256 is not None and marker.chunk_sha256 != ref.sha256:
+            yield (
+                FOREIGN,
+                (
+                    f"{key}: of a chunk with sha256 {marker.chunk_sha256[:12]}…, "
+                    f"job.json says {ref.sha256[:12]}…"
+                ),
+            )
+        if name not in layout.chunks_of_output(layout.output_key(marker.output)):
+            yield FOREIGN, f"{key}: names the output {marker.output}, expected one of this chunk"
+        output = self._inventory.outputs.get(marker.output)
+        if output is None:
+            yield CORRUPT, f"{key}: its output {marker.output} is gone"
+        elif output.bytes != marker.output_bytes:
+            yield (
+                CORRUPT,
+                f"{output.key}: {output.bytes} bytes, its marker says {marker.output_bytes}",
+            )
+        yield from self._wrong_counts(key, ref, marker)
+
+    @staticmethod
+    def _wrong_counts(key: str, ref: ChunkRef, marker: Marker) -> Iterator[tuple[str, str]]:
+        rows = ref.rows if ref.row_limit is None else ref.row_limit
+        total = marker.rows_ok + marker.rows_error
+        if rows is not None and total != rows:
+            yield CORRUPT, f"{key}: counts {total} rows, the chunk has {rows}"
+        if min(marker.rows_ok, marker.rows_error) < 0:
+            yield CORRUPT, f"{key}: counts {marker.rows_ok} and {marker.rows_error} rows"
+        if sum(marker.errors.values()) not in {0, marker.rows_error}:
+            yield (
+                CORRUPT,
+                f"{key}: {marker.rows_error} error rows, by code {sum(marker.errors.values())}",
+            )
+
+    def _strangers(self) -> Iterator[Finding]:
+        """Markers of chunks that the job does not have."""
+        if self._known is None:
+            return
+        for name in sorted(self._inventory.marker_infos.keys() - self._known):
+            if self._inventory.marker_infos[name]:
+                yield _finding(FOREIGN, name, "has a marker, but the job has no such chunk", "redo")
+
+
+def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
+    """What dead workers left, and what else is there that nobody needs. None of it changes what readers see.
+
+    One exception: nobody knows the epoch in a worker's record that cannot be read, so that worker cannot start again.
+    """
+    yield from _left_of_chunks(inventory, known)
+    for damaged in inventory.damaged_claims.values():
+        yield _finding(LEFTOVER, damaged.info.key, damaged.problem, "clean")
+    for damaged in inventory.damaged_workers.values():
+        yield _finding(CORRUPT, damaged.info.key, damaged.problem, "clean")
+    for info in inventory.probes:
+        yield _finding(LEFTOVER, info.key, "a probe of the store", "clean")
+    if inventory.stop is not None:
+        yield _finding(LEFTOVER, inventory.stop.key, "the run is stopped: workers exit", "resume")
+    for info in inventory.unknown:
+        yield _finding(LEFTOVER, info.key, "nothing that batchinfer writes", "hand")
+
+
+def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
+    def is_stranger(name: str) -> bool:
+        return known is not None and name not in known
+
+    for name, info in inventory.orphans():
+        if inventory.damaged_markers.get(name):
+            continue  # the marker may name it; once that is mended, it is a leftover or not
+        if inventory.is_passed_over(name, info):
+            yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
+        elif is_stranger(name):
+            yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
+        elif inventory.standing(name) is None:
+            # Once the chunk is done, by the command that is named for it.
+            yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
+    for name, owner in inventory.claims.items():
+        if inventory.standing(name) is not None and not owner.is_alive:
+            yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
+        elif is_stranger(name) and not owner.is_alive:
+            yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
+    for name, infos in inventory.segments.items():
+        left = [info for info in infos if inventory.is_passed_over(name, info)]
+        if left:
+            yield _finding(LEFTOVER, left[0].key, f"{len(left)} segments of a done chunk", "clean")
+        elif is_stranger(name):
+            yield from _segments_of_no_chunk(infos)
+    yield from _superseded(inventory)
+
+
+def _segments_of_no_chunk(infos: Iterable[ObjectInfo]) -> Iterator[Finding]:
+    """To `clean`, which does not know the job, they are an unfinished chunk's; so each is named."""
+    for info in infos:
+        yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
+
+
+def _superseded(inventory: Inventory) -> Iterator[Finding]:
+    for name, generations in inventory.damaged_markers.items():
+        for generation, damaged in generations.items():
+            if generation != inventory.newest(name):
+                problem = f"superseded, and {damaged.problem}"
+                yield _finding(LEFTOVER, damaged.info.key, problem, "hand")
+
+
+def _finding(kind: str, subject: str, problem: str, mend: str) -> Finding:
+    return Finding(kind=kind, subject=subject, problem=problem, mend=mend)
+
+
+def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
+    """How many findings there are of each kind, zeros included."""
+    counts = dict.fromkeys(KINDS, 0)
+    for finding in findings:
+        counts[finding.kind] += 1
+    return counts

@@ -1,0 +1,341 @@
+"""Manifests: which chunks a worker has to do, and where they lie.
+
+A manifest may come from a bucket that others write to, so its lines are held below one root unless the user says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import posixpath
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
+from batchinfer.core.records import Job
+from batchinfer.prompts import PromptConfig
+from batchinfer.storage import Store
+
+logger = logging.getLogger(__name__)
+
+OpenStore = Callable[[str], Store]
+
+_TABLES = ("parquet", "csv")
+"""Formats in which every row has the same columns, so that job.json knows them all."""
+
+
+class ChunkRef(NamedTuple):
+    """One chunk to do. `rows`, `bytes` and `sha256` are None where no job.json vouches for them.
+
+    `row_limit` is how many of its first rows count (``--limit``), None for all. `generation` is the one to publish: 0,
+    or more when error rows are done again. `listed_bytes` is the size that a file of a list had when it was looked for.
+    """
+
+    name: str
+    root: str
+    key: str
+    first_row: int = 0
+    rows: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    row_limit: int | None = None
+    generation: int = 0
+    listed_bytes: int | None = None
+
+
+class Assignment(NamedTuple):
+    """A worker's own chunks in manifest order, and the job they belong to, if any."""
+
+    chunks: list[ChunkRef]
+    job: Job | None
+    job_url: str
+    job_sha256: str
+
+
+def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
+    """Read JOB/job.json; return it with its sha256, or None if there is none.
+
+    Raises:
+        NewerVersion: it is of a newer format version.
+        InputError: it is damaged.
+    """
+    try:
+        data = open_store(url).get(layout.JOB_KEY).data
+    except ObjectNotFound:
+        return None
+    name = f"{url}/{layout.JOB_KEY}"
+    job = codec.decode(data, Job, name=name, hint=split_again(url))
+    codec.check_version(data, name=name)
+    for chunk in job.chunks:
+        if not layout.is_chunk_name(chunk.name):
+            raise InputError(
+                f"{url}/{layout.JOB_KEY}: {chunk.name!r} is no name of a chunk",
+                hint=split_again(url),
+            )
+    return job, codec.sha256(data)
+
+
+def split_again(url: str) -> str:
+    """What mends a job.json that is damaged. Pure."""
+    return (
+        f"make it anew: batchinfer split SOURCE… --output {url.rstrip('/')} --overwrite, with the options it was made "
+        "with; if it has runs, split into another place and copy job.json from there (equal sources give equal bytes)"
+    )
+
+
+def check_columns(job: Job, prompt: PromptConfig) -> None:
+    """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
+
+    Only warns where a source is JSON Lines: there each row has columns of its own, and `split` has looked at the first
+    rows alone.
+
+    Args:
+        job: What `split` made.
+        prompt: Whose options name columns.
+
+    Raises:
+        ConfigError: a column is not among the job's.
+    """
+    if not job.sources or not job.columns:
+        return
+    is_certain = all(source.format in _TABLES for source in job.sources)
+    known = {*job.columns, "_row", "_id"}
+    wanted = {
+        "--prompt-column": [prompt.prompt_column],
+        "--messages-column": [prompt.messages_column],
+        "--keep": prompt.keep,
+        "--blank-columns": prompt.blank_columns,
+    }
+    for option, names in wanted.items():
+        for name in names:
+            if not name or name == "*" or name in known:
+                continue
+            near = difflib.get_close_matches(name, job.columns, n=1)
+            meant = f"did you mean {option} {near[0]}?" if near else ""
+            if is_certain:
+                raise ConfigError(
+                    f"{option} {name}: no column of the job, expected one of: {', '.join(job.columns)}",
+                    hint=meant or "if `split --columns` left it out, split again with it",
+                )
+            logger.warning(
+                "%s %s: in none of the rows that split looked at (%s)%s",
+                *(option, name, ", ".join(job.columns), meant and f"; {meant}"),
+            )
+
+
+def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:
+    """Every chunk of a job by name, in order; with `limit`, those that hold its first `limit` rows."""
+    chunks: dict[str, ChunkRef] = {}
+    for chunk in job.chunks:
+        if limit is not None and chunk.first_row >= limit:
+            break
+        cut = None if limit is None else min(chunk.rows, limit - chunk.first_row)
+        chunks[chunk.name] = ChunkRef(
+            name=chunk.name,
+            root=url,
+            key=layout.chunk_file(chunk.name, job.compression),
+            first_row=chunk.first_row,
+            rows=chunk.rows,
+            bytes=chunk.bytes,
+            sha256=chunk.sha256,
+            row_limit=cut,
+        )
+    return chunks
+
+
+def rank_manifests(job: Job, rank: int, num_ranks: int) -> list[str]:
+    """Manifests of rank `rank` (from 0) of `num_ranks`: every one whose index is `rank` modulo `num_ranks`.
+
+    One rank alone takes all.txt.
+
+    Raises:
+        InputError: the rank is outside, or no manifest is left for it.
+    """
+    if not 0 <= rank < num_ranks:
+        raise InputError(f"rank {rank}: expected 0 to {num_ranks - 1}")
+    if num_ranks == 1:
+        return [layout.ALL_MANIFEST]
+    keys = [
+        layout.worker_manifest(index, job.num_workers)
+        for index in range(rank, job.num_workers, num_ranks)
+    ]
+    if not keys:
+        raise InputError(
+            f"rank {rank} of {num_ranks}: the job has only {job.num_workers} worker manifests",
+            hint=f"start at most {job.num_workers} workers, or split again with --num-workers {num_ranks}",
+        )
+    return keys
+
+
+def read_assignment(
+    manifests: Sequence[str],
+    *,
+    job_url: str | None,
+    allow_absolute: bool,
+    limit: int | None = None,
+    open_store: OpenStore,
+) -> Assignment:
+    """Read manifests (paths or URLs) and resolve their lines. Read-only.
+
+    Raises:
+        InputError: a manifest is missing or empty, a line leaves its root, names a chunk that is not there, or gives
+            the same output name as another.
+    """
+    base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
+    found = load_job(base, open_store) if base else None
+    if found is None and job_url:
+        raise InputError(
+            f"{job_url}: no job.json there",
+            hint=f"make the job first: batchinfer split SOURCE --output {job_url}",
+        )
+    lines = [
+        (manifest, line) for manifest in manifests for line in _read_lines(manifest, open_store)
+    ]
+    if not lines:
+        raise InputError(
+            f"{', '.join(manifests)}: no chunk in it", hint="give a manifest with one path a line"
+        )
+    if found is not None:
+        assert base is not None
+        job, sha256 = found
+        if "://" not in base:  # it is recorded in run.json, and read from other folders
+            base = open_store(base).url
+        refs = _resolve_in_job(lines, job, base, limit)
+    else:
+        job, sha256 = None, ""
+        if limit is not None:
+            raise InputError(
+                "--limit: needs the job of the manifest, and there is no job.json",
+                hint="pass --job URL, or shorten the manifest",
+            )
+        refs = _require_present(_resolve_elsewhere(lines, allow_absolute, open_store), open_store)
+    return Assignment(refs, job, base if job is not None and base else "", sha256)
+
+
+def split_name(path: str) -> tuple[str, str]:
+    """Split a path or URL into its folder and its last component.
+
+    >>> split_name("s3://b/m/x.txt"), split_name("x.txt"), split_name("/x.txt")
+    (('s3://b/m', 'x.txt'), ('.', 'x.txt'), ('/', 'x.txt'))
+    """
+    folder, slash, name = path.rpartition("/")
+    return folder or slash or ".", name
+
+
+def _job_of(manifest: str) -> str | None:
+    """The job whose manifests/ folder a manifest lies in."""
+    folder, _, _ = manifest.rpartition("/")
+    if folder == "manifests":
+        return "."
+    return folder.removesuffix("/manifests") if folder.endswith("/manifests") else None
+
+
+def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
+    folder, name = split_name(manifest)
+    try:
+        data = open_store(folder).get(name).data
+    except ObjectNotFound:
+        hint = "`batchinfer split` writes them to JOB/manifests/"
+        with contextlib.suppress(BatchinferError):  # it is only for the hint
+            if next(iter(open_store(manifest).list(layout.MANIFESTS)), None) is not None:
+                hint = f"it is a job: pass --job {manifest}, or a file of {manifest}/manifests/"
+        raise InputError(f"{manifest}: no such manifest", hint=hint) from None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{manifest}: not a text file ({error})", hint="give one chunk path a line"
+        ) from error
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if lines and lines[0].startswith("{"):
+        raise InputError(
+            f"{manifest}: holds JSON Lines, expected one chunk's path a line",
+            hint="a chunk is no manifest: name the manifest that lists it, or write its path into one",
+        )
+    return lines
+
+
+def _resolve_in_job(
+    lines: list[tuple[str, str]], job: Job, base: str, limit: int | None
+) -> list[ChunkRef]:
+    everything = {ref.key: ref for ref in job_chunks(job, base).values()}
+    wanted = everything
+    if limit is not None:
+        wanted = {ref.key: ref for ref in job_chunks(job, base, limit).values()}
+    _refuse_repeats(lines)
+    for manifest, line in lines:
+        if line not in everything:
+            raise InputError(
+                f"{manifest}: names {line!r}, which is no chunk of the job {base}",
+                hint="use a manifest of this job (JOB/manifests/), or pass the --job it belongs to",
+            )
+    return [wanted[line] for _, line in lines if line in wanted]
+
+
+def _resolve_elsewhere(
+    lines: list[tuple[str, str]], allow_absolute: bool, open_store: OpenStore
+) -> list[ChunkRef]:
+    _refuse_repeats(lines)
+    # By folder as it was written: from where the worker was started makes no other data set of it, nor the same one.
+    roots: dict[str, str] = {}
+    refs = []
+    for manifest, line in lines:
+        folder, _ = split_name(manifest)
+        is_remote = "://" in manifest and not manifest.startswith("file://")
+        is_absolute = line.startswith("/") or "://" in line
+        if ".." in line.split("/"):
+            raise InputError(
+                f"{manifest}: {line!r} leaves its folder", hint="write paths without '..'"
+            )
+        if is_absolute and is_remote and not allow_absolute:
+            raise InputError(
+                f"{manifest}: {line!r} is absolute, and the manifest is not local",
+                hint="if you trust who wrote it, pass --allow-absolute",
+            )
+        if line.startswith("chunks/") and folder.endswith("manifests"):
+            raise InputError(
+                f"{manifest}: its job has no job.json, so its split did not finish",
+                hint="run the same `batchinfer split` command again; it goes on where it stopped",
+            )
+        root, key = split_name(line) if is_absolute else (folder, posixpath.normpath(line))
+        if root not in roots:
+            roots[root] = root if "://" in root else open_store(root).url
+        refs.append(ChunkRef(name=layout.stem(line), root=roots[root], key=key))
+    return refs
+
+
+def _refuse_repeats(lines: list[tuple[str, str]]) -> None:
+    seen: dict[str, str] = {}
+    for manifest, line in lines:
+        name = layout.stem(line)
+        if not name or name.startswith("."):
+            raise InputError(
+                f"{manifest}: {line!r} is no path of a chunk", hint="give one JSONL path a line"
+            )
+        if name in seen:
+            raise InputError(
+                f"{manifest}: {seen[name]!r} and {line!r} would both write the output {name}.jsonl",
+                hint="give each chunk a file name of its own",
+            )
+        seen[name] = line
+
+
+def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> list[ChunkRef]:
+    """Check by one listing a folder that the chunks of a list from elsewhere exist; return them with their sizes."""
+    folders: dict[tuple[str, str], dict[str, int]] = {}
+    found = []
+    for ref in refs:
+        place = (ref.root, posixpath.dirname(ref.key))
+        if place not in folders:
+            prefix = place[1] + "/" if place[1] else ""
+            folders[place] = {info.key: info.bytes for info in open_store(ref.root).list(prefix)}
+        if ref.key not in folders[place]:
+            raise InputError(
+                f"{ref.root}/{ref.key}: named in the manifest, but not there",
+                hint="check the manifest's paths, or pass the --job it belongs to",
+            )
+        found.append(ref._replace(listed_bytes=folders[place][ref.key]))
+    return found

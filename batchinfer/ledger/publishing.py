@@ -1,0 +1,228 @@
+"""Publishing one chunk: output first, then the marker that vouches for it, then the tidying up.
+
+The order is the promise (P2-P4). A crash between any two steps leaves an orphan output, or segments and a claim of a
+finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The
+first marker wins; whoever comes second discards its own output.
+
+Damage from outside is mended on the way: a marker that cannot be read, or whose output is gone, vouches for nothing.
+Its chunk counts as unfinished, and the new marker takes its place by if-match, so of two menders one wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from batchinfer.cli.logs import event
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    InputError,
+    ObjectNotFound,
+    PreconditionFailed,
+    StorageError,
+)
+from batchinfer.core.records import Marker
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import scratch_errors
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 17
+SMALLEST_MARKER_BYTES = sum(
+    len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
+)
+"""Nothing shorter can be a marker: it is empty, or was cut off."""
+
+
+class Built(NamedTuple):
+    """A finished output in the scratch folder."""
+
+    path: Path
+    bytes: int
+    sha256: str
+
+
+class Published(NamedTuple):
+    """The marker that stands for the chunk now, and whether it is the one that we wrote."""
+
+    marker: Marker
+    is_ours: bool
+
+
+def build_output(path: Path, lines: Iterable[bytes]) -> Built:
+    """Write output lines to a local file, a newline after each, hashing on the way."""
+    digest = hashlib.sha256()
+    size = 0
+    block: list[bytes] = []
+    held = 0
+    with scratch_errors(path.parent), path.open("wb") as file:
+        for line in lines:
+            block.append(line)
+            held += len(line) + 1
+            if held >= _BLOCK_BYTES:
+                data = b"\n".join(block) + b"\n"
+                digest.update(data)
+                file.write(data)
+                size += len(data)
+                block, held = [], 0
+        if block:
+            data = b"\n".join(block) + b"\n"
+            digest.update(data)
+            file.write(data)
+            size += len(data)
+    return Built(path, size, digest.hexdigest())
+
+
+def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | None, str]:
+    """Read a chunk's marker and check that its output is there.
+
+    Returns:
+        The marker, None if there is none or it vouches for nothing; and its object's etag, empty if there is none.
+    """
+    key = layout.marker_key(chunk, generation)
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return None, ""
+    try:
+        marker = codec.decode(data, Marker, name=key)
+        store.stat(layout.output_key(marker.output))
+    except InputError as error:
+        logger.warning("%s; the chunk is done again", error)
+    except ObjectNotFound:
+        logger.warning("%s: its output is gone; the chunk is done again", key)
+    else:
+        return marker, etag
+    return None, etag
+
+
+class Publisher:
+    """Publishes outputs to one run.
+
+    `is_safe`: the store really honours create-only writes (see storage.probing). `nonce` is this process's own, so a
+    second try after a failure writes the same bytes to the same keys.
+    """
+
+    def __init__(
+        self, store: Store, *, is_safe: bool, nonce: str, require_lease: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._is_safe = is_safe
+        self._nonce = nonce
+        self._require_lease = require_lease
+        self._damaged: set[str] = set()
+        """Keys of markers that vouch for nothing. A name that such a marker may hold is not given to new bytes."""
+
+    def publish(
+        self, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+    ) -> Published:
+        """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
+
+        `marker` comes without output, nonce and sizes: they are filled in here. Idempotent as a whole: called again
+        after a failure it ends with exactly one marker.
+
+        Raises:
+            Superseded: a newer epoch of this worker exists; nothing was made visible.
+            StorageError: what stands answers another text under this name (files of lists only). Nothing was deleted.
+        """
+        self._require_lease()
+        logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
+        file = self._put_output(built, chunk, marker.generation)
+        marker = msgspec.structs.replace(
+            marker,
+            output=file,
+            output_bytes=built.bytes,
+            output_sha256=built.sha256,
+            nonce=self._nonce,
+        )
+        self._require_lease()
+        logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
+        standing = self._put_marker(marker, chunk)
+        logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
+        _refuse_other_text(standing, marker, chunk)
+        is_ours = standing.nonce == self._nonce
+        discarded: list[str] = []
+        if standing.output != file:
+            logger.info("%s: %s was first; our output is discarded", chunk, standing.worker)
+            # Where nothing is refused, a try of ours that seemed to fail may still put our marker there, late:
+            # what it names must not be gone. `clean` removes it in time.
+            if self._is_safe:
+                discarded = [layout.output_key(file)]
+        try:
+            self._store.delete([*discarded, *leftovers])
+        except (StorageError, AccessDenied) as error:
+            # The marker stands: the chunk is done, whatever is left lying about.
+            logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
+        return Published(standing, is_ours)
+
+    def standing_marker(self, chunk: str, generation: int) -> Marker | None:
+        """Read a chunk's marker of one generation, None if there is none that vouches for anything."""
+        marker, etag = read_marker(self._store, chunk, generation)
+        if marker is None and etag:
+            self._damaged.add(layout.marker_key(chunk, generation))
+        return marker
+
+    def _put_output(self, built: Built, chunk: str, generation: int) -> str:
+        is_mending = layout.marker_key(chunk, generation) in self._damaged
+        if self._is_safe and generation == 0 and not is_mending:
+            file = layout.output_file(chunk)
+            try:
+                self._store.create_file(layout.output_key(file), built.path, is_final=True)
+            except AlreadyExists:
+                logger.info("%s: another output lies there; ours gets a name of its own", file)
+            else:
+                return file
+        file = layout.output_file(chunk, self._nonce)
+        self._store.create_file(layout.output_key(file), built.path, is_final=True)
+        return file
+
+    def _put_marker(self, marker: Marker, chunk: str) -> Marker:
+        """Create the marker and return the one that stands. Without preconditions: check, put, read back."""
+        key = layout.marker_key(chunk, marker.generation)
+        data = codec.encode(marker)
+        if not self._is_safe:
+            standing = self.standing_marker(chunk, marker.generation)
+            if standing is not None:
+                return standing
+            if key in self._damaged:
+                self._store.delete([key])
+        while True:
+            try:
+                self._store.create(key, data)
+                if self._is_safe:
+                    return marker
+            except AlreadyExists:
+                pass
+            standing, etag = read_marker(self._store, chunk, marker.generation)
+            if standing is not None:
+                return standing
+            if etag and self._has_replaced(key, data, etag):
+                return marker
+
+    def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
+        """Put our marker in a damaged one's place. False if somebody else was faster."""
+        try:
+            self._store.replace(key, data, etag)
+        except PreconditionFailed:
+            return False
+        return True
+
+
+def _refuse_other_text(standing: Marker, ours: Marker, chunk: str) -> None:
+    """Of two files of lists with one name, or two texts of one file, only one can have the chunk's marker."""
+    if ours.chunk_root and standing.chunk_sha256 != ours.chunk_sha256:
+        raise StorageError(
+            f"{chunk}: while {_place(ours)} was worked on, {standing.worker} published answers to {_place(standing)}, "
+            "another text, under that name: give the file another name, or write to another --output"
+        )
+
+
+def _place(marker: Marker) -> str:
+    return f"{marker.chunk_root}/{marker.chunk}" if marker.chunk_root else marker.chunk

@@ -1,0 +1,213 @@
+"""One configuration per run (promise P6): what the fingerprint covers, and the create-once run.json."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound, RunMismatch
+from batchinfer.core.records import FORMAT_VERSION, Run
+from batchinfer.storage import Store
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = "(not known before the engine has loaded)"
+_SHOWN = 200
+_PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
+
+
+class _Config(msgspec.Struct):
+    """What is read out of `config` by its type; the rest is compared and shown."""
+
+    job_sha256: str = ""
+    limit: int | None = None
+    seed: int | None = 0
+    engine_args: dict[str, Any] = {}
+    prompt: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+
+
+class _Recorded(msgspec.Struct):
+    job: str = ""
+
+
+class Configuration(msgspec.Struct):
+    """The part of run.json whose types matter; its name stands in the error."""
+
+    config: _Config
+    recorded: _Recorded
+
+
+def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
+    """Read run.json, None if there is none.
+
+    Raises:
+        InputError: it is damaged, of a newer format version, or unless `may_be_edited`, its fingerprint is not that of
+            its configuration.
+    """
+    name = f"{store.url}/{layout.RUN_KEY}"
+    try:
+        data = store.get(layout.RUN_KEY).data
+    except ObjectNotFound:
+        return None
+    run = codec.decode(data, Run, name=name, hint=_PUT_BACK)
+    codec.check_version(data, name=name)
+    codec.decode(data, Configuration, name=name, hint=_PUT_BACK)
+    if not may_be_edited:
+        refuse_edited(run, url=store.url)
+    return run
+
+
+def edit_of(run: Run) -> str:
+    """What is wrong with a run.json whose configuration is not the one that was fingerprinted; else nothing. Pure."""
+    computed = codec.fingerprint(run.config)
+    if computed == run.fingerprint:
+        return ""
+    return f"its configuration has the fingerprint {computed}, but {run.fingerprint} stands in it: it was edited"
+
+
+def refuse_edited(run: Run, *, url: str) -> None:
+    """Refuse a run whose run.json does not tell any more how its answers were made.
+
+    Raises:
+        InputError: see `edit_of`.
+    """
+    if problem := edit_of(run):
+        raise InputError(f"{url}/{layout.RUN_KEY}: {problem}", hint=_PUT_BACK)
+
+
+def refuse_newer(store: Store) -> None:
+    """Refuse a run of a newer format version; one whose run.json is gone or damaged passes.
+
+    Raises:
+        InputError: it is newer.
+    """
+    try:
+        data = store.get(layout.RUN_KEY).data
+    except ObjectNotFound:
+        return
+    codec.check_version(data, name=f"{store.url}/{layout.RUN_KEY}")
+
+
+def no_run(store: Store) -> InputError:
+    """What to raise where no run lies: a job is the likeliest mistake, so its runs are named."""
+    url = store.url
+    try:
+        store.stat(layout.JOB_KEY)
+    except ObjectNotFound:
+        if url.endswith(f"/{layout.RUNS.rstrip('/')}"):
+            keys = (info.key.split("/") for info in store.list())
+            if names := sorted({parts[0] for parts in keys if len(parts) > 1}):
+                return InputError(
+                    f"{url}: holds runs, expected one of them ({', '.join(names)})",
+                    hint=f"give {url}/{names[0]}",
+                )
+        return InputError(
+            f"{url}: no run there (neither run.json nor workers nor outputs)",
+            hint="check the URL; it is what the worker's --output says, by default JOB/runs/default",
+        )
+    keys = (info.key.split("/") for info in store.list(layout.RUNS))
+    names = sorted({parts[1] for parts in keys if len(parts) > 2})
+    if not names:
+        return InputError(
+            f"{url}: is a job without runs",
+            hint="start a worker first, or give the URL that its --output names",
+        )
+    return InputError(
+        f"{url}: is a job, expected one of its runs ({', '.join(names)})",
+        hint=f"give {layout.run_url(url, names[0])}",
+    )
+
+
+def join_run(
+    store: Store, config: dict[str, Any], recorded: dict[str, Any], *, nonce: str, is_safe: bool
+) -> Run:
+    """Create run.json, or check that the one that lies there has the same fingerprint.
+
+    Without preconditions (`is_safe` false) two first workers may both write it; reading back settles it, best effort.
+
+    Raises:
+        RunMismatch: the run has another configuration; the difference is in the message.
+    """
+    config = _plain(config)
+    mine = Run(
+        format_version=FORMAT_VERSION,
+        fingerprint=codec.fingerprint(config),
+        config=config,
+        recorded=_plain(recorded),
+        nonce=nonce,
+    )
+    standing = read_run(store)
+    if standing is None:
+        try:
+            store.create(layout.RUN_KEY, codec.encode_pretty(mine))
+        except AlreadyExists:
+            pass
+        else:
+            if is_safe:
+                return mine
+        standing = read_run(store)
+        if standing is None:
+            raise InputError(
+                f"{store.url}/{layout.RUN_KEY}: vanished",
+                hint="somebody deletes the run; start again",
+            )
+    check_same(standing, config, url=store.url)
+    for key in ("engine_version", "batchinfer_version"):
+        here, there = mine.recorded.get(key), standing.recorded.get(key)
+        if here != there:
+            logger.warning(
+                "%s: the run was started with %s, this is %s; results may differ", key, there, here
+            )
+    return standing
+
+
+def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
+    """Compare a configuration, or the part of one that is known so far, with the run's.
+
+    Raises:
+        RunMismatch: with every difference, one a line.
+    """
+    differences = differing_keys(run.config, _plain(config))
+    if differences:
+        lines = "\n".join(
+            f"  {key}: the run has {there}, this worker {here}" for key, there, here in differences
+        )
+        raise RunMismatch(
+            f"{url}: the run was made with another configuration:\n{lines}",
+            hint="use the run's values, or start another run with another --output",
+        )
+
+
+def differing_keys(
+    there: dict[str, Any], here: dict[str, Any], prefix: str = ""
+) -> list[tuple[str, str, str]]:
+    """Dotted keys that differ, with both values cut to a readable length. Values UNKNOWN here are passed over. Pure.
+
+    >>> differing_keys({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+    [('a.b', '1', '3')]
+    """
+    found = []
+    for key in sorted(there.keys() | here.keys()):
+        left, right = there.get(key), here.get(key)
+        if right in (UNKNOWN, left):
+            continue
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += differing_keys(left, right, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, _show(left), _show(right)))
+    return found
+
+
+def _show(value: object) -> str:
+    text = codec.encode(value).decode()
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back, so that what is compared is what is stored."""
+    plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
+    return plain

@@ -1,0 +1,262 @@
+"""The request format `rows`: every row is a prompt made from its columns, all with the run's sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts import conversation, json_lines
+from batchinfer.prompts.codes import Code
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
+from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
+from batchinfer.prompts.types import Draft, PromptConfig, RowProblem
+
+_UNSET = msgspec.UNSET
+_MANY_TOKENS = 2**32
+"""No vocabulary is as large, and token ids travel in four bytes."""
+_PROMPT_HINT = (
+    "pass one of --messages-column, --prompt-column, --prompt-template FILE or --template NAME "
+    "(`--template list` shows the names)"
+)
+
+
+class RowsReader:
+    """Fills drafts from rows.
+
+    Args:
+        config: Checked here: every contradiction is a ConfigError.
+        eos_token: Trimmed from the end of text prompts, where it would tell the model that all is said.
+    """
+
+    def __init__(self, config: PromptConfig, *, eos_token: str) -> None:
+        self._config = config
+        self._eos_token = eos_token
+        self._messages_column = config.messages_column
+        self._template: PromptTemplate | None = None
+        self._prefix = ""
+        _check_choice(config)
+        if config.template_name:
+            named = named_template(config.template_name)
+            self._messages_column = named.messages_column
+            if named.source:
+                self._prefix = examples_text(named, config.few_shot)
+                self._template = PromptTemplate(
+                    named.source, name=f"--template {named.name}", values={}
+                )
+        elif config.prompt_template:
+            self._template = PromptTemplate(
+                config.prompt_template,
+                name="--prompt-template",
+                values={"examples": config.few_shot, "system_prompt": config.system_prompt},
+            )
+        self.is_chat = bool(self._messages_column) or config.as_chat
+        self._prefill = config.continue_final if isinstance(config.continue_final, str) else ""
+        self._turns = _turns(config.turns)
+        self._num_user_turns = (
+            self._turns if isinstance(self._turns, int) else int(self._turns == "first")
+        )
+        self._is_first_only = self._num_user_turns == 1 and config.continue_final is not True
+        self._examples = self._example_messages() if self._messages_column else []
+        self._check_chat_options()
+        self._keep = [] if config.keep == ["*"] else config.keep
+        self._keep_all = config.keep == ["*"]
+        self._column = self._messages_column or config.prompt_column
+        self._project: Callable[[bytes], tuple[Any, ...]] | None = None
+        if self._template is None and not self._keep_all:
+            self._projected = [ROW_FIELD]
+            self._id_position = self._position(config.id_column or ID_FIELD)
+            self._value_position = self._position(self._column)
+            self._kept_positions = {name: self._position(name) for name in self._keep}
+            # A conversation may be long, and its first turn all that is sent.
+            is_wanted_whole = not self._is_first_only or self._messages_column in self._keep
+            lazy = [self._messages_column] if self._messages_column and not is_wanted_whole else []
+            self._project = json_lines.projection(self._projected, lazy=lazy)
+
+    def _position(self, column: str) -> int:
+        # One column may serve twice (as id and kept, say): a struct has a field only once.
+        if column not in self._projected:
+            self._projected.append(column)
+        return self._projected.index(column)
+
+    def fill(self, draft: Draft, data: bytes) -> None:
+        """Read one row."""
+        if self._project is not None:
+            found = self._project(data)
+            row, row_id, value = found[0], found[self._id_position], found[self._value_position]
+            if row_id is not _UNSET and row_id is not None:
+                draft.id = row_id if type(row_id) is str else json_lines.as_id(row_id)
+            if self._kept_positions:
+                draft.source = {
+                    name: found[position]
+                    for name, position in self._kept_positions.items()
+                    if found[position] is not _UNSET
+                }
+            if row != draft.row:
+                json_lines.check_place(draft, row)
+            if type(value) is list and value and type(value[0]) is msgspec.Raw:
+                first = [json_lines.decode_item(value[0], data)]
+                messages = conversation.first_turn(first)
+                if messages is not None:
+                    self._send(draft, messages)
+                    return
+                value = first + [json_lines.decode_item(item, data) for item in value[1:]]
+        else:
+            columns = json_lines.decode_object(data)
+            row, value = self._from_columns(draft, columns)
+            json_lines.check_place(draft, row)
+        if value is _UNSET:
+            raise json_lines.missing_column(self._column, data)
+        if self._messages_column:
+            self._fill_messages(draft, value)
+        elif self._template is not None:
+            self._fill_text(draft, self._prefix + self._template.render(value))
+        else:
+            self._fill_prompt(draft, value)
+
+    def _from_columns(self, draft: Draft, columns: dict[str, Any]) -> tuple[Any, Any]:
+        row = columns.pop(ROW_FIELD, _UNSET)
+        row_id = columns.pop(ID_FIELD, None)
+        if self._config.id_column:
+            row_id = columns.get(self._config.id_column)
+        if row_id is not None:
+            draft.id = json_lines.as_id(row_id)
+        if self._keep_all:
+            draft.source = dict(columns)
+        elif self._keep:
+            draft.source = {name: columns[name] for name in self._keep if name in columns}
+        if self._template is None:
+            return row, columns.get(self._column, _UNSET)
+        for name in self._config.blank_columns:
+            columns[name] = ""
+        return row, columns
+
+    def _fill_messages(self, draft: Draft, value: Any) -> None:
+        continue_own = self._config.continue_final is True
+        messages = conversation.first_turn(value) if self._is_first_only else None
+        if messages is None:
+            messages = conversation.select_turns(
+                conversation.read_conversation(
+                    value, num_user_turns=self._num_user_turns, num_more=int(continue_own)
+                ),
+                self._turns,
+                continue_final=continue_own,
+            )
+        self._send(draft, messages)
+        if continue_own:
+            draft.continue_final = True
+
+    def _send(self, draft: Draft, messages: list[conversation.Message]) -> None:
+        """Send these messages, with what the run puts before and after them."""
+        if self._config.system_prompt:
+            messages = conversation.with_system(messages, self._config.system_prompt)
+        if self._examples:
+            messages = conversation.with_examples(messages, self._examples)
+        if self._prefill:
+            messages = [*messages, {"role": "assistant", "content": self._prefill}]
+            draft.continue_final = True
+        draft.messages = messages
+
+    def _fill_prompt(self, draft: Draft, value: Any) -> None:
+        if isinstance(value, str):
+            self._fill_text(draft, value)
+        else:
+            if self._config.as_chat or self._prefill:
+                raise RowProblem(
+                    Code.INVALID_PROMPT,
+                    f"column {self._column!r} holds a JSON {json_lines.json_type(value)}, expected a text",
+                )
+            draft.token_ids = token_ids(value, f"column {self._column!r}")
+
+    def _fill_text(self, draft: Draft, text: str) -> None:
+        if self._eos_token:
+            while text.endswith(self._eos_token):
+                text = text[: -len(self._eos_token)]
+        if not text:
+            raise RowProblem(Code.EMPTY_PROMPT, "the prompt is empty, expected text")
+        if self._config.as_chat:
+            self._fill_messages(draft, [{"role": "user", "content": text}])
+        else:
+            draft.text = text + self._prefill
+
+    def _example_messages(self) -> list[conversation.Message]:
+        messages: list[conversation.Message] = []
+        for index, example in enumerate(self._config.few_shot):
+            try:
+                found = conversation.read_conversation(example.get(self._messages_column))
+            except RowProblem as error:
+                raise ConfigError(f"--few-shot example {index}: {error.message}") from error
+            messages += [message for message in found if message["role"] != "system"]
+        return messages
+
+    def _check_chat_options(self) -> None:
+        config = self._config
+        if config.as_chat and self._messages_column:
+            raise ConfigError(
+                "--as-chat with a messages column: it is a chat already, expected one of the two",
+                hint="leave out --as-chat",
+            )
+        if config.system_prompt and not self.is_chat:
+            is_used = self._template is not None and "system_prompt" in self._template.variables
+            if not is_used:
+                raise ConfigError(
+                    "--system-prompt: the prompt is plain text, expected a chat",
+                    hint="add --as-chat, or write {{ system_prompt }} into the template",
+                )
+        if config.continue_final is True and not self._messages_column:
+            raise ConfigError(
+                "--continue-final without a text: needs answers in a messages column",
+                hint="give the beginning of the answer: --continue-final 'Sure, '",
+            )
+        if config.few_shot and config.prompt_column:
+            raise ConfigError(
+                "--few-shot with --prompt-column: a plain column has no answers to show",
+                hint="use --template NAME, or a --prompt-template that loops over `examples`",
+            )
+
+
+def token_ids(value: Any, subject: str) -> list[int]:
+    """Check a prompt of token ids. Whether they are in the vocabulary is for the engine to say."""
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise RowProblem(
+            Code.INVALID_PROMPT,
+            f"{subject} holds a JSON {json_lines.json_type(value)}, expected a text or a list of token ids",
+        )
+    if not value:
+        raise RowProblem(Code.EMPTY_PROMPT, f"{subject} is empty, expected text or token ids")
+    if (largest := max(value)) >= _MANY_TOKENS:
+        raise RowProblem(
+            Code.INVALID_PROMPT,
+            f"{subject} holds {largest}, expected token ids below {_MANY_TOKENS}",
+        )
+    return value
+
+
+def _turns(turns: str) -> str | int:
+    try:
+        return conversation.check_turns(turns)
+    except ValueError as error:
+        raise ConfigError(
+            f"--turns {turns}: expected first, all or a number from 1",
+            hint="`--turns all` answers the last user message of each conversation",
+        ) from error
+
+
+def _check_choice(config: PromptConfig) -> None:
+    options = {
+        "--messages-column": config.messages_column,
+        "--prompt-column": config.prompt_column,
+        "--prompt-template": config.prompt_template,
+        "--template": config.template_name,
+    }
+    given = [name for name, value in options.items() if value]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)}: expected one way to make prompts", hint="keep one of them"
+        )
+    if not given:
+        raise ConfigError(
+            "no prompt option: nothing says how rows become prompts", hint=_PROMPT_HINT
+        )

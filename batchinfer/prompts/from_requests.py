@@ -1,0 +1,215 @@
+"""The request formats `completions` and `openai-batch`: every row is a request with its own parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Sampling
+from batchinfer.prompts import conversation, json_lines
+from batchinfer.prompts.codes import Code, near
+from batchinfer.prompts.from_columns import token_ids
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
+from batchinfer.prompts.parameters import Limits, Wishes, read_parameters
+from batchinfer.prompts.types import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    Draft,
+    PromptConfig,
+    RowProblem,
+    View,
+)
+
+# Endpoints that an OpenAI batch may name, by the task that a run would need.
+_TASKS = {
+    CHAT_URL: "generate",
+    COMPLETIONS_URL: "generate",
+    "/v1/embeddings": "embed",
+    "/v1/moderations": "classify",
+    "/v1/classify": "classify",
+    "/v1/score": "score",
+    "/v1/rerank": "score",
+    "/v1/audio/transcriptions": "transcribe",
+    "/v1/audio/translations": "transcribe",
+    "/v1/images/generations": "image",
+}
+
+_MAX_PLANS = 1000
+_encode = msgspec.json.encode
+
+
+class RequestsReader:
+    """Fills drafts from requests.
+
+    Args:
+        config: Options that make prompts from columns have no place here: a ConfigError.
+        sampling: The run's parameters, for what a request leaves open.
+    """
+
+    def __init__(self, config: PromptConfig, sampling: Sampling) -> None:
+        _refuse_row_options(config)
+        self._config = config
+        self._sampling = sampling
+        self._limits = Limits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+        self._plans: dict[tuple[bool, bytes], tuple[Sampling, View | None, Wishes]] = {}
+        self._is_batch = config.request_format == "openai-batch"
+
+    def fill(self, draft: Draft, data: bytes) -> None:
+        """Read one request."""
+        line = json_lines.decode_object(data)
+        row = line.pop(ROW_FIELD, None)
+        row_id = line.pop(ID_FIELD, None)
+        if self._config.id_column:
+            row_id = line.get(self._config.id_column)
+        if row_id is not None:
+            draft.id = json_lines.as_id(row_id)
+        self._keep(draft, line)
+        if self._is_batch:
+            custom_id = line.get("custom_id")
+            if isinstance(custom_id, str) and custom_id:
+                draft.id = custom_id
+        json_lines.check_place(draft, row)
+        if self._is_batch:
+            self._fill_batch(draft, line)
+        else:
+            draft.url = COMPLETIONS_URL
+            draft.body = line
+            self._fill_completion(draft, line)
+
+    def _keep(self, draft: Draft, line: dict[str, Any]) -> None:
+        keep = self._config.keep
+        if keep == ["*"]:
+            draft.source = dict(line)
+        elif keep:
+            draft.source = {name: line[name] for name in keep if name in line}
+            if not self._is_batch:
+                # A column that is kept is the data set's, not a parameter.
+                for name in draft.source:
+                    if name != "prompt":
+                        del line[name]
+
+    def _fill_batch(self, draft: Draft, line: dict[str, Any]) -> None:
+        custom_id = line.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise RowProblem(
+                Code.INVALID_REQUEST,
+                f"custom_id is a JSON {json_lines.json_type(custom_id)}, expected a text that is not empty",
+                param="custom_id",
+            )
+        url = line.get("url")
+        if not isinstance(url, str) or url not in _TASKS:
+            raise RowProblem(
+                Code.UNKNOWN_URL,
+                f"url {str(url)[:80]!r}: expected {CHAT_URL} or {COMPLETIONS_URL}"
+                + near(str(url)[:80], _TASKS),
+                param="url",
+            )
+        draft.url = url
+        method = line.get("method")
+        if method != "POST":
+            raise RowProblem(
+                Code.INVALID_REQUEST, f"method {str(method)[:20]!r}, expected POST", param="method"
+            )
+        body = line.get("body")
+        if not isinstance(body, dict):
+            raise RowProblem(
+                Code.INVALID_REQUEST,
+                f"body is a JSON {json_lines.json_type(body)}, expected an object",
+                param="body",
+            )
+        draft.body = body
+        if _TASKS[url] != self._config.task:
+            raise RowProblem(
+                Code.WRONG_TASK,
+                f"url {url} asks for the task {_TASKS[url]}, expected {self._config.task}, the run's",
+                param="url",
+            )
+        if url == CHAT_URL:
+            self._fill_chat(draft, body)
+        else:
+            self._fill_completion(draft, body)
+
+    def _fill_chat(self, draft: Draft, body: dict[str, Any]) -> None:
+        parameters = dict(body)
+        messages = parameters.pop("messages", None)
+        if not isinstance(messages, list):
+            raise RowProblem(
+                Code.INVALID_MESSAGES,
+                f"messages is a JSON {json_lines.json_type(messages)}, expected a list",
+                param="messages",
+            )
+        if not messages:
+            raise RowProblem(
+                Code.EMPTY_CONVERSATION, "messages is empty, expected a message", param="messages"
+            )
+        draft.messages = conversation.read_conversation(messages)
+        self._apply(draft, parameters, is_chat=True)
+        if draft.continue_final and draft.messages[-1]["role"] != "assistant":
+            raise RowProblem(
+                Code.NOTHING_TO_CONTINUE,
+                "continue_final_message, but the last message is not an assistant's",
+                param="continue_final_message",
+            )
+
+    def _fill_completion(self, draft: Draft, body: dict[str, Any]) -> None:
+        parameters = dict(body)
+        prompt = parameters.pop("prompt", None)
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
+            raise RowProblem(
+                Code.UNSUPPORTED_PARAMETER,
+                f"prompt: a list of {len(prompt)} prompts, expected one prompt a row",
+                param="prompt",
+            )
+        try:
+            if not isinstance(prompt, str):
+                draft.token_ids = token_ids(prompt, "prompt")
+            elif prompt:
+                draft.text = prompt
+            else:
+                raise RowProblem(Code.EMPTY_PROMPT, "prompt is empty, expected text")
+        except RowProblem as error:
+            error.param = "prompt"
+            raise
+        self._apply(draft, parameters, is_chat=False)
+
+    def _apply(self, draft: Draft, parameters: dict[str, Any], *, is_chat: bool) -> None:
+        # Most requests of a file differ in their prompt alone: their parameters are read once.
+        key = (is_chat, _encode(parameters))
+        plan = self._plans.get(key)
+        if plan is None:
+            sampling, wishes = read_parameters(
+                parameters, self._sampling, self._limits, is_chat=is_chat
+            )
+            view = View(echo=True, is_prompt_only=wishes.is_prompt_only) if wishes.echo else None
+            plan = sampling, view, wishes
+            if len(self._plans) < _MAX_PLANS:
+                self._plans[key] = plan
+        draft.sampling, draft.view, wishes = plan
+        draft.continue_final = wishes.continue_final
+        draft.chat_template_kwargs = wishes.chat_template_kwargs
+        draft.is_open_ended = wishes.is_open_ended
+
+
+def _refuse_row_options(config: PromptConfig) -> None:
+    options: dict[str, Any] = {
+        "--messages-column": config.messages_column,
+        "--prompt-column": config.prompt_column,
+        "--prompt-template": config.prompt_template,
+        "--template": config.template_name,
+        "--as-chat": config.as_chat,
+        "--system-prompt": config.system_prompt,
+        "--continue-final": config.continue_final,
+        "--blank-columns": config.blank_columns,
+        "--few-shot": config.few_shot,
+    }
+    for name, value in options.items():
+        if value:
+            raise ConfigError(
+                f"{name} with --request-format {config.request_format}: such rows hold their prompts, "
+                "expected no option that makes them",
+                hint=f"leave out {name}, or use --request-format rows",
+            )

@@ -1,0 +1,1 @@
+"""Commands that look after a run: status, report, verify, clean, stop."""

@@ -1,0 +1,151 @@
+"""One output against its chunk, byte by byte and line by line: what `verify --deep` does. Bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from batchinfer.core import layout
+from batchinfer.core.errors import InputError, ObjectNotFound, RowError
+from batchinfer.core.records import Marker, Run
+from batchinfer.formats import OutputSummary, read_line
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.prompts import json_lines
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch
+
+MAX_PROBLEMS = 5
+"""A misplaced output differs in every line: the first few tell."""
+
+
+class Alignment:
+    """Compares outputs of one run with their chunks. Safe for threads: each comparison has files of its own.
+
+    Args:
+        run: run.json; its prompt options tell the output format and where ids come from.
+        store: The run's store.
+        scratch: Room for two files for each comparison under way.
+    """
+
+    def __init__(self, run: Run, store: Store, scratch: Scratch) -> None:
+        prompt = run.config.get("prompt")
+        options: dict[str, Any] = prompt if isinstance(prompt, dict) else {}
+        self._format = str(options.get("output_format") or "")
+        columns = [str(options.get("id_column") or json_lines.ID_FIELD)]
+        if options.get("request_format") == "openai-batch":
+            columns.insert(0, "custom_id")
+        # Only what the worker reads of every row too, so that what it could read can be read here.
+        self._read_ids = json_lines.projection(columns)
+        self._store = store
+        self._scratch = scratch
+
+    def problems(self, ref: ChunkRef, marker: Marker, source: Store) -> list[str]:
+        """Read a chunk and its output in full, and say what is wrong: [] if nothing is.
+
+        Args:
+            ref: The chunk.
+            marker: The marker that stands for it.
+            source: The store that holds the chunk.
+        """
+        path = self._scratch.new_path(f"{ref.name}.output")
+        try:
+            self._store.download(layout.output_key(marker.output), path)
+        except ObjectNotFound:
+            return [f"{marker.output}: vanished"]
+        try:
+            local = fetch(source, ref, self._scratch)
+        except InputError as error:
+            path.unlink()
+            return [f"the chunk itself: {error.message}"]
+        try:
+            if local.sha256 != marker.chunk_sha256:
+                return [
+                    (
+                        f"{ref.key}: has sha256 {local.sha256[:12]}…, "
+                        f"the marker is of one with {marker.chunk_sha256[:12]}…"
+                    )
+                ]
+            num_rows = local.num_lines if ref.row_limit is None else ref.row_limit
+            return list(
+                islice(
+                    self._compare(path, local.path, ref.first_row, num_rows, marker), MAX_PROBLEMS
+                )
+            )
+        finally:
+            path.unlink()
+            local.path.unlink()
+
+    def _compare(
+        self, output: Path, chunk: Path, first_row: int, num_rows: int, marker: Marker
+    ) -> Iterator[str]:
+        digest = hashlib.sha256()
+        codes: Counter[str] = Counter()
+        num_ok = num_lines = 0
+        with output.open("rb") as written, chunk.open("rb") as rows:
+            for line in _hashed(written, digest):
+                row = rows.readline() if num_lines < num_rows else b""
+                if num_lines < num_rows:
+                    summary, problems = self._check_line(line, row, first_row + num_lines)
+                    yield from (f"line {num_lines}: {problem}" for problem in problems)
+                    if summary is not None and summary.is_ok:
+                        num_ok += 1
+                    elif summary is not None:
+                        codes[summary.code] += 1
+                num_lines += 1
+        if digest.hexdigest() != marker.output_sha256:
+            yield f"sha256 {digest.hexdigest()[:12]}…, the marker says {marker.output_sha256[:12]}…"
+        if num_lines != num_rows:
+            yield f"{num_lines} lines, the chunk has {num_rows} rows"
+        if (num_ok, codes.total()) != (marker.rows_ok, marker.rows_error):
+            yield (
+                f"{num_ok} rows ok and {codes.total()} errors, "
+                f"the marker says {marker.rows_ok} and {marker.rows_error}"
+            )
+        if marker.errors and dict(codes) != marker.errors:
+            yield f"errors {dict(codes)}, the marker says {marker.errors}"
+
+    def _check_line(
+        self, line: bytes, row: bytes, number: int
+    ) -> tuple[OutputSummary | None, list[str]]:
+        """Read one output line and hold it against its row."""
+        if not line.endswith(b"\n"):
+            return None, ["is cut off"]
+        try:
+            summary = read_line(line[:-1], self._format)
+        except InputError as error:
+            return None, [error.message]
+        found = []
+        if summary.row is not None and summary.row != number:
+            found.append(f"is of row {summary.row}, expected {number}")
+        ids = self._ids_of(row, number)
+        if not ids and summary.is_ok:
+            found.append("is an answer to a row that cannot be read")
+        elif not summary.is_ok:
+            ids.append(str(number))  # what a row is called whose columns could not be read
+        if summary.id is not None and summary.id not in ids:
+            found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
+        return summary, found
+
+    def _ids_of(self, row: bytes, number: int) -> list[str]:
+        """The id that the worker gives to a row, by the same rules; [] for a row that is none."""
+        try:
+            values = self._read_ids(row)
+        except RowError:
+            return []
+        if len(values) > 1 and not isinstance(values[0], str):
+            values = values[1:]  # no custom_id
+        found = [value for value in values if value not in (msgspec.UNSET, None, "")]
+        return [json_lines.as_id(found[0]) if found else str(number)]
+
+
+def _hashed(file: BinaryIO, digest: hashlib._Hash) -> Iterator[bytes]:
+    for line in file:
+        digest.update(line)
+        yield line

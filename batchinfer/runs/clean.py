@@ -1,0 +1,334 @@
+"""`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
+
+What a marker of any generation names is never touched. An output without a marker may be one whose marker is just
+being written, or will be by a machine that has slept for a week: it goes only when another marker stands in the way,
+when it is old, and when nobody has its chunk in hand. The claim of an unfinished chunk is not deleted but released by
+if-match: its owner may have come back since it was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import click
+
+from batchinfer.cli.settings import common_options
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import InputError, ObjectNotFound, PreconditionFailed
+from batchinfer.core.records import Claim, Record
+from batchinfer.ledger.claims import decode_claim
+from batchinfer.ledger.inventory import Inventory, take_inventory
+from batchinfer.ledger.runs import no_run, refuse_newer
+from batchinfer.storage import ObjectInfo, Store
+from batchinfer.storage.probing import probe
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_AGE_SECONDS = 3600.0
+PROBE_SECONDS = 600.0
+"""A probe lives for half a dozen requests; one that is older was left."""
+
+
+class CleanConfig(Record, frozen=True, kw_only=True):
+    """What to clean. Without `yes` nothing is changed."""
+
+    run: str
+    yes: bool = False
+    older_than_seconds: float = DEFAULT_AGE_SECONDS
+    redo: list[str] = []
+    """Chunks whose markers and segments go too, so that they are done again."""
+
+
+@runtime_checkable
+class _KeepsTemps(Protocol):
+    """A store whose killed writers leave temporary files (a local folder)."""
+
+    def temps(self, older_than_seconds: float) -> Iterable[object]: ...
+
+    def sweep_temps(self, older_than_seconds: float) -> int: ...
+
+
+@runtime_checkable
+class _KeepsUploads(Protocol):
+    """A store whose killed writers leave unfinished uploads (S3)."""
+
+    def list_multipart_uploads(self) -> Iterator[Any]: ...
+
+    def abort_multipart_uploads(self, older_than_seconds: float) -> int: ...
+
+
+@dataclass(slots=True)
+class Plan:
+    """What would be removed, by what it is, and which claims would be released."""
+
+    removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    num_kept_young: int = 0
+    num_kept_orphans: int = 0
+    """Outputs that a late marker may still come to name, because the store would not refuse it."""
+
+    def add(self, what: str, info: ObjectInfo) -> None:
+        """Put an object on the list."""
+        self.removed.setdefault(what, []).append(info)
+
+    def keys(self) -> list[str]:
+        """Every key to delete. Markers come last: killed half way, a chunk still counts as done."""
+        order = sorted(self.removed, key=lambda what: what == "markers")
+        return [info.key for what in order for info in self.removed[what]]
+
+
+def run_clean(
+    config: CleanConfig,
+    *,
+    store: Store,
+    clock: Clock,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Remove what dead workers left. Idempotent; killed half way, the rest is found by the next one.
+
+    Args:
+        config: What to clean.
+        store: The run.
+        clock: Tells how old things are in a dry run; otherwise the store's own does.
+        show: Takes what is (or would be) removed, a line at a time.
+
+    Raises:
+        InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
+            be removed.
+    """
+    refuse_newer(store)  # what may go there, only its own version knows
+    now = _time_of(store, clock) if config.yes else clock.now()
+    inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
+    if inventory.is_empty:
+        raise no_run(store)
+    # Looking must not write: a dry run takes the store's word for granted.
+    plan = make_plan(inventory, config, is_safe=not config.yes or probe(store).is_safe)
+    for what, infos in plan.removed.items():
+        show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
+    if plan.num_kept_orphans:
+        show(
+            f"orphan outputs: {plan.num_kept_orphans} stay, since this store ignores preconditions and a worker that "
+            "wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
+        )
+    if plan.released:
+        show(f"claims of workers that are gone, released: {len(plan.released)}")
+    age_seconds = config.older_than_seconds
+    if inventory.living():  # one of them may be uploading right now, and that takes its time
+        age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
+    num_temps = _count_temps(store, age_seconds, now)
+    if num_temps:
+        show(f"unfinished uploads: {num_temps}")
+    if config.yes:
+        store.delete(plan.keys())
+        for key in plan.released:
+            _release(store, key, inventory)
+        num_temps = _remove_temps(store, age_seconds)
+    return {
+        "status": "SUCCESS",
+        "run": store.url,
+        "is_dry_run": not config.yes,
+        "removed": {what: len(infos) for what, infos in plan.removed.items()},
+        "removed_bytes": sum(info.bytes for infos in plan.removed.values() for info in infos),
+        "claims_released": len(plan.released),
+        "uploads_aborted": num_temps,
+        "kept_young": plan.num_kept_young,
+        "kept_orphans": plan.num_kept_orphans,
+    }
+
+
+def _time_of(store: Store, clock: Clock) -> float:
+    """Read the store's own time off an object that is removed again.
+
+    By a clock that is an hour ahead everybody would be dead, and everything old. Ours stands in where a store gives no
+    times.
+
+    Raises:
+        InputError: nothing of a run is there, so nothing is to be written either.
+    """
+    places = (layout.RUN_KEY, layout.WORKERS, layout.OUTPUTS)
+    if not any(next(iter(store.list(place)), None) for place in places):
+        raise no_run(store)
+    key = f"{layout.PROBES}{secrets.token_hex(8)}"
+    try:
+        store.create(key, b"clean: what time is it\n")
+        return store.stat(key).modified or clock.now()
+    finally:
+        store.delete([key])
+
+
+def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Plan:
+    """Decide what goes. Pure.
+
+    `is_safe`: the store honours preconditions, so that a marker once written stays the one that counts.
+    """
+    plan = Plan()
+    nobody_lives = not inventory.living()
+    is_told_none_runs = not config.older_than_seconds
+
+    def is_old(info: ObjectInfo) -> bool:
+        # A store that gives no times: nothing is known to be old while anybody may be at work.
+        if not info.modified:
+            return nobody_lives
+        return inventory.now - info.modified >= config.older_than_seconds
+
+    def consider(what: str, info: ObjectInfo) -> None:
+        if is_old(info):
+            plan.add(what, info)
+        else:
+            plan.num_kept_young += 1
+
+    def is_in_hand(name: str) -> bool:
+        owner = inventory.claims.get(name)
+        return owner is not None and owner.is_alive
+
+    for name in dict.fromkeys(config.redo):
+        _redo(inventory, name, plan)
+    for name, info in inventory.orphans():
+        # What an unreadable marker names is not known: its output stays until the chunk is done again.
+        is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
+        # The marker that settles it may go now: then it is no orphan before the chunk has another.
+        if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
+            continue
+        if is_safe or is_told_none_runs:
+            consider("orphan outputs", info)
+        else:
+            plan.num_kept_orphans += 1
+    for name, infos in inventory.segments.items():
+        if name in config.redo or is_in_hand(name) or inventory.standing(name) is None:
+            continue
+        for info in infos:
+            # Of a chunk with error rows they may be the repair's, begun and not ended.
+            if is_told_none_runs or inventory.is_passed_over(name, info):
+                consider("segments of done chunks", info)
+    _consider_claims(inventory, consider, plan)
+    _add_unreadable(inventory, plan)
+    _consider_probes(inventory, config.older_than_seconds, plan)
+    return plan
+
+
+def _add_unreadable(inventory: Inventory, plan: Plan) -> None:
+    """Records that nobody can read are of no use at any age: live workers write theirs whole."""
+    for damaged in inventory.damaged_claims.values():
+        plan.add("unreadable claims", damaged.info)
+    for damaged in inventory.damaged_workers.values():
+        plan.add("unreadable worker records", damaged.info)
+
+
+def _consider_probes(inventory: Inventory, older_than_seconds: float, plan: Plan) -> None:
+    for info in inventory.probes:
+        # A worker that probes the store has no record yet, so nobody can say that none lives.
+        if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
+            plan.add("probes", info)
+        else:
+            plan.num_kept_young += 1
+
+
+def _redo(inventory: Inventory, name: str, plan: Plan) -> None:
+    """Make a chunk as if it had never been done. Its outputs become orphans, and go when they are old."""
+    markers = inventory.marker_infos.get(name, {})
+    segments = inventory.segments.get(name, [])
+    if not markers and not segments:
+        raise InputError(
+            f"--redo {name}: has neither a marker nor checkpoints, so it will be done anyway",
+            hint="start the workers again",
+        )
+    for info in segments:
+        plan.add("segments of chunks to do again", info)
+    for info in markers.values():
+        plan.add("markers", info)
+
+
+def _consider_claims(
+    inventory: Inventory, consider: Callable[[str, ObjectInfo], None], plan: Plan
+) -> None:
+    for name, owner in inventory.claims.items():
+        if owner.is_alive:
+            continue
+        if inventory.standing(name) is not None:
+            consider("claims of done chunks", owner.info)
+        elif owner.claim.worker:
+            plan.released.append(owner.info.key)
+
+
+def _release(store: Store, key: str, inventory: Inventory) -> None:
+    """Give a dead worker's claim back, unless it changed hands since it was read."""
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return
+    claim = decode_claim(data, key)
+    if not claim.worker:
+        return
+    # Whoever took it since the run was listed may have begun since then, too: its record lay there before its claim.
+    inventory.look_again(store, claim.worker)
+    if inventory.is_claim_alive(claim):
+        return
+    try:
+        store.replace(key, codec.encode(Claim(worker="", epoch=0, nonce=claim.nonce)), etag)
+    except PreconditionFailed:
+        logger.info("%s: taken over meanwhile", key)
+
+
+def _count_temps(store: Store, older_than_seconds: float, now: float) -> int:
+    if isinstance(store, _KeepsTemps):
+        return sum(1 for _ in store.temps(older_than_seconds))
+    if isinstance(store, _KeepsUploads):
+        limit = now - older_than_seconds
+        return sum(1 for upload in store.list_multipart_uploads() if upload.started < limit)
+    return 0
+
+
+def _remove_temps(store: Store, older_than_seconds: float) -> int:
+    if isinstance(store, _KeepsTemps):
+        return store.sweep_temps(older_than_seconds)
+    if isinstance(store, _KeepsUploads):
+        return store.abort_multipart_uploads(older_than_seconds)
+    return 0
+
+
+@click.command("clean")
+@click.argument("run")
+@click.option("--yes", is_flag=True, help="Do it. Without it, only say what would be removed.")
+@click.option(
+    "--older-than",
+    "older_than_seconds",
+    type=click.FloatRange(0),
+    default=DEFAULT_AGE_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="Leave what is younger: it may be a live worker's. 0 only when no worker runs.",
+)
+@click.option(
+    "--redo",
+    multiple=True,
+    metavar="CHUNK",
+    help="Also remove this chunk's markers and checkpoints, so that a worker does it again.",
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Remove what dead workers left: orphan outputs, old claims, segments of done chunks, unfinished uploads.
+
+    A dry run unless --yes is given. Safe while workers run. What a marker names is never touched, except by --redo.
+    """
+    from batchinfer.storage.opening import open_store
+
+    config = CleanConfig(**{**options, "redo": list(options["redo"])})
+
+    def tell(line: str) -> None:
+        click.echo(line if config.yes else f"would remove: {line}", err=True)
+
+    result = run_clean(config, store=open_store(config.run), clock=SystemClock(), show=tell)
+    if not config.yes:
+        click.echo("dry run; nothing was changed. To do it, add --yes", err=True)
+    if result["kept_young"]:
+        click.echo(
+            f"{result['kept_young']} objects stay because they are younger than "
+            f"{config.older_than_seconds:g} s (--older-than)",
+            err=True,
+        )
+    return result

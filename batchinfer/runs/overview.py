@@ -1,0 +1,296 @@
+"""What a look at a run adds up to: progress, rates, workers, time left, cost. Pure; `status` and `report` show it.
+
+Workers' own times are shifted by how far their clocks are from storage's; see worker_views.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from batchinfer.core import units
+from batchinfer.core.records import Job, Record, Worker
+from batchinfer.ledger.snapshot import Snapshot
+from batchinfer.runs.prices import PriceSource
+from batchinfer.runs.worker_views import (
+    ALIVE_STATES,
+    RECENT_MINUTES,
+    Rate,
+    Timed,
+    WorkerView,
+    rate_of,
+    view_of,
+)
+
+NOTED_CLOCK_SECONDS = 60.0
+
+
+class Progress(Record, frozen=True, kw_only=True):
+    """Chunks or rows. `total` and `waiting` are None without a job.json.
+
+    Rows in progress are the finished ones of chunks that live workers have open; waiting is all the rest.
+    """
+
+    total: int | None
+    done: int
+    in_progress: int
+    waiting: int | None
+
+
+class Cost(Record, frozen=True, kw_only=True):
+    """Dollars. None where no worker's price is known; `unpriced_workers` are missing from every figure."""
+
+    so_far: float | None
+    at_end: float | None
+    per_hour_now: float | None
+    per_million_tokens: float | None
+    per_million_output_tokens: float | None
+    unpriced_workers: int
+    source: str
+
+
+class Overview(Record, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    run: str
+    job: str
+    model: str
+    fingerprint: str
+    state: str
+    """empty, loading, running, waiting, stalled, idle (no worker is alive), stopping, stopped or done."""
+    time: float
+    """Unix seconds, by storage's clock where that is known to be ahead of ours."""
+    started: float | None
+    chunks: Progress
+    rows: Progress
+    recent: Rate
+    overall: Rate
+    eta_seconds: float | None
+    prompt_tokens: int
+    completion_tokens: int
+    rows_error: int
+    errors: dict[str, int]
+    finish_reasons: dict[str, int]
+    workers: list[WorkerView]
+    cost: Cost
+    notes: list[str]
+    warnings: list[str]
+    """What costs speed or money until somebody acts: a sentence each."""
+
+
+def time_now(snapshot: Snapshot) -> float:
+    """Our time, or the newest time in the listing where our clock is behind it."""
+    times = [snapshot.taken, *(seen.modified for seen in snapshot.workers)]
+    times += (marker.modified for marker in snapshot.markers.values())
+    return max(times)
+
+
+def overview(snapshot: Snapshot, prices: PriceSource, *, is_spot: bool | None = None) -> Overview:
+    """Add everything up. `is_spot` says what all machines are, where their records do not."""
+    now = time_now(snapshot)
+    timed = [
+        Timed.of(seen, now) for seen in sorted(snapshot.workers, key=lambda seen: seen.record.id)
+    ]
+    views = [view_of(one, snapshot.run, prices, is_spot=is_spot) for one in timed]
+    alive = [one for one, view in zip(timed, views, strict=True) if view.state in ALIVE_STATES]
+    chunks, rows, notes = _progress(snapshot, [one.seen.record for one in alive])
+    recent = _sum_rates([view.recent for view in views], RECENT_MINUTES * 60.0)
+    state = _run_state(snapshot, chunks, [view.state for view in views])
+    rows_left = None if rows.total is None else rows.total - rows.done - rows.in_progress
+    eta = None
+    if state == "done":
+        eta = 0.0
+    elif rows_left is not None and recent.rows > 0:
+        eta = rows_left / recent.rows
+    records = [one.seen.record for one in timed]
+    return Overview(
+        run=snapshot.url,
+        job=snapshot.job_url,
+        model=model_name(snapshot),
+        fingerprint=snapshot.run.fingerprint if snapshot.run else "",
+        state=state,
+        time=now,
+        started=min((one.seen.record.started + one.offset for one in timed), default=None),
+        chunks=chunks,
+        rows=rows,
+        recent=recent,
+        overall=_overall(timed, views, now),
+        eta_seconds=eta,
+        prompt_tokens=sum(record.prompt_tokens for record in records),
+        completion_tokens=sum(record.completion_tokens for record in records),
+        rows_error=sum(record.rows_error for record in records),
+        errors=add_up(record.errors for record in records),
+        finish_reasons=add_up(record.finish_reasons for record in records),
+        workers=views,
+        cost=_cost(views, eta),
+        notes=[*snapshot.notes, *notes, *_clock_notes(timed)],
+        warnings=[
+            f"worker {view.id}: {view.replicas_lost} of {view.replicas} replicas lost"
+            for view in views
+            if view.replicas_lost
+        ],
+    )
+
+
+def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Sum dictionaries of counts, the largest first.
+
+    >>> add_up([{"a": 1, "b": 2}, {"b": 3}])
+    {'b': 5, 'a': 1}
+    """
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+def model_name(snapshot: Snapshot) -> str:
+    """The run's model, as far as anybody has said."""
+    if snapshot.run is not None:
+        return str(snapshot.run.config.get("model") or "")
+    return next(
+        (str(seen.record.engine["model"]) for seen in snapshot.workers if seen.record.engine), ""
+    )
+
+
+def rows_by_chunk(job: Job, limit: int | None) -> dict[str, int]:
+    """Rows to do of each chunk of a job; with a limit, of those that hold its first `limit` rows."""
+    return {
+        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
+        for chunk in job.chunks
+        if limit is None or chunk.first_row < limit
+    }
+
+
+# --------------------------------------------------------------------------- the run
+
+
+def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progress, list[str]]:
+    """Chunks, rows, and what does not fit together."""
+    notes: list[str] = []
+    done = set(snapshot.markers)
+    finished: dict[str, int] = {}  # rows of open chunks; a chunk may be open in two workers
+    for record in alive:
+        for name in record.open_chunks:
+            finished.setdefault(name, 0)
+        for span in record.open_spans:
+            finished[span.chunk] = max(span.rows, finished.get(span.chunk, 0))
+    if snapshot.job is None:
+        rows_done = sum(
+            span.rows
+            for seen in snapshot.workers
+            for span in seen.record.spans
+            if span.outcome == "done"
+        )
+        busy = finished.keys() - done
+        return (
+            Progress(total=None, done=len(done), in_progress=len(busy), waiting=None),
+            Progress(
+                total=None,
+                done=rows_done,
+                in_progress=sum(finished[name] for name in busy),
+                waiting=None,
+            ),
+            notes,
+        )
+    limit = snapshot.run.config.get("limit") if snapshot.run is not None else None
+    rows = rows_by_chunk(snapshot.job, limit)
+    strange = done - rows.keys()
+    if strange:
+        notes.append(
+            f"{len(strange)} markers are of no chunk of the job, left out ({min(strange)})"
+        )
+        done &= rows.keys()
+    busy = (finished.keys() & rows.keys()) - done
+    rows_done = sum(rows[name] for name in done)
+    rows_busy = sum(min(finished[name], rows[name]) for name in busy)
+    total = sum(rows.values())
+    return (
+        Progress(
+            total=len(rows),
+            done=len(done),
+            in_progress=len(busy),
+            waiting=len(rows) - len(done) - len(busy),
+        ),
+        Progress(
+            total=total,
+            done=rows_done,
+            in_progress=rows_busy,
+            waiting=total - rows_done - rows_busy,
+        ),
+        notes,
+    )
+
+
+def _run_state(snapshot: Snapshot, chunks: Progress, states: list[str]) -> str:
+    if chunks.total is not None and chunks.done >= chunks.total:
+        return "done"
+    if snapshot.is_stop_asked:
+        return "stopping" if any(state in ALIVE_STATES for state in states) else "stopped"
+    for state in ("running", "loading", "stalled", "waiting"):
+        if state in states:
+            return state
+    if not states and not snapshot.markers:
+        return "empty"
+    if chunks.total is None and states and all(state == "done" for state in states):
+        return "done"
+    return "idle"
+
+
+def _sum_rates(rates: list[Rate], seconds: float) -> Rate:
+    return Rate(
+        seconds=seconds,
+        rows=sum(rate.rows for rate in rates),
+        input_tokens=sum(rate.input_tokens for rate in rates),
+        output_tokens=sum(rate.output_tokens for rate in rates),
+    )
+
+
+def _overall(timed: list[Timed], views: list[WorkerView], now: float) -> Rate:
+    """Everything over the time from the first start until now, or until the last heartbeat if nobody is alive."""
+    if not timed:
+        return rate_of(0.0, 0, 0, 0)
+    begin = min(one.seen.record.started + one.offset for one in timed)
+    if any(view.state in ALIVE_STATES for view in views):
+        end = now
+    else:
+        end = max(one.seen.record.heartbeat + one.offset for one in timed)
+    records = [one.seen.record for one in timed]
+    return rate_of(
+        max(end - begin, 1e-3),
+        sum(record.rows_done for record in records),
+        sum(record.prompt_tokens for record in records),
+        sum(record.completion_tokens for record in records),
+    )
+
+
+def _cost(views: list[WorkerView], eta: float | None) -> Cost:
+    priced = [view for view in views if view.cost is not None]
+    so_far = sum(view.cost or 0.0 for view in priced)
+    per_hour = sum(view.price_per_hour or 0.0 for view in priced if view.state in ALIVE_STATES)
+    output = sum(view.completion_tokens for view in priced)
+    tokens = output + sum(view.prompt_tokens for view in priced)
+    return Cost(
+        so_far=so_far if priced else None,
+        at_end=so_far + per_hour * eta / 3600 if priced and eta is not None else None,
+        per_hour_now=per_hour if priced else None,
+        per_million_tokens=1e6 * so_far / tokens if priced and tokens else None,
+        per_million_output_tokens=1e6 * so_far / output if priced and output else None,
+        unpriced_workers=len(views) - len(priced),
+        source="; ".join(sorted({view.price_source for view in priced})),
+    )
+
+
+def _clock_notes(timed: list[Timed]) -> list[str]:
+    off = [one for one in timed if abs(one.offset) > NOTED_CLOCK_SECONDS]
+    if not off:
+        return []
+    shown = ", ".join(
+        f"{one.seen.record.id} {units.duration(abs(one.offset))} "
+        + ("behind" if one.offset > 0 else "ahead")
+        for one in off[:3]
+    )
+    return [
+        f"the clocks of {units.many(len(off), 'worker')} are off, their times here are mended ({shown}"
+        + (", …)" if len(off) > 3 else ")")
+    ]

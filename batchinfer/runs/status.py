@@ -1,0 +1,365 @@
+"""``batchinfer status``: how a run goes, from its bucket alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+from batchinfer.cli.settings import common_options
+from batchinfer.core import units
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.records import Record
+from batchinfer.ledger.snapshot import RunReader
+from batchinfer.runs.overview import Overview, overview
+from batchinfer.runs.prices import PriceSource, price_options, price_source
+from batchinfer.runs.worker_views import WorkerView
+from batchinfer.storage import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+MAX_SHOWN_WORKERS = 60
+MAX_SHOWN_WARNINGS = 10
+WIDE = 120
+"""Terminal columns from which the table of workers is shown in full."""
+STATE_STYLES = {
+    "done": "green",
+    "running": "bold green",
+    "loading": "cyan",
+    "waiting": "cyan",
+    "stalled": "bold yellow",
+    "idle": "bold yellow",
+    "stopping": "yellow",
+    "stopped": "yellow",
+    "gone": "red",
+    "failed": "bold red",
+}
+"""Colour only repeats what the word says."""
+
+
+class StatusConfig(Record, frozen=True, kw_only=True):
+    """What `status` is asked. `price_per_hour` is in dollars for one worker's machine."""
+
+    run: str
+    job: str = ""
+    price_per_hour: float | None = None
+    prices: str = ""
+    is_spot: bool | None = None
+
+
+class Status:
+    """Looks at one run whenever asked. Read-only; O(listing pages + workers) requests a look."""
+
+    def __init__(
+        self,
+        config: StatusConfig,
+        *,
+        open_store: Callable[[str], Store],
+        clock: Clock,
+        prices: PriceSource | None = None,
+    ) -> None:
+        self._config = config
+        self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
+        table = Path(config.prices) if config.prices else None
+        self._prices = prices or price_source(config.price_per_hour, table)
+
+    def look(self) -> Overview:
+        """Look at the run now.
+
+        Raises:
+            InputError: there is no such run, or it cannot be read.
+        """
+        return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
+
+
+def run_status(
+    config: StatusConfig, *, open_store: Callable[[str], Store], clock: Clock
+) -> Overview:
+    """Look at a run once."""
+    return Status(config, open_store=open_store, clock=clock).look()
+
+
+def watch(status: Status, console: Console, clock: Clock, every_seconds: float) -> Overview:
+    """Show the run until it is done or stopped, or the user interrupts. Returns the last look."""
+    from rich.live import Live
+
+    seen = status.look()
+    with Live(
+        render(seen, console.width), console=console, auto_refresh=False, screen=False
+    ) as live:
+        try:
+            while seen.state not in ("done", "stopped"):
+                clock.sleep(every_seconds)
+                seen = status.look()
+                live.update(render(seen, console.width), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    return seen
+
+
+def summary(seen: Overview) -> dict[str, Any]:
+    """The few figures that scripts ask for; `--json` gives all."""
+    return {
+        "run": seen.run,
+        "state": seen.state,
+        "chunks_done": seen.chunks.done,
+        "chunks_total": seen.chunks.total,
+        "rows_done": seen.rows.done,
+        "rows_total": seen.rows.total,
+        "rows_error": seen.rows_error,
+        "rows_per_sec": round(seen.recent.rows, 3),
+        "tokens_per_sec": {
+            "input": round(seen.recent.input_tokens, 3),
+            "output": round(seen.recent.output_tokens, 3),
+        },
+        "eta_sec": None if seen.eta_seconds is None else round(seen.eta_seconds),
+        "cost": None if seen.cost.so_far is None else round(seen.cost.so_far, 4),
+        "workers": len(seen.workers),
+    }
+
+
+# --------------------------------------------------------------------------- the screen
+
+
+def render(seen: Overview, width: int = WIDE) -> Group:
+    """Everything on one screen; a narrow one leaves out columns."""
+    from rich.console import Group
+
+    parts: list[Any] = [_head(seen)]
+    if seen.workers:
+        parts.append(_worker_table(seen, is_wide=width >= WIDE))
+    if seen.errors:
+        parts.append(_errors(seen))
+    parts += _warnings(seen.warnings)
+    parts += [_note(note) for note in seen.notes]
+    return Group(*parts)
+
+
+def _head(seen: Overview) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text.assemble(
+        (seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", _styled(seen.state)
+    )
+    rows, chunks = seen.rows, seen.chunks
+    finished = rows.done + rows.in_progress
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+
+    def add(name: str, text: str) -> None:
+        grid.add_row(name, Text(text))  # never as markup: it holds names from the bucket
+
+    add(
+        "rows",
+        f"{units.count(finished)} of {units.count(rows.total)} ({units.percent(finished, rows.total)}), "
+        f"{units.count(rows.in_progress)} of them in open chunks, {units.count(rows.waiting)} waiting",
+    )
+    add(
+        "chunks",
+        f"{units.count(chunks.done)} of {units.count(chunks.total)} done, "
+        f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
+    )
+    if seen.state not in ("done", "stopped"):
+        minutes = f"over the last {seen.recent.seconds / 60:.0f} minutes"
+        add("now", f"{_rates(seen.recent)} {minutes}")
+    add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
+    add("time left", _time_left(seen))
+    add("cost", _cost(seen))
+    bar = Table.grid()
+    if rows.total:
+        bar.add_row(
+            ProgressBar(
+                total=rows.total,
+                completed=min(finished, rows.total),
+                width=72,
+                complete_style="cyan",  # the default is the red of failures
+                finished_style="green",
+            )
+        )
+    return Group(title, bar, grid)
+
+
+def _styled(state: str) -> tuple[str, str]:
+    return state, STATE_STYLES.get(state, "")
+
+
+def _rates(rate: Any) -> str:
+    return (
+        f"{units.short(rate.rows)} rows/s, {units.short(rate.input_tokens)} tok/s in, "
+        f"{units.short(rate.output_tokens)} out"
+    )
+
+
+def _time_left(seen: Overview) -> str:
+    if seen.state == "done":
+        return "nothing left to do"
+    if seen.eta_seconds is None:
+        return "not known: no row was finished lately" if seen.rows.total else "not known"
+    return f"{units.duration(seen.eta_seconds)}, until {units.moment(seen.time + seen.eta_seconds)}"
+
+
+def _cost(seen: Overview) -> str:
+    cost = seen.cost
+    if cost.so_far is None:
+        return "not known: give --price-per-hour"
+    parts = [f"{units.money(cost.so_far)} so far"]
+    if cost.at_end is not None and seen.state != "done":
+        parts.append(f"{units.money(cost.at_end)} at the end")
+    if cost.per_million_output_tokens is not None:
+        parts.append(
+            f"{units.money(cost.per_million_output_tokens)} per million output tokens "
+            f"({units.money(cost.per_million_tokens)} with input)"
+        )
+    text = ", ".join(parts) + f" [{cost.source}]"
+    return text + (
+        f", without {cost.unpriced_workers} workers of unknown price"
+        if cost.unpriced_workers
+        else ""
+    )
+
+
+def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = [column for column in _COLUMNS if is_wide or column.is_vital]
+    for column in columns:
+        table.add_column(column.name, justify=column.justify, no_wrap=True)
+    order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
+    for view in order[:MAX_SHOWN_WORKERS]:
+        cells = (column.cell(view) for column in columns)
+        table.add_row(*(Text(cell, style=STATE_STYLES.get(cell, "")) for cell in cells))
+    if len(order) > MAX_SHOWN_WORKERS:
+        table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
+    return table
+
+
+def _short_id(name: str) -> str:
+    return name if len(name) <= 32 else f"{name[:12]}…{name[-19:]}"
+
+
+def _gpus(view: WorkerView) -> str:
+    if not view.accelerator:
+        return units.NONE
+    spot = " spot" if view.is_spot else ""
+    return f"{view.gpus}×{view.accelerator}{spot}"  # noqa: RUF001 - the sign for times
+
+
+def _chunks(view: WorkerView) -> str:
+    if not view.open_chunks:
+        return units.NONE
+    more = len(view.open_chunks) - 1
+    return view.open_chunks[0] + (f" +{more}" if more else "")
+
+
+class _Column(NamedTuple):
+    name: str
+    cell: Callable[[WorkerView], str]
+    justify: Literal["left", "right"] = "right"
+    is_vital: bool = True
+    """Shown on a narrow terminal too."""
+
+
+_COLUMNS = (
+    _Column("worker", lambda view: _short_id(view.id), "left"),
+    _Column(
+        "where",
+        lambda view: "/".join(filter(None, (view.cloud, view.region))) or units.NONE,
+        "left",
+        is_vital=False,
+    ),
+    _Column("GPUs", _gpus, "left", is_vital=False),
+    _Column("state", lambda view: view.state, "left"),
+    _Column("chunks", _chunks, "left", is_vital=False),
+    _Column("rows", lambda view: units.count(view.rows_done)),
+    _Column("rows/s", lambda view: units.short(view.recent.rows)),
+    _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
+    _Column("errors", lambda view: units.count(view.rows_error), is_vital=False),
+    _Column("starts", lambda view: str(view.epoch), is_vital=False),
+    _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
+)
+
+
+def _errors(seen: Overview) -> Any:
+    from rich.text import Text
+
+    counts = ", ".join(f"{units.count(number)} {code}" for code, number in seen.errors.items())
+    return Text(f"failed rows: {counts}", style="yellow")
+
+
+def _warnings(warnings: list[str]) -> list[Any]:
+    from rich.text import Text
+
+    shown = warnings[:MAX_SHOWN_WARNINGS]
+    if len(warnings) > len(shown):
+        shown.append(f"… and {len(warnings) - len(shown)} more (--json has all)")
+    return [Text(f"warning: {warning}", style="bold yellow") for warning in shown]
+
+
+def _note(note: str) -> Any:
+    from rich.text import Text
+
+    return Text(f"note: {note}", style="dim")
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@click.command("status")
+@click.argument("run")
+@click.option("--job", default="", help="URL of the job, where run.json does not lead to it.")
+@click.option(
+    "--watch", "is_watch", is_flag=True, help="Keep showing it until it is done or Ctrl-C."
+)
+@click.option("--refresh-seconds", type=click.FloatRange(0.5), default=10.0, show_default=True)
+@click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
+@price_options
+@common_options
+def command(  # noqa: PLR0913, PLR0917 - one parameter for each option
+    run: str,
+    job: str,
+    is_watch: bool,
+    refresh_seconds: float,
+    is_json: bool,
+    price_per_hour: float | None,
+    prices: Path | None,
+    is_spot: bool | None,
+) -> Any:
+    """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
+
+    Reads the workers' heartbeats and the list of markers, never an output; changes nothing.
+    """
+    from rich.console import Console
+
+    from batchinfer.storage.opening import open_store
+
+    config = StatusConfig(
+        run=run,
+        job=job,
+        price_per_hour=price_per_hour,
+        prices=str(prices) if prices else "",
+        is_spot=is_spot,
+    )
+    clock = SystemClock()
+    status = Status(config, open_store=open_store, clock=clock)
+    if is_json and not is_watch:
+        return status.look()
+    # Into a file or a log the table goes in full.
+    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
+    if is_watch:
+        seen = watch(status, console, clock, refresh_seconds)
+    else:
+        seen = status.look()
+        console.print(render(seen, console.width))
+    return seen if is_json else summary(seen)

@@ -1,0 +1,98 @@
+"""`batchinfer stop`: leave an object in the run that every worker obeys, or take it away again."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import click
+
+from batchinfer.cli.settings import common_options
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import Clock, SystemClock, iso_utc
+from batchinfer.core.errors import AlreadyExists, ObjectNotFound
+from batchinfer.core.records import Record
+from batchinfer.ledger.runs import no_run, refuse_newer
+from batchinfer.storage import Store
+
+
+class StopConfig(Record, frozen=True, kw_only=True):
+    """Stop a run, or with `resume` let it go on."""
+
+    run: str
+    resume: bool = False
+    reason: str = ""
+
+
+class StopRequest(Record, frozen=True, kw_only=True):
+    """stop.json. Workers obey its being there; the rest is for people."""
+
+    requested: str
+    reason: str
+    nonce: str
+
+
+def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any]:
+    """Write or remove the stop request. Idempotent, one object, nothing else is touched.
+
+    Workers look for it at their start and with each heartbeat (a quarter of the lease): they finish the rows in
+    flight within their grace, checkpoint, give their claims back and exit with 3.
+
+    Raises:
+        InputError: there is no run, or it is of a newer format version.
+    """
+    _require_run(store)
+    refuse_newer(store)  # its workers may stop by other means
+    try:
+        store.stat(layout.STOP_KEY)
+        was_stopped = True
+    except ObjectNotFound:
+        was_stopped = False
+    if config.resume:
+        store.delete([layout.STOP_KEY])
+    elif not was_stopped:
+        request = StopRequest(
+            requested=iso_utc(clock.now()), reason=config.reason, nonce=secrets.token_hex(8)
+        )
+        try:
+            store.create(layout.STOP_KEY, codec.encode_pretty(request))
+        except AlreadyExists:  # somebody else stops it too
+            was_stopped = True
+    return {
+        "status": "SUCCESS",
+        "run": store.url,
+        "stopped": not config.resume,
+        "was_stopped": was_stopped,
+    }
+
+
+def _require_run(store: Store) -> None:
+    """A run has run.json, or at least a worker that is still loading its engine."""
+    try:
+        store.stat(layout.RUN_KEY)
+    except ObjectNotFound:
+        if next(iter(store.list(layout.WORKERS)), None) is None:
+            raise no_run(store) from None
+
+
+@click.command("stop")
+@click.argument("run")
+@click.option("--resume", is_flag=True, help="Take the request back: workers may start again.")
+@click.option("--reason", default="", help="Why, for whoever finds the run stopped.")
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Stop every worker of a run, wherever it is, and keep new ones from starting.
+
+    Workers see it with their next heartbeat (a quarter of --lease-seconds, 30 s by default), keep what they have
+    finished, and exit with 3, which SkyPilot does not restart. `stop --resume` lets the run go on.
+    """
+    from batchinfer.storage.opening import open_store
+
+    config = StopConfig(**options)
+    result = run_stop(config, store=open_store(config.run), clock=SystemClock())
+    if config.resume:
+        text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
+    else:
+        text = "is stopped; its workers end within a heartbeat and their grace"
+    click.echo(f"{result['run']}: {text}", err=True)
+    return result

@@ -1,0 +1,281 @@
+"""`batchinfer verify`: prove that a run is complete and sound, or say what is not and what mends it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from batchinfer.cli.settings import common_options
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import RunUnsound
+from batchinfer.core.records import Marker, Record, Run
+from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, counts_by_kind
+from batchinfer.ledger.inventory import in_parallel, take_inventory
+from batchinfer.ledger.jobs import ChunkRef, OpenStore
+from batchinfer.ledger.scope import Scope, find_scope
+from batchinfer.runs.alignment import Alignment
+from batchinfer.runs.resume_command import worker_command
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch
+
+NUM_COMPARISONS = 4
+_SHOWN = 10
+"""Findings of one kind and cure that are shown one by one."""
+
+
+class VerifyConfig(Record, frozen=True, kw_only=True):
+    """What to verify. `job` and `manifests` are needed only where run.json and the run's place do not tell."""
+
+    run: str
+    job: str | None = None
+    manifests: list[str] = []
+    is_deep: bool = False
+    scratch_dir: str | None = None
+
+
+class Verdict(NamedTuple):
+    """What was found. `result` is for the last line of stdout, without the findings themselves."""
+
+    result: dict[str, Any]
+    findings: list[Finding]
+    run: str
+    worker: str
+    """The command that does what is missing."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every chunk is done and sound. Leftovers do no harm."""
+        return all(finding.kind == LEFTOVER for finding in self.findings)
+
+    def lines(self) -> Iterator[str]:
+        """Findings for people: by kind and cure, the first few of each, then the command that mends them."""
+        # Before workers can be started again, the run must go on.
+        order = sorted(
+            self.findings,
+            key=lambda found: (found.mend != "resume", KINDS.index(found.kind), found.mend),
+        )
+        for (kind, mend), group in groupby(order, key=attrgetter("kind", "mend")):
+            found = list(group)
+            for finding in found[:_SHOWN]:
+                yield f"{kind}: {finding.subject}: {finding.problem}"
+            if len(found) > _SHOWN:
+                yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
+            yield f"  mend: {cure(mend, (f.subject for f in found), self.run, self.worker)}"
+            if mend == "redo":
+                yield f"  then: {self.worker}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The result with all findings, each with its own cure."""
+        return {
+            **self.result,
+            "findings": [
+                {
+                    **msgspec.to_builtins(finding),
+                    "mend": cure(finding.mend, [finding.subject], self.run, self.worker),
+                }
+                for finding in self.findings
+            ],
+        }
+
+    def error(self) -> RunUnsound:
+        """What to raise where the run must be sound; the hint mends what has to be mended first."""
+        counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
+        done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
+        grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
+        if any(finding.mend in ("redo", "worker") for finding in grave):
+            grave += [finding for finding in self.findings if finding.mend == "resume"]
+        first = min((finding.mend for finding in grave), key=_ORDER_OF_CURES.index)
+        subjects = (finding.subject for finding in grave if finding.mend == first)
+        return RunUnsound(
+            f"{self.run}: {done}; {', '.join(counts)}",
+            hint=cure(first, subjects, self.run, self.worker),
+        )
+
+
+_ORDER_OF_CURES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
+
+
+def run_verify(
+    config: VerifyConfig,
+    *,
+    open_store: OpenStore,
+    clock: Clock,
+    show: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Verify one run. Read-only.
+
+    Args:
+        config: What to verify.
+        open_store: Opens stores by URL.
+        clock: Tells which workers are alive.
+        show: Takes progress, a line at a time.
+
+    Raises:
+        InputError: there is no run, or the job that it is of cannot be found.
+    """
+    store = open_store(config.run)
+    inventory = take_inventory(store, now=clock.now())
+    scope = find_scope(
+        store,
+        inventory,
+        open_store,
+        usage="batchinfer verify {}",
+        job_url=config.job,
+        manifests=config.manifests,
+    )
+    audit = scope.audit(inventory)
+    sound = audit.check_all()
+    if config.is_deep:
+        show(f"reading {len(sound)} chunks and their outputs")
+        with_problems = _compare(config, scope.run, store, sound, open_store)
+    else:
+        with_problems = ((ref, marker, []) for ref, marker in sound)
+    for ref, marker, problems in with_problems:
+        if not problems:
+            audit.count(marker)
+        for problem in problems:
+            mend = "chunk" if problem.startswith("the chunk itself") else "redo"
+            audit.add(CORRUPT, ref.name, problem, mend)
+    result = _result(config, store.url, scope, audit)
+    worker = worker_command(scope.run, store.url, scope.job_url, config.manifests)
+    return Verdict(result, audit.findings, store.url, worker)
+
+
+def _compare(
+    config: VerifyConfig,
+    run: Run,
+    store: Store,
+    sound: list[tuple[ChunkRef, Marker]],
+    open_store: OpenStore,
+) -> Iterator[tuple[ChunkRef, Marker, list[str]]]:
+    """Read every chunk and output, a few at a time."""
+    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
+    alignment = Alignment(run, store, scratch)
+
+    def compare(pair: tuple[ChunkRef, Marker]) -> list[str]:
+        ref, marker = pair
+        return alignment.problems(ref, marker, sources[ref.root])
+
+    try:
+        compared = in_parallel(compare, sound, NUM_COMPARISONS)
+        for (ref, marker), problems in zip(sound, compared, strict=True):
+            yield ref, marker, problems
+    finally:
+        scratch.close()
+
+
+def _result(config: VerifyConfig, url: str, scope: Scope, audit: Audit) -> dict[str, Any]:
+    counts = counts_by_kind(audit.findings)
+    return {
+        "status": "SOUND" if not sum(counts[kind] for kind in KINDS[:-1]) else "UNSOUND",
+        "run": url,
+        "job": scope.job_url,
+        "fingerprint": scope.run.fingerprint,
+        "is_deep": config.is_deep,
+        "chunks_total": len(scope.expected),
+        "chunks_sound": audit.totals.chunks,
+        **counts,
+        "rows_ok": audit.totals.rows_ok,
+        "rows_error": audit.totals.rows_error,
+        "errors": audit.totals.errors,
+        "output_bytes": audit.totals.output_bytes,
+        "prompt_tokens": audit.totals.prompt_tokens,
+        "completion_tokens": audit.totals.completion_tokens,
+    }
+
+
+# --------------------------------------------------------------------------- what mends what
+
+
+def cure(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
+    """The command that mends findings of one kind. `worker` is the one that does what is missing.
+
+    >>> cure("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
+    'batchinfer clean s3://b/run --redo part-00001 --yes'
+    """
+    names = list(dict.fromkeys(subjects))
+    place = shlex.quote(run)
+    if mend == "worker":
+        return worker
+    if mend == "redo":
+        flags = " ".join(f"--redo {shlex.quote(name)}" for name in names)
+        return f"batchinfer clean {place} {flags} --yes"
+    if mend == "clean":
+        return f"batchinfer clean {place} --yes"
+    if mend == "resume":
+        return f"batchinfer stop --resume {place}"
+    if mend == "run":
+        return "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made"
+    if mend == "job":
+        return f"batchinfer verify --job JOB {place}  # with the job that the run is of"
+    if mend == "chunk":
+        return "restore the chunk as job.json describes it, or split again into another job"
+    return _remove_by_hand(run, names)
+
+
+def _remove_by_hand(run: str, keys: list[str]) -> str:
+    scheme = run.partition("://")[0] if "://" in run else ""
+    remove = {"": "rm", "s3": "aws s3 rm", "gs": "gcloud storage rm"}.get(scheme, "remove")
+    return f"{remove} {' '.join(shlex.quote(f'{run}/{key}') for key in keys)}"
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@click.command("verify")
+@click.argument("run")
+@click.option(
+    "--job", metavar="URL", help="The job, where run.json and the run's place do not tell."
+)
+@click.option(
+    "--manifest",
+    "manifests",
+    multiple=True,
+    help="Verify the chunks of this manifest only; needed for lists without a job.json.",
+)
+@click.option(
+    "--deep", is_flag=True, help="Read every byte: sha256, and each line's row, order and id."
+)
+@click.option("--json", "as_json", is_flag=True, help="All findings in the result, none as text.")
+@click.option(
+    "--scratch-dir",
+    type=click.Path(path_type=Path),
+    help="Local folder for the chunks and outputs that --deep reads.",
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Prove that a run is complete and sound, or say what is missing, corrupt, foreign or left over.
+
+    Exit status 0: every chunk is done and sound (leftovers are named, but do no harm); 1: it is not, and each finding
+    comes with the command that mends it.
+    """
+    from batchinfer.storage.opening import open_store
+
+    config = VerifyConfig(
+        run=options["run"],
+        job=options["job"],
+        manifests=list(options["manifests"]),
+        is_deep=options["deep"],
+        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
+    )
+    tell = partial(click.echo, err=True)
+    verdict = run_verify(config, open_store=open_store, clock=SystemClock(), show=tell)
+    result = verdict.as_json() if options["as_json"] else verdict.result
+    if not options["as_json"]:
+        for line in verdict.lines():
+            tell(line)
+    if not verdict.is_sound:
+        error = verdict.error()
+        error.result = result  # type: ignore[attr-defined]  # printed by the command line
+        raise error
+    tell(f"{verdict.run}: complete and sound, {result['chunks_total']} chunks")
+    return result

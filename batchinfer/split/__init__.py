@@ -1,0 +1,1 @@
+"""`batchinfer split`: data sets into JSON Lines chunks and one manifest for each worker."""

@@ -1,0 +1,399 @@
+"""`batchinfer split`: data sets to a job, that is JSON Lines chunks, one manifest a worker, and job.json.
+
+job.json comes last and vouches for the rest: until it is there, nothing is a job, and a split that was killed is
+simply run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from batchinfer.cli.settings import common_options
+from batchinfer.core import codec, layout, units
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record
+from batchinfer.storage import Store
+
+if TYPE_CHECKING:
+    from batchinfer.split.chunk_files import Span
+    from batchinfer.split.sources import Oddities, Plan
+
+logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0
+
+
+class SplitConfig(Record, frozen=True, kw_only=True):
+    """What `split` was asked for. Exactly one of `num_chunks` and `chunk_rows` is set.
+
+    `columns` None keeps all; `limit` counts rows over all sources; `scratch_dir` None is the system's.
+    """
+
+    sources: list[str]
+    output: str
+    num_chunks: int | None = None
+    chunk_rows: int | None = None
+    num_workers: int = 1
+    columns: list[str] | None = None
+    id_column: str = ""
+    group_by: str = ""
+    limit: int | None = None
+    compression: str = "none"
+    processes: int = 1
+    overwrite: bool = False
+    scratch_dir: str | None = None
+
+
+def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
+    """Split the sources into a job at the store's root.
+
+    Idempotent: a finished job of the same sources and shape is left alone. Until job.json is written, last, a crash
+    leaves only objects that the next run adopts where their bytes are the same, and replaces where not. Two splits
+    must not write to one place at the same time.
+
+    Args:
+        config: What to do.
+        store: Opened at `config.output`.
+
+    Returns:
+        The result object; its `status` is "done" or "unchanged".
+
+    Raises:
+        ConfigError: Options that contradict each other or the number of rows.
+        InputError: A source cannot be used, or the output holds another job.
+    """
+    from batchinfer.split import borders
+    from batchinfer.split.job_writer import read_job, refuse_newer, remove_job
+    from batchinfer.split.sources import View, resolve
+
+    started = time.monotonic()
+    _check_options(config)
+    view = View(columns=config.columns, id_column=config.id_column)
+    plan = resolve(config.sources, view=view, limit=config.limit)
+    plan.check_apart(config.output)
+    starts = borders.even(plan.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows)
+    draft = _draft_job(config, plan)
+    if config.overwrite:
+        refuse_newer(store)
+    elif (existing := read_job(store, hint=_made_anew(config))) is not None:
+        _check_same(existing, draft, config)
+        return _result("unchanged", config, existing, {}, time.monotonic() - started)
+    _check_no_runs(store, config)
+    if config.group_by:
+        starts = borders.between_groups(plan, config.group_by, starts)
+    _check_workers(config, len(starts) - 1)
+    if config.overwrite:
+        remove_job(store)
+    job, odd = _write(config, store, plan, draft, borders.spans(starts))
+    _warn(odd, job)
+    return _result("done", config, job, odd.nulls, time.monotonic() - started)
+
+
+def _warn(odd: Oddities, job: Job) -> None:
+    for column, count in sorted(odd.nulls.items()):
+        logger.warning("column %r: %d NaN or infinite values became null", column, count)
+    if odd.broken_lines:
+        logger.warning(
+            "%d lines are no JSON object, and each becomes an error row; the first is %s",
+            odd.broken_lines,
+            odd.first_broken,
+        )
+    if job.duplicate_ids:
+        logger.warning(
+            "%d of %d rows have an _id that an earlier row has; _row tells their answers apart",
+            job.duplicate_ids,
+            job.rows,
+        )
+
+
+# --------------------------------------------------------------------------- what to make
+
+
+def _check_options(config: SplitConfig) -> None:
+    if (config.num_chunks is None) == (config.chunk_rows is None):
+        raise ConfigError(
+            "--num-chunks, --chunk-rows: "
+            + ("none is given" if config.num_chunks is None else "both are given")
+            + ", expected exactly one",
+            hint="--chunk-rows 5000 is a good start",
+        )
+    if not all(source.strip() for source in config.sources):
+        raise ConfigError(
+            "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
+            hint="an unset variable of the shell? The present folder is `.`",
+        )
+    if config.columns is not None and not config.columns:
+        raise ConfigError(
+            "--columns: names no column, expected at least one",
+            hint="leave it out to keep all columns",
+        )
+
+
+def _check_workers(config: SplitConfig, num_chunks: int) -> None:
+    if config.num_workers > num_chunks:
+        raise ConfigError(
+            f"--num-workers {config.num_workers}: more than the {units.many(num_chunks, 'chunk')}, "
+            "expected a chunk for each",
+            hint=f"use --num-workers {num_chunks} or fewer, or make smaller chunks",
+        )
+
+
+def _draft_job(config: SplitConfig, plan: Plan) -> Job:
+    """job.json as it is known before any row is read: without chunks and counts."""
+    if config.num_chunks is not None:
+        shape = {"num_chunks": config.num_chunks}
+    else:
+        shape = {"chunk_rows": config.chunk_rows or 0}
+    return Job(
+        format_version=FORMAT_VERSION,
+        sources=plan.sources,
+        columns=plan.columns,
+        rows=plan.rows,
+        chunks=[],
+        num_workers=config.num_workers,
+        id_column=config.id_column,
+        group_by=config.group_by,
+        limit=config.limit,
+        compression=config.compression,
+        shape=shape,
+    )
+
+
+# --------------------------------------------------------------------------- what is there
+
+
+def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
+    """Raise InputError unless the finished job is what this run would make. Files are told by content, not by path."""
+    differences = []
+    if _contents(existing) != _contents(wanted):
+        differences.append("the source's files")
+    for name in ("rows", "columns", "shape", "num_workers", "id_column", "group_by", "compression"):
+        before, now = getattr(existing, name), getattr(wanted, name)
+        if before != now:
+            differences.append(f"{name} ({_shown(before)} there, {_shown(now)} here)")
+    if differences:
+        raise InputError(
+            f"{config.output}: holds a finished job that differs in {'; '.join(differences)}",
+            hint="name another --output, or add --overwrite to replace that job",
+        )
+
+
+def _made_anew(config: SplitConfig) -> str:
+    """The command that makes the job again in the place of a damaged one."""
+    plain = SplitConfig(sources=[], output="")
+    words = ["batchinfer split", *map(shlex.quote, config.sources)]
+    for name, value in msgspec.structs.asdict(config).items():
+        if name not in ("sources", "overwrite") and value != getattr(plain, name):
+            text = ",".join(value) if isinstance(value, list) else str(value)
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+    return " ".join([*words, "--overwrite"])
+
+
+def _contents(job: Job) -> list[tuple[int, int, str]]:
+    return [(file.bytes, file.rows, file.digest) for source in job.sources for file in source.files]
+
+
+def _shown(value: Any) -> str:
+    text = codec.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _check_no_runs(store: Store, config: SplitConfig) -> None:
+    """Raise InputError if runs lie under the job: their outputs belong to the chunks that are there now."""
+    run = next(iter(store.list(layout.RUNS)), None)
+    if run is not None:
+        raise InputError(
+            f"{config.output}: has runs ({run.key}), expected none under a job that is split anew",
+            hint=f"name another --output, or remove {config.output.rstrip('/')}/{layout.RUNS} first",
+        )
+
+
+# --------------------------------------------------------------------------- making it
+
+
+def _write(
+    config: SplitConfig, store: Store, plan: Plan, draft: Job, spans: list[Span]
+) -> tuple[Job, Oddities]:
+    """Build and publish chunks, then manifests, then job.json."""
+    from batchinfer.split import chunk_files
+    from batchinfer.split.job_writer import Filing
+    from batchinfer.split.sources import Oddities
+    from batchinfer.storage.scratch import Scratch
+
+    odd = Oddities()
+    id_paths: list[Path] = []
+    chunks: list[Chunk] = []
+    with (
+        contextlib.closing(
+            Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+        ) as scratch,
+        _progress(plan.rows) as advance,
+    ):
+        workshop = chunk_files.Workshop(plan, scratch.folder, config.compression)
+        if config.processes > 1 and len(spans) > 1 and plan.is_shared:
+            built = chunk_files.build_in_processes(workshop, spans, config.processes)
+        else:
+            built = chunk_files.build(workshop, spans)
+        filing = Filing(store, config.compression, advance)
+        for item in filing.publish(built):
+            chunks.append(item.chunk)
+            odd.add(item.odd)
+            if item.id_path is not None:
+                id_paths.append(item.id_path)
+        duplicates = chunk_files.count_duplicates(id_paths)
+        filing.write_manifests(chunks, config.num_workers)
+        job = msgspec.structs.replace(
+            draft,
+            chunks=chunks,
+            null_floats=odd.nulls.total(),
+            broken_lines=odd.broken_lines,
+            duplicate_ids=duplicates,
+        )
+        filing.finish(job)
+    return job, odd
+
+
+@contextlib.contextmanager
+def _progress(rows: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts finished rows: a bar on a terminal, a log line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=rows, unit=" rows", desc="split", file=sys.stderr) as bar:
+            yield bar.update
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if time.monotonic() - shown >= _LOG_SECONDS:
+            shown = time.monotonic()
+            logger.info("%d of %d rows split", done, rows)
+
+    yield advance
+
+
+def _result(
+    status: str, config: SplitConfig, job: Job, nulls: dict[str, int], seconds: float
+) -> dict[str, Any]:
+    if status == "unchanged":
+        logger.info(
+            "%s: finished before with the same sources and shape, nothing changed", config.output
+        )
+    return {
+        "status": status,
+        "job": config.output,
+        "rows": job.rows,
+        "columns": job.columns,
+        "chunks": len(job.chunks),
+        "workers": job.num_workers,
+        "bytes": sum(chunk.bytes for chunk in job.chunks),
+        "null_floats": job.null_floats,
+        "null_floats_by_column": nulls,
+        "broken_lines": job.broken_lines,
+        "duplicate_ids": job.duplicate_ids,
+        "seconds": round(seconds, 3),
+    }
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def _parse_columns(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> list[str] | None:
+    if value is None:
+        return None
+    return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+
+
+@click.command("split")
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option(
+    "--output",
+    metavar="JOB",
+    required=True,
+    help="Folder or URL of the job; made if it is not there.",
+)
+@click.option(
+    "--num-chunks", type=click.IntRange(min=1), help="Make so many chunks, even to one row."
+)
+@click.option(
+    "--chunk-rows", type=click.IntRange(min=1), help="Put so many rows in each chunk but the last."
+)
+@click.option(
+    "--num-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Write a manifest for each of so many workers.",
+)
+@click.option(
+    "--columns",
+    callback=_parse_columns,
+    metavar="A,B",
+    help="Keep only these columns. Default: all.",
+)
+@click.option(
+    "--id-column",
+    default="",
+    metavar="COLUMN",
+    help="Column whose value names a row (_id). Default: custom_id of OpenAI batch requests, else the row number.",
+)
+@click.option(
+    "--group-by",
+    default="",
+    metavar="COLUMN",
+    help="Keep neighbouring rows with the same value in one chunk; chunks then differ more in size.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Take only the first N rows."
+)
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "zstd"]),
+    default="none",
+    show_default=True,
+    help="How chunks are stored.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Build chunks in so many processes. The chunks are the same.",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Replace the job that is there, unless it has runs."
+)
+@click.option(
+    "--scratch-dir",
+    metavar="DIR",
+    help="Local folder to build chunks in. Default: the system's temporary one.",
+)
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Split data sets into JSONL chunks and per-worker manifests.
+
+    SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
+    JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
+    """
+    from batchinfer.split import light
+    from batchinfer.storage.opening import check_writable, open_store
+
+    light.import_pyarrow()
+    config = SplitConfig(**{**options, "sources": list(options["sources"])})
+    _check_options(config)
+    check_writable(config.output, option="--output")
+    return run_split(config, store=open_store(config.output))

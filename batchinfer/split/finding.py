@@ -1,0 +1,224 @@
+"""SOURCE arguments to lists of files: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
+
+Order is by address as text, so that the same source always gives the same rows in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from batchinfer.core.errors import InputError
+from batchinfer.core.redaction import redact
+from batchinfer.split import hub, source_files
+from batchinfer.split.source_files import Found
+from batchinfer.storage.opening import check_slashes
+
+logger = logging.getLogger(__name__)
+
+_FORMATS = (
+    ("parquet", (".parquet", ".pq")),
+    ("jsonl", (".jsonl", ".ndjson")),
+    ("csv", (".csv", ".tsv")),
+    ("jsonl", (".json",)),
+)
+"""In a folder the first of these that any file has is taken, and only that. Others beside it are refused, but for
+.json, which often describes data."""
+_COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
+_GLOB = re.compile(r"[*?\[]")
+
+
+class Located(NamedTuple):
+    """One SOURCE argument, found. `base` is the folder below which its files lie ("" where there is none)."""
+
+    url: str
+    revision: str
+    format: str
+    files: list[Found]
+    base: str
+
+
+def locate(argument: str) -> Located:
+    """Find the files of one SOURCE argument. Lists, but reads no file (a byte or two where the name tells nothing).
+
+    Raises:
+        InputError: There is nothing, or nothing of a known format.
+        AccessDenied: Credentials are missing or refused.
+        ConfigError: It is a URL that lacks a slash.
+    """
+    check_slashes(argument)
+    if argument.startswith("hf://"):
+        return _locate_on_hub(argument)
+    url = (
+        argument
+        if argument.startswith("s3://") or "://" in argument
+        else str(source_files.local_path(argument))
+    )
+    with source_files.reading(argument):
+        kind, files, base = _list(url)
+    return Located(argument, "", kind, files, base)
+
+
+def _locate_on_hub(argument: str) -> Located:
+    with source_files.reading(argument):
+        dataset = hub.parse(argument)
+        commit = hub.resolve_commit(dataset)
+        url = dataset.at(commit)
+        if dataset.path:
+            kind, files, base = _list(url)
+            return Located(argument, commit, kind, files, base)
+        found = _find(url)
+        if (
+            not _of_formats(found, 0)
+            and not dataset.is_converted
+            and (converted := hub.converted_commit(dataset))
+        ):
+            logger.info("%s: holds no parquet, taking the Hub's own conversion", argument)
+            commit, url = converted, dataset.at(converted)
+            found = _find(url)
+        hub.check_one_config(argument, [file.url.removeprefix(url).strip("/") for file in found])
+        kind, files = _choose(argument, found)
+    return Located(argument, commit, kind, files, url)
+
+
+def _list(url: str) -> tuple[str, list[Found], str]:
+    """Return (format, files, base folder) of a file, folder or glob."""
+    filesystem, path = source_files.open_filesystem(url)
+    info = _info(filesystem, path)
+    if info is not None and info["type"] == "file":
+        return _format_of(url), [source_files.make_found(url, info)], ""
+    if info is None and _GLOB.search(path):
+        matches: dict[str, dict[str, Any]] = filesystem.glob(path, detail=True)
+        files = _founds(url, matches, path)
+        if not files:
+            raise InputError(
+                f"{url}: matches no file",
+                hint="quote the pattern, so that the shell leaves it alone",
+            )
+        base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if "**" in path else ""
+        kind, chosen = _choose(url, files, is_whole=True)
+        return kind, chosen, source_files.address(url, base) if base else ""
+    kind, chosen = _choose(url, _find(url))
+    return kind, chosen, url
+
+
+def _info(filesystem: Any, path: str) -> dict[str, Any] | None:
+    try:
+        info: dict[str, Any] = filesystem.info(path)
+    except FileNotFoundError:
+        return None
+    return info
+
+
+def _find(url: str) -> list[Found]:
+    filesystem, path = source_files.open_filesystem(url)
+    matches: dict[str, dict[str, Any]] = filesystem.find(path, detail=True)
+    if not matches and _info(filesystem, path) is None:
+        raise FileNotFoundError(path)
+    return _founds(url, matches, path)
+
+
+def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[Found]:
+    """Files in order of address, without hidden ones and those that tools leave beside data (_SUCCESS)."""
+    base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if _GLOB.search(path) else path
+    return sorted(
+        source_files.make_found(_url_of(url, name), info)
+        for name, info in matches.items()
+        if info["type"] == "file"
+        and not any(
+            part.startswith((".", "_")) for part in name.removeprefix(base).strip("/").split("/")
+        )
+    )
+
+
+def _url_of(url: str, name: str) -> str:
+    """Address of a listed file: relative where the argument was relative."""
+    if source_files.is_local(url):
+        root = source_files.open_filesystem(url)[1]
+        plain = str(source_files.local_path(url))
+        if _GLOB.search(plain):
+            root, plain = (
+                _GLOB.split(text, maxsplit=1)[0].rpartition("/")[0] for text in (root, plain)
+            )
+        rest = name.removeprefix(root).lstrip("/")
+        return posixpath.join(plain, rest) if plain else rest
+    return source_files.address(url, name)
+
+
+def _endings(url: str) -> str:
+    return _COMPRESSED.sub("", url.lower())
+
+
+def _of_formats(files: Iterable[Found], index: int) -> list[Found]:
+    return [file for file in files if _endings(file.url).endswith(_FORMATS[index][1])]
+
+
+def _choose(url: str, files: list[Found], *, is_whole: bool = False) -> tuple[str, list[Found]]:
+    """Return the format to read and the files that have it.
+
+    Args:
+        url: For messages.
+        files: What was found.
+        is_whole: Every file must have one format, as someone chose these by a pattern.
+    """
+    for index, (kind, _) in enumerate(_FORMATS):
+        chosen = _of_formats(files, index)
+        if chosen and is_whole and len(chosen) < len(files):
+            other = next(file.url for file in files if file not in chosen)
+            raise InputError(
+                f"{url}: matches {other} beside {kind} files, expected files of one format",
+                hint="narrow the pattern, or pass two sources",
+            )
+        if chosen:
+            _check_rest(url, kind, [file for file in files if file not in set(chosen)])
+            return kind, chosen
+    raise InputError(
+        f"{url}: holds no parquet, JSON Lines or CSV file" if files else f"{url}: holds no file",
+        hint="expected names that end in .parquet, .jsonl, .json or .csv (also .gz, .zst)",
+    )
+
+
+def _check_rest(url: str, kind: str, rest: list[Found]) -> None:
+    """Look at the files of a folder that are not taken.
+
+    Raises:
+        InputError: data in another format is among them: rows would be missing without a word.
+    """
+    for index, (other, endings) in enumerate(_FORMATS):
+        data = _of_formats(rest, index)
+        if not data:
+            continue
+        if endings == (".json",):  # often what describes the data
+            first = redact(data[0].url)
+            logger.warning(
+                "%s: %d .json files are left out, %s first", redact(url), len(data), first
+            )
+            continue
+        ending = next(one for one in _FORMATS if one[0] == kind)[1][0]
+        raise InputError(
+            f"{url}: holds {data[0].url} ({other}) beside {kind} files, expected files of one format",
+            hint=f"name those you want, as in '{url.rstrip('/')}/**/*{ending}', or a source for each format",
+        )
+    if rest:
+        first = redact(rest[0].url)
+        logger.info("%s: %d other files are left out, %s first", redact(url), len(rest), first)
+
+
+def _format_of(url: str) -> str:
+    """Format of one file that was named: by its ending, else by its first bytes."""
+    for kind, endings in _FORMATS:
+        if _endings(url).endswith(endings):
+            return kind
+    with source_files.open_stream(source_files.look_up(url)) as stream:
+        head = stream.read(64)
+    if head.startswith(source_files.MAGIC_PARQUET):
+        return "parquet"
+    if head.lstrip().startswith(b"{"):
+        return "jsonl"
+    raise InputError(
+        f"{url}: neither its name nor its first bytes tell the format",
+        hint="expected a name that ends in .parquet, .jsonl, .json or .csv (also .gz, .zst)",
+    )

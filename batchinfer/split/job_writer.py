@@ -1,0 +1,151 @@
+"""Chunks, manifests and job.json to a store, in an order in which nothing half-written can pass for a job."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
+from batchinfer.core.records import Chunk, Job
+from batchinfer.split.chunk_files import Built
+from batchinfer.storage import Store
+
+_THREADS = 4
+_BYTES = 64 << 20
+"""Chunks are published beside each other up to this size together, so that memory stays bounded."""
+
+
+def read_job(store: Store, *, hint: str = "") -> Job | None:
+    """Read job.json, or return None where there is none. `hint` is what to do if it is damaged.
+
+    Raises:
+        NewerVersion: a later batchinfer wrote it.
+        InputError: it is damaged.
+    """
+    name = f"{store.url}/{layout.JOB_KEY}"
+    try:
+        data = store.get(layout.JOB_KEY).data
+    except ObjectNotFound:
+        return None
+    job = codec.decode(data, Job, name=name, hint=hint)
+    codec.check_version(data, name=name)
+    return job
+
+
+def refuse_newer(store: Store) -> None:
+    """Refuse the job of a later batchinfer; a damaged one passes. Raises NewerVersion."""
+    try:
+        data = store.get(layout.JOB_KEY).data
+    except ObjectNotFound:
+        return
+    codec.check_version(data, name=f"{store.url}/{layout.JOB_KEY}")
+
+
+def remove_job(store: Store) -> None:
+    """Remove a job: job.json first, so that what is left of a crash in between is no job."""
+    store.delete([layout.JOB_KEY])
+    for prefix in (layout.CHUNKS, layout.MANIFESTS):
+        store.delete([item.key for item in store.list(prefix)])
+
+
+class Filing:
+    """Writes one job to an empty place, or to one where an unfinished split left objects.
+
+    An object that is there already is kept if its bytes are the same and replaced if not, as long as no job.json
+    vouches for it.
+
+    Args:
+        store: Where the job goes.
+        compression: That of the chunks.
+        advance: Is called with the number of rows of each chunk that is durable.
+    """
+
+    def __init__(self, store: Store, compression: str, advance: Callable[[int], object]) -> None:
+        self._store = store
+        self._compression = compression
+        self._advance = advance
+
+    def publish(self, built: Iterable[Built]) -> Iterator[Built]:
+        """Publish chunk files beside the building of the next, remove them, and yield each once it is durable."""
+        waiting: deque[tuple[Built, Future[None]]] = deque()
+        num_bytes = 0
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish") as pool:
+
+            def finish() -> Built:
+                nonlocal num_bytes
+                item, future = waiting.popleft()
+                future.result()
+                num_bytes -= item.chunk.bytes
+                self._advance(item.chunk.rows)
+                return item
+
+            for item in built:
+                while waiting and (
+                    len(waiting) >= _THREADS or num_bytes + item.chunk.bytes > _BYTES
+                ):
+                    yield finish()
+                num_bytes += item.chunk.bytes
+                waiting.append((item, pool.submit(self._publish_chunk, item)))
+            while waiting:
+                yield finish()
+
+    def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
+        """Write all.txt and one manifest a worker: consecutive chunks, their numbers even to one."""
+        lines = [f"{self._key(chunk)}\n" for chunk in chunks]
+        texts = {layout.ALL_MANIFEST: "".join(lines)}
+        for index in range(num_workers):
+            start, stop = (len(lines) * place // num_workers for place in (index, index + 1))
+            texts[layout.worker_manifest(index, num_workers)] = "".join(lines[start:stop])
+        for key, text in texts.items():
+            self._create(key, text.encode())
+        stale = [item.key for item in self._store.list(layout.MANIFESTS) if item.key not in texts]
+        self._store.delete(stale)
+
+    def finish(self, job: Job) -> None:
+        """Look once more at the chunks, remove what another, unfinished split left, and write job.json.
+
+        Raises:
+            InputError: Another split wrote here meanwhile.
+        """
+        there = {item.key: item.bytes for item in self._store.list(layout.CHUNKS)}
+        expected = {self._key(chunk): chunk.bytes for chunk in job.chunks}
+        self._store.delete([key for key in there if key not in expected])
+        if any(there.get(key) != size for key, size in expected.items()):
+            raise self._other_split()
+        try:
+            self._store.create(layout.JOB_KEY, codec.encode_pretty(job))
+        except AlreadyExists as error:
+            raise self._other_split() from error
+
+    def _key(self, chunk: Chunk) -> str:
+        return layout.chunk_file(chunk.name, self._compression)
+
+    def _publish_chunk(self, item: Built) -> None:
+        key = self._key(item.chunk)
+        try:
+            self._store.create_file(key, item.path, is_final=True)
+        except AlreadyExists:
+            self._remove_leftover(key)
+            self._store.create_file(key, item.path, is_final=True)
+        item.path.unlink()
+
+    def _create(self, key: str, data: bytes) -> None:
+        try:
+            self._store.create(key, data)
+        except AlreadyExists:
+            self._remove_leftover(key)
+            self._store.create(key, data)
+
+    def _remove_leftover(self, key: str) -> None:
+        """Remove other bytes under one of our keys, which only a split that never finished may have left."""
+        if read_job(self._store) is not None:
+            raise self._other_split()
+        self._store.delete([key])
+
+    def _other_split(self) -> InputError:
+        return InputError(
+            f"{self._store.url}: another split wrote here at the same time, expected to be alone",
+            hint="run the same command again: it tells whether the job there is the one you want",
+        )

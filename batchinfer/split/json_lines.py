@@ -1,0 +1,228 @@
+r"""JSON Lines, plain, gzip or zstd: lines pass through as they are, with `_row` and `_id` spliced in.
+
+Numbers, escapes and key order stay byte for byte, as a line is only taken apart where columns are chosen or where it
+has a `_row` or `_id` of its own. A line that is no JSON object stays exactly as it is; the worker makes an error row
+of it. Lines end at the byte "\n" alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from batchinfer.core.errors import InputError
+from batchinfer.core.redaction import redact
+from batchinfer.split import source_files
+from batchinfer.split.blocks import (
+    ID_FIELD,
+    OWN_FIELDS,
+    ROW_FIELD,
+    Block,
+    Input,
+    LineBlock,
+    Oddities,
+    View,
+    id_text,
+    is_batch_request,
+    kept_columns,
+)
+from batchinfer.split.source_files import Found
+
+_BLOCK_BYTES = 1 << 20
+_MARK_BYTES = 8 << 20
+"""A position is remembered every so many bytes, so that a reader can start near any row."""
+_SAMPLE_LINES = 100
+_BOM = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+
+_any_decoder = msgspec.json.Decoder()
+_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encoder = msgspec.json.Encoder()
+
+
+def count(found: Found) -> Input:
+    """Read the file once: lines, sha256, positions, and the keys of the first objects.
+
+    Raises:
+        InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
+    """
+    is_seekable = not found.url.lower().endswith((".gz", ".zst", ".zstd"))
+    digest = hashlib.sha256()
+    marks = [(0, 0)]
+    rows = size = 0
+    head = last = b""
+    with source_files.open_stream(found) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            if len(head) < _BLOCK_BYTES:
+                head += block
+            digest.update(block)
+            rows += block.count(b"\n")
+            newline = block.rfind(b"\n")
+            if is_seekable and newline >= 0 and size + newline + 1 - marks[-1][1] >= _MARK_BYTES:
+                marks.append((rows, size + newline + 1))
+            size += len(block)
+            last = block
+    if last and not last.endswith(b"\n"):
+        rows += 1
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        name = found.url.rsplit("/", 1)[-1]
+        raise InputError(
+            f"{found.url}: starts as UTF-16 text does, expected UTF-8",
+            hint=f"convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.jsonl",
+        )
+    head = head.removeprefix(_BOM)
+    if head.lstrip(_SPACE)[:1] == b"[":
+        raise InputError(
+            f"{found.url}: is a JSON array, expected one JSON object a line",
+            hint=f"convert it: jq -c '.[]' {found.url.rsplit('/', 1)[-1]} > rows.jsonl",
+        )
+    return Input(
+        found=found,
+        format="jsonl",
+        rows=rows,
+        columns=_sample_keys(head),
+        marks=marks,
+        digest=digest.hexdigest(),
+    )
+
+
+def _sample_keys(head: bytes) -> list[str]:
+    names: dict[str, None] = {}
+    for line in head.split(b"\n")[:_SAMPLE_LINES]:
+        names.update(dict.fromkeys(_decode_object(line) or ()))
+    return list(names)
+
+
+def has_object(item: Input) -> bool:
+    """Whether any line of the file is a JSON object. Reads it as far as it must."""
+    with source_files.open_stream(item.found) as stream:
+        return any(_decode_object(line.removeprefix(_BOM)) is not None for line in stream)
+
+
+def find_keys(item: Input, wanted: set[str]) -> set[str]:
+    """Return which of these keys occur anywhere in the file. Reads it as far as it must."""
+    missing = set(wanted)
+    with source_files.open_stream(item.found) as stream:
+        for line in stream:
+            if any(name.encode() in line for name in missing) or b"\\u" in line:
+                missing -= (_decode_object(line) or {}).keys()
+            if not missing:
+                break
+    return wanted - missing
+
+
+def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
+    """Yield lines `rows` of one file in order; see `parquet.read` for the arguments.
+
+    Raises:
+        InputError: The file is damaged, or changed since its count.
+    """
+    source_files.check_unchanged(item.found)
+    mark_row, offset = max(mark for mark in item.marks if mark[0] <= rows.start)
+    splice = _Splicer(view)
+    row, left = first_row, len(rows)
+    with source_files.open_stream(item.found, offset) as stream:
+        for _ in itertools.islice(stream, rows.start - mark_row):
+            pass
+        for lines in _line_lists(stream, left):
+            if rows.start == 0 and left == len(rows):
+                lines[0] = lines[0].removeprefix(_BOM)
+            block = splice.block(lines, row)
+            if splice.broken:
+                odd.first_broken = odd.first_broken or redact(
+                    f"{item.found.url}, line {splice.broken[0] - first_row + rows.start + 1}"
+                )
+                odd.broken_lines += len(splice.broken)
+            yield block
+            row += len(lines)
+            left -= len(lines)
+    if left:
+        raise source_files.changed(item.found.url)
+    source_files.check_unchanged(item.found)
+
+
+def _line_lists(stream: BinaryIO, count: int) -> Iterator[list[bytes]]:
+    """Lists of whole lines, about a megabyte each, `count` lines in all if there are so many."""
+    while count and (lines := stream.readlines(_BLOCK_BYTES)):
+        yield lines[:count]
+        count -= len(lines[:count])
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _decode_object(line: bytes) -> dict[str, Any] | None:
+    """The line's object, or None if it is no JSON object in UTF-8.
+
+    msgspec refuses lone surrogates and numbers beyond a float; the standard library reads both.
+    """
+    try:
+        value = _any_decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            value = json.loads(line.decode(), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
+class _Splicer:
+    """Adds `_row` and `_id` to lines, and leaves out the columns that are not asked for."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.broken: list[int] = []
+        """Numbers of the last block's rows that are no JSON object."""
+
+    def block(self, lines: list[bytes], first_row: int) -> Block:
+        """Convert some consecutive lines, the first of which has this number in the job."""
+        self.broken = []
+        done: list[bytes] = []
+        ids: list[str | None] = []
+        for row, line in enumerate(lines, first_row):
+            new_line, name = self._convert(line, row)
+            done.append(new_line)
+            ids.append(name)
+        return LineBlock(done, ids if any(name is not None for name in ids) else None)
+
+    def _convert(self, line: bytes, row: int) -> tuple[bytes, str | None]:
+        value = _decode_object(line)
+        if value is None:
+            self.broken.append(row)
+            return (line if line.endswith(b"\n") else line + b"\n"), None
+        name = None
+        if self._view.id_column:
+            name = id_text(value.get(self._view.id_column), row)
+        elif is_batch_request(list(value)):
+            name = id_text(value["custom_id"], row)
+        text = str(row) if name is None else name
+        if self._view.columns is not None or not OWN_FIELDS.isdisjoint(value):
+            body = self._pick(line, value)
+        else:
+            body = line.rstrip(_SPACE)[:-1].rstrip(_SPACE)
+        comma = b"" if body.lstrip(_SPACE) == b"{" else b","
+        tail = f'{ROW_FIELD}":{row},"{ID_FIELD}":'.encode()
+        return b"".join((body, comma, b'"', tail, _encode_text(text), b"}\n")), name
+
+    def _pick(self, line: bytes, value: dict[str, Any]) -> bytes:
+        """The object without its end, with only the kept columns; their values stay byte for byte."""
+        names = [name for name in kept_columns(list(value), self._view) if name in value]
+        try:
+            raw = _raw_decoder.decode(line)
+            return _encoder.encode({name: raw[name] for name in names})[:-1]
+        except (msgspec.DecodeError, UnicodeDecodeError):  # a lone surrogate again
+            return json.dumps({name: value[name] for name in names}).encode()[:-1]
+
+
+def _encode_text(text: str) -> bytes:
+    try:
+        return _encoder.encode(text)
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+        return json.dumps(text).encode()

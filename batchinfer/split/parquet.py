@@ -1,0 +1,235 @@
+"""Parquet: rows from the footer, then row group by row group, only the columns that are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import InputError
+from batchinfer.split import source_files
+from batchinfer.split.arrow_values import (
+    ColumnError,
+    NullFloats,
+    holds_bytes,
+    make_converter,
+    make_record_type,
+)
+from batchinfer.split.blocks import (
+    ID_FIELD,
+    ROW_FIELD,
+    Block,
+    Input,
+    Oddities,
+    RowBlock,
+    View,
+    id_text,
+    is_batch_request,
+    kept_columns,
+    no_such_column,
+)
+from batchinfer.split.source_files import Found
+
+_TAIL_BYTES = 64 << 10
+_BATCH_BYTES = 512 << 10
+"""Encoded size of the rows that are decoded at once, small for the processor's caches; a larger row comes alone."""
+_BATCH_ROWS = 1000
+_WHOLE_GROUP_BYTES = 32 << 20
+"""Up to this size a row group's columns are read in one piece each; above, through a buffer."""
+_BUFFERS_BYTES = 64 << 20
+
+
+def count(found: Found) -> Input:
+    """Read the footer only: rows, columns and row groups. Raises InputError for a file that is no whole parquet."""
+    with source_files.reading(found.url), source_files.open_binary(found) as file:
+        tail = _read_tail(found, file)
+        metadata = pq.read_metadata(pa.BufferReader(tail))
+        schema = metadata.schema.to_arrow_schema()
+    if len(set(schema.names)) != len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise InputError(
+            f"{found.url}: column {twice!r} is there twice, expected unique names",
+            hint="rename one of them and write the file again",
+        )
+    marks, row = [], 0
+    for index in range(metadata.num_row_groups):
+        marks.append((row, 0))
+        row += metadata.row_group(index).num_rows
+    return Input(
+        found=found,
+        format="parquet",
+        rows=metadata.num_rows,
+        columns=list(schema.names),
+        marks=marks,
+        digest=hashlib.sha256(tail).hexdigest(),
+        byte_columns=[field.name for field in schema if holds_bytes(field.type)],
+    )
+
+
+def _read_tail(found: Found, file: Any) -> bytes:
+    """The magic at the file's start, then exactly the footer with its length and magic."""
+    size = found.bytes
+    head = file.read(4)
+    start = max(0, size - _TAIL_BYTES)
+    file.seek(start)
+    tail: bytes = file.read(size - start)
+    if head != source_files.MAGIC_PARQUET or tail[-4:] != source_files.MAGIC_PARQUET or size < 12:
+        raise source_files.damaged(found.url, "no parquet magic at its start and end")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length > size - 4:
+        raise source_files.damaged(found.url, "the footer is longer than the file")
+    if length > len(tail):
+        file.seek(size - length)
+        tail = file.read(length)
+    footer: bytes = head + tail[-length:]
+    return footer
+
+
+def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
+    """Yield the rows of one file in order.
+
+    Args:
+        item: The file.
+        rows: Which of its rows, by their index in the file; consecutive.
+        first_row: Number in the job of the first of them.
+        view: Columns to keep.
+        odd: Is counted up by what is met.
+
+    Raises:
+        InputError: A column is missing or has no exact JSON form; the file is damaged, or changed since its count.
+    """
+    source_files.check_unchanged(item.found)
+    groups = _groups(item, rows)
+    skip = rows.start - item.marks[groups[0]][0] if groups else 0
+    row, left = first_row, len(rows)
+    with source_files.reading(item.found.url), _open(item, groups) as file:
+        keep = kept_columns(item.columns, view)
+        name_column = view.id_column or ("custom_id" if is_batch_request(item.columns) else "")
+        decode = _Decoder(item, file.schema_arrow, keep, name_column, odd)
+        for batch in _batches(file, groups, decode.columns):
+            if skip >= batch.num_rows:
+                skip -= batch.num_rows
+                continue
+            part = batch.slice(skip, left)
+            skip = 0
+            if part.num_rows:
+                yield decode.block(part, row)
+            row += part.num_rows
+            left -= part.num_rows
+            if not left:
+                break
+    if left:
+        raise source_files.changed(item.found.url)
+    source_files.check_unchanged(item.found)
+
+
+@contextlib.contextmanager
+def _open(item: Input, groups: list[int]) -> Iterator[Any]:
+    """Open the file as a `pyarrow.parquet.ParquetFile` whose buffers suit its largest row group."""
+    with contextlib.ExitStack() as stack:
+        where: Any = str(source_files.local_path(item.found.url))
+        if not source_files.is_local(item.found.url):
+            where = stack.enter_context(source_files.open_binary(item.found))
+        metadata = pq.read_metadata(where)
+        if metadata.num_rows != item.rows or metadata.num_row_groups != len(item.marks):
+            raise source_files.changed(item.found.url)
+        largest = max((_group_bytes(metadata, index) for index in groups), default=0)
+        buffer_bytes = 0
+        if largest > _WHOLE_GROUP_BYTES:
+            share = _BUFFERS_BYTES // max(1, metadata.num_columns)
+            buffer_bytes = max(64 << 10, min(4 << 20, share))
+        file = pq.ParquetFile(where, metadata=metadata, buffer_size=buffer_bytes)
+        stack.callback(file.close)
+        yield file
+
+
+def _groups(item: Input, rows: range) -> list[int]:
+    """Indices of the row groups that hold these rows of the file."""
+    starts = [start for start, _ in item.marks]
+    ends = [*starts[1:], item.rows]
+    return [
+        index
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if start < rows.stop and end > rows.start
+    ]
+
+
+def _group_bytes(metadata: Any, index: int) -> int:
+    group = metadata.row_group(index)
+    return sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+
+
+def _batches(file: Any, groups: list[int], columns: list[str]) -> Iterator[Any]:
+    for index in groups:
+        group = file.metadata.row_group(index)
+        roots = set(columns)
+        size = sum(
+            chunk.total_uncompressed_size
+            for chunk in map(group.column, range(group.num_columns))
+            if chunk.path_in_schema in roots or chunk.path_in_schema.partition(".")[0] in roots
+        )
+        rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.num_rows // max(1, size)))
+        yield from file.iter_batches(
+            batch_size=rows, row_groups=[index], columns=columns, use_threads=False
+        )
+
+
+class _Decoder:
+    """Turns record batches of one file into blocks. `columns` are those to read."""
+
+    def __init__(
+        self, item: Input, schema: Any, keep: list[str], id_column: str, odd: Oddities
+    ) -> None:
+        url = item.found.url
+        for option, names in (
+            ("--columns", keep),
+            ("--id-column", [id_column] if id_column else []),
+        ):
+            for name in names:
+                if name not in schema.names:
+                    raise no_such_column(name, item.columns, where=url, option=option)
+        self._url, self._odd, self._keep, self._id_column = url, odd, keep, id_column
+        self.columns = [*keep, id_column] if id_column and id_column not in keep else keep
+        self._floats = {name: NullFloats() for name in self.columns}
+        self._converters = {}
+        for name in self.columns:
+            try:
+                kind = schema.field(name).type
+                self._converters[name] = make_converter(kind, self._floats[name])
+            except ColumnError as error:
+                raise self._refusal(name, error) from error
+        self._record = make_record_type([*keep, ROW_FIELD, ID_FIELD])
+
+    def block(self, batch: Any, first_row: int) -> Block:
+        """Convert one batch, whose first row has this number in the job."""
+        numbers = range(first_row, first_row + batch.num_rows)
+        values = {name: self._convert(name, batch.column(name)) for name in self.columns}
+        ids: list[str] = list(map(str, numbers))
+        if self._id_column:
+            ids = list(map(id_text, values[self._id_column], numbers))
+        for name, floats in self._floats.items():
+            if floats.count:
+                if name in self._keep:
+                    self._odd.nulls[name] += floats.count
+                floats.count = 0
+        kept = [values[name] for name in self._keep]
+        rows = list(map(self._record, *kept, numbers, ids))
+        return RowBlock(rows, ids if self._id_column else None)
+
+    def _convert(self, name: str, array: Any) -> list[Any]:
+        try:
+            return self._converters[name](array)
+        except ColumnError as error:
+            raise self._refusal(name, error) from error
+        except UnicodeDecodeError as error:
+            raise self._refusal(name, ColumnError("text that is not UTF-8")) from error
+
+    def _refusal(self, name: str, error: ColumnError) -> InputError:
+        return InputError(
+            f"{self._url}: column {name!r}: {error}, expected what JSON can hold exactly",
+            hint="leave it out with --columns, or store it as another type",
+        )

@@ -1,0 +1,191 @@
+"""Work beside the main thread, as an argument: threads in production, a deterministic scheduler in the simulation.
+
+The worker's state belongs to its main thread alone. What runs here is a plain function of its arguments whose result
+(or exception) the main thread collects later, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from batchinfer.worker.stopping import Stopper
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+
+
+class Pending(Protocol[T_co]):
+    """A piece of work that was handed over."""
+
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> T_co:
+        """The work's value. Call only once `is_done`. Raises what the work raised."""
+        ...
+
+
+class Repeating(Protocol):
+    """Work that runs again and again until cancelled."""
+
+    def cancel(self) -> None:
+        """Run no more; does not wait for a run under way."""
+        ...
+
+
+class Background(Protocol):
+    """Runs work beside its caller."""
+
+    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
+        """Start `work` as soon as there is a free hand.
+
+        One hand is kept for what is `urgent`: what the engine waits for must not queue behind writes to a bucket that
+        hangs.
+        """
+        ...
+
+    def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
+        """Run `work` each interval, on a thread of its own. `work` must not raise."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Block until some submitted work has finished since the last `wait`, or the time is up."""
+        ...
+
+    def close(self) -> None:
+        """Take no more work. Does not wait: nothing here may keep a process from exiting."""
+        ...
+
+
+def unless_stopped(
+    background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
+) -> T:
+    """Do work beside the caller and wait for it, but no longer than a worker may that is to stop.
+
+    For whatever asks storage, which may never answer. Work that is given up goes on, and may still take effect; what
+    comes of it nobody hears, as if the process had been killed.
+
+    Args:
+        background: Where the work is done.
+        stopper: Says when to stop. Work is not even begun then.
+        work: Touches nothing that its caller uses meanwhile.
+        may_finish: Whether it has the grace to end, so that what it writes is known. Else a stop request ends the wait.
+
+    Raises:
+        BatchinferError: the stopper's, for work that was not begun or is given up; or whatever the work raises.
+    """
+    stopper.raise_if_requested()
+    pending = background.submit(work)
+    while not pending.is_done():
+        if stopper.is_set() or not may_finish:
+            stopper.raise_if_requested()
+        background.wait(_POLL_SECONDS)
+    return pending.result()
+
+
+class _Job(Generic[T]):
+    """One submitted function and its outcome."""
+
+    __slots__ = ("_done", "_error", "_value", "_work")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._value = self._work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+            self._error = error
+        self._work = None
+        self._done = True
+
+    def is_done(self) -> bool:
+        return self._done
+
+    def result(self) -> T:
+        assert self._done, "result() of work that has not finished"
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+
+_Queue = queue.SimpleQueue["_Job[object] | None"]
+
+
+class _Timer:
+    """A daemon thread that runs a function each interval."""
+
+    def __init__(self, interval_seconds: float, work: Callable[[], None]) -> None:
+        self._cancelled = threading.Event()
+        self._interval_seconds = interval_seconds
+        self._work = work
+        threading.Thread(target=self._loop, name="batchinfer-timer", daemon=True).start()
+
+    def _loop(self) -> None:
+        while not self._cancelled.wait(self._interval_seconds):
+            try:
+                self._work()
+            except Exception:
+                # A heart that stopped for good, because of a mistake of ours, would stop the whole worker.
+                logger.exception("work that is repeated every %g s failed", self._interval_seconds)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+class ThreadBackground:
+    """A few daemon threads.
+
+    Daemons on purpose: the interpreter must not wait at exit for an upload that hangs
+    (concurrent.futures joins its threads).
+    """
+
+    def __init__(self, num_threads: int = 8) -> None:
+        self._jobs: _Queue = queue.SimpleQueue()
+        self._urgent_jobs: _Queue = queue.SimpleQueue()
+        self._finished = threading.Event()
+        self._num_threads = num_threads
+        for index in range(num_threads):
+            jobs = self._jobs if index else self._urgent_jobs
+            name = f"batchinfer-{index}"
+            threading.Thread(target=self._loop, args=(jobs,), name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
+        """See Background."""
+        job = _Job(work)
+        jobs = self._urgent_jobs if urgent else self._jobs
+        jobs.put(job)  # type: ignore[arg-type]
+        return job
+
+    def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
+        """See Background."""
+        return _Timer(interval_seconds, work)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See Background."""
+        self._finished.wait(timeout_seconds)
+        self._finished.clear()
+
+    def close(self) -> None:
+        """See Background."""
+        self._urgent_jobs.put(None)
+        for _ in range(self._num_threads - 1):
+            self._jobs.put(None)
+
+    def _loop(self, jobs: _Queue) -> None:
+        while (job := jobs.get()) is not None:
+            job.run()
+            self._finished.set()

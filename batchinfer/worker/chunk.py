@@ -1,0 +1,188 @@
+"""One open chunk: its local copy, which of its rows are done, and the spool that holds them.
+
+Opening (opening.py) happens in the background and ends in an `OpenChunk`, which from then on belongs to the worker's
+main thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter
+from typing import BinaryIO
+
+from batchinfer.core import codec
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Marker
+from batchinfer.core.redaction import redact
+from batchinfer.ledger.checkpoints import FinishedRow, encode_rows
+from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.prompts import RawRow
+from batchinfer.storage.scratch import Spool, forget, scratch_errors
+
+_READ_BYTES = 1 << 17
+"""What is read of a local chunk at a time."""
+_READ_ROWS = 16
+DEATHS_BEFORE_ALONE = 2
+DEATHS_BEFORE_ERROR = 3
+
+
+class RowState(enum.IntEnum):
+    """Where a row of an open chunk is."""
+
+    TODO = 0
+    TAKEN = 1
+    """Handed to the prompt builder or the engine."""
+    DONE = 2
+
+
+class RowCounts:
+    """What the finished rows of one chunk add up to."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "errors", "ok", "prompt_tokens", "resumed")
+
+    def __init__(self) -> None:
+        self.ok = 0
+        self.resumed = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.errors: Counter[str] = Counter()
+
+    def add(self, rows: list[FinishedRow]) -> None:
+        """Count finished rows."""
+        failed = [row.code for row in rows if not row.ok]
+        self.ok += len(rows) - len(failed)
+        self.errors.update(failed)
+        self.prompt_tokens += sum([row.prompt_tokens for row in rows])
+        self.cached_tokens += sum([row.cached_tokens for row in rows])
+        self.completion_tokens += sum([row.completion_tokens for row in rows])
+
+
+class OpenChunk:
+    """A chunk being worked on."""
+
+    def __init__(
+        self, ref: ChunkRef, local: LocalChunk, spool: Spool, *, num_rows: int, started: float
+    ) -> None:
+        self.ref = ref
+        self.name = ref.name
+        self.local = local
+        self.num_rows = num_rows
+        self.spool = spool
+        self.started = started
+        self.counts = RowCounts()
+        self.state = bytearray(num_rows)
+        self.num_left = num_rows
+        self.deaths: dict[int, int] = {}
+        self.claim_etag = ""
+        self.segment_keys: list[str] = []
+        self.num_segments_written = 0
+        self.checkpointed_bytes = 0
+        self.generation = ref.generation
+        self.num_unread = num_rows
+        """Rows to do that `read_rows` has not yet passed; of a chunk that others began, few may be."""
+        self._reader: BinaryIO | None = None
+        self._cursor = 0
+
+    def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
+        """Read on to the next rows that are to do, and mark them taken. Rows known to kill engines are left out.
+
+        One caller at a time. Reads the local copy only.
+        """
+        with scratch_errors(self.local.path.parent):
+            return self._read_rows(max_rows, max_bytes)
+
+    def _read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
+        rows: list[RawRow] = []
+        size = 0
+        if self._reader is None:
+            self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
+        state, todo, taken = self.state, RowState.TODO, RowState.TAKEN
+        while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
+            first = self._cursor
+            count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
+            lines = list(itertools.islice(self._reader, count))
+            self._cursor += count
+            if not self.deaths and state.count(todo, first, first + count) == count:
+                state[first : first + count] = bytes([taken]) * count
+                self.num_unread -= count
+                rows += [RawRow(index, line) for index, line in enumerate(lines, first)]
+                size += sum(map(len, lines))
+                continue
+            self.num_unread -= state.count(todo, first, first + count)
+            for index, line in enumerate(lines, first):
+                if state[index] == todo and self.deaths.get(index, 0) < DEATHS_BEFORE_ALONE:
+                    state[index] = taken
+                    rows.append(RawRow(index, line))
+                    size += len(line)
+        return rows
+
+    def read_row(self, index: int) -> RawRow:
+        """Read one row, wherever it is. Slow: for the few that run alone."""
+        with scratch_errors(self.local.path.parent), self.local.path.open("rb") as file:
+            for number, line in enumerate(codec.lines(file)):
+                if number == index:
+                    return RawRow(index, line)
+        raise InputError(f"{self.name}: has no line {index}")
+
+    def rows_to_run_alone(self) -> list[int]:
+        """Rows that were in flight at two engine deaths, in order."""
+        return [
+            line
+            for line, deaths in sorted(self.deaths.items())
+            if deaths >= DEATHS_BEFORE_ALONE and self.state[line] == RowState.TODO
+        ]
+
+    def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
+        """Keep finished rows; return those that were not finished before. The first copy of a row stays."""
+        fresh: list[FinishedRow] = []
+        state, todo, done = self.state, RowState.TODO, RowState.DONE
+        for row in rows:
+            line = row.line
+            before = state[line]
+            if before != done:
+                state[line] = done
+                fresh.append(row)
+                if before == todo and line >= self._cursor:  # taken up: nobody reads it
+                    self.num_unread -= 1
+        if fresh:
+            self.spool.append(*encode_rows(fresh))
+            self.counts.add(fresh)
+            self.num_left -= len(fresh)
+        return fresh
+
+    def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
+        """The chunk's marker, but for what publishing fills in."""
+        counts = self.counts
+        return Marker(
+            output="",
+            output_bytes=0,
+            output_sha256="",
+            chunk=self.ref.key,
+            chunk_sha256=self.local.sha256,
+            generation=self.generation,
+            rows_ok=counts.ok,
+            rows_error=sum(counts.errors.values()),
+            rows_resumed=counts.resumed,
+            fingerprint=fingerprint,
+            worker=worker,
+            epoch=epoch,
+            start=start,
+            end=end,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            cached_tokens=counts.cached_tokens,
+            errors=dict(counts.errors),
+            nonce="",
+            chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
+            chunk_bytes=self.local.stored_bytes,
+        )
+
+    def close(self) -> None:
+        """Remove the local files. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+        self.spool.close()
+        forget(self.local.path)

@@ -1,0 +1,138 @@
+"""A worker's sign of life: its record, renewed from a thread of its own, which also hears whether to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from functools import partial
+
+from batchinfer.cli.logs import event
+from batchinfer.core import layout
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import (
+    BatchinferError,
+    NoProgress,
+    ObjectNotFound,
+    StopRequested,
+    StorageError,
+)
+from batchinfer.ledger.claims import Lease
+from batchinfer.storage import Store
+from batchinfer.worker.background import Background, unless_stopped
+from batchinfer.worker.stopping import Stopper
+from batchinfer.worker.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_LEASES_WITHOUT_STORAGE = 10.0
+"""After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
+_LAPSES = 3
+"""Nor by fewer late heartbeats in a row: a machine that sleeps in the middle of one makes one late."""
+_END_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+
+
+def check_stop_request(store: Store) -> None:
+    """Raise StopRequested if `batchinfer stop` has stopped the run. One request."""
+    try:
+        store.stat(layout.STOP_KEY)
+    except ObjectNotFound:
+        return
+    raise StopRequested(
+        f"{store.url}: the run was stopped",
+        hint=f"to go on: batchinfer stop --resume {store.url}",
+    )
+
+
+class Heartbeat:
+    """Keeps the record of `lease` fresh with what `telemetry` counts, and tells `stopper` when the worker must end."""
+
+    def __init__(
+        self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper, clock: Clock
+    ) -> None:
+        self._store = store
+        self._telemetry = telemetry
+        self._stopper = stopper
+        self._clock = clock
+        self._num_lapses = 0
+        self._lapsed_at = 0.0
+        self.lease = lease
+
+    def start(
+        self, background: Background, stack: contextlib.ExitStack, *, max_attempts: int
+    ) -> None:
+        """Take this worker's record, and keep it fresh until `stack` unwinds, which writes it for the last time.
+
+        Raises:
+            NoProgress: this would be one start too many in a row without a new row.
+            BatchinferError: the stopper's, if the record could not be taken within the grace.
+        """
+        telemetry = self._telemetry
+        take = partial(self.lease.take, telemetry.begin)
+        before = unless_stopped(background, self._stopper, take, may_finish=True)
+        telemetry.log_start(before)
+        stack.callback(self._end, background)
+        if before is not None and before.state != "done" and before.attempts >= max_attempts:
+            reason = f" (the last one: {before.reason})" if before.reason else ""
+            telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
+            raise NoProgress(
+                f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
+                hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
+            )
+        repeating = background.every(self.lease.lease_seconds / 4, self.beat)
+        stack.callback(repeating.cancel)
+        telemetry.tell = partial(background.submit, self.beat)
+
+    def beat(self) -> None:
+        """Write the record once, and look for a stop request. For any thread; what is wrong goes to the stopper."""
+        lease = self.lease
+        try:
+            lease.renew(self._telemetry.latest)
+            check_stop_request(self._store)
+        except StorageError as error:
+            logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
+        except BatchinferError as error:
+            self._stopper.request(error)
+        # One that was written counts as of its beginning, and a machine may have slept in between.
+        is_refused = lease.error is not None
+        if is_refused and lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+            reason = (
+                f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
+            )
+            hint = "start the same command again once the bucket can be written"
+            self._stopper.request(StorageError(reason, hint=hint))
+        else:
+            self._check_lapses()
+
+    def _check_lapses(self) -> None:
+        """Give up if heartbeats, though written, take so long that the lease has lapsed before each of them ends."""
+        lease = self.lease
+        now = self._clock.monotonic()
+        if lease.is_held():
+            self._num_lapses = 0
+            return
+        if not self._num_lapses:
+            self._lapsed_at = now
+        self._num_lapses += 1
+        seconds = now - self._lapsed_at
+        if self._num_lapses > _LAPSES and seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+            reason = (
+                f"{self._store.url}: for {seconds:.0f} s each heartbeat of worker {lease.worker_id} took longer than "
+                f"its lease of {lease.lease_seconds:g} s, so nothing can be published"
+            )
+            hint = "start the same command again once the bucket answers faster, or with more --lease-seconds"
+            self._stopper.request(StorageError(reason, hint=hint))
+
+    def _end(self, background: Background) -> None:
+        """Write the record for the last time. A bucket that is away must not hold up a machine that is going."""
+        # Urgent: the other hands may all wait for that bucket.
+        closing = background.submit(
+            partial(self.lease.close, self._telemetry.snapshot()), urgent=True
+        )
+        deadline = self._clock.monotonic() + _END_SECONDS
+        while not closing.is_done() and self._clock.monotonic() < deadline:
+            background.wait(_POLL_SECONDS)
+        if closing.is_done():
+            with contextlib.suppress(BatchinferError):
+                closing.result()
+        self._telemetry.log_end()

@@ -1,0 +1,186 @@
+"""A worker's membership of a run: what it works on, and that its configuration is the run's (promise P6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from batchinfer import __version__
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import EngineInfo, Run
+from batchinfer.core.redaction import redact
+from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
+from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
+from batchinfer.prompts import PromptBuilder, Tokenizer
+from batchinfer.storage import Store
+from batchinfer.worker.world import WorkerConfig, World
+
+_ANY_NUMBER = 2**31
+
+
+class Membership:
+    """Made without a look at the world; then `check` once, and `join` once the engine is there.
+
+    Args:
+        config: What the worker was told.
+        world: Where it works.
+        store: The run's.
+        assignment: The chunks that are its own.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, world: World, store: Store, assignment: Assignment
+    ) -> None:
+        self._world = world
+        self._store = store
+        self.assignment = assignment
+        self._model_identity = ""
+        self.config = config
+        """As told; after `check` with the run's revision of the model where none was asked for."""
+        self.run: Run | None = None
+        """As it stands, None while there is none."""
+
+    def check(self) -> None:
+        """Find what cannot work before a GPU waits for it, and before the run has it for good. Read-only.
+
+        Raises:
+            RunMismatch: the run has another configuration, as far as it can be known without an engine.
+            ConfigError: options that cannot work with this engine or these chunks.
+        """
+        self.run = read_run(self._store)
+        self._take_revision()
+        self._model_identity = self._world.identify_model(self.config.engine)
+        if self.run is not None:
+            check_same(self.run, self._run_config(None), url=self._store.url)
+        self._world.check_sampling(self.config)
+        if self.assignment.job is not None:
+            check_columns(self.assignment.job, self.config.prompt)
+        self.make_builder(None, None)
+
+    def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
+        """Create run.json, or check that the one there has the same fingerprint. See runconfig.join_run."""
+        self.run = join_run(
+            self._store,
+            self._run_config(info),
+            self._recorded(info),
+            nonce=nonce,
+            is_safe=is_safe,
+        )
+        return self.run
+
+    def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
+        """What makes rows into requests. Refuses templates and options that no row could be built with."""
+        config = self.config
+        # Until the engine is there to say it, what it was asked for, or vLLM's default.
+        most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
+        prompt = config.prompt
+        if isinstance(most, int):
+            prompt = msgspec.structs.replace(
+                prompt, max_logprobs=most if most >= 0 else _ANY_NUMBER
+            )
+        return PromptBuilder(
+            prompt,
+            config.sampling,
+            config.run_seed,
+            tokenizer,
+            None if info is None else info.max_model_len,
+        )
+
+    def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
+        """The own chunks that are to do, in order. Pure.
+
+        Args:
+            done: Chunks that have a marker, with their highest generation.
+            goal: The generation that the repair is to reach; chunks that have it are done. 0 where nothing is repaired.
+        """
+        # Whether a chunk has error rows at all is seen when it is opened, in the background.
+        return [
+            ref._replace(generation=done.get(ref.name, -1) + 1)
+            for ref in self.assignment.chunks
+            if done.get(ref.name, -1) < goal
+        ]
+
+    @property
+    def may_help(self) -> bool:
+        """Whether this worker does chunks of others, once its own have run out."""
+        config = self.config
+        return config.steal and self.assignment.job is not None and not config.retry_errors
+
+    def all_chunks(self) -> dict[str, ChunkRef]:
+        """Every chunk of the job by name, in order; none where there is no job."""
+        job, url = self.assignment.job, self.assignment.job_url
+        return job_chunks(job, url, self.config.limit) if job is not None else {}
+
+    def _take_revision(self) -> None:
+        """Without --revision, a worker takes the run's."""
+        engine = self.config.engine
+        if engine.revision is None and self.run is not None:
+            revision = self.run.recorded.get("revision") or None
+            if revision:
+                engine = msgspec.structs.replace(engine, revision=revision)
+                self.config = msgspec.structs.replace(self.config, engine=engine)
+
+    def _run_config(self, info: EngineInfo | None) -> dict[str, Any]:
+        """What the fingerprint covers. UNKNOWN stands for what only a loaded engine can tell."""
+        config, assignment = self.config, self.assignment
+        return {
+            "job_sha256": assignment.job_sha256,
+            "model": config.engine.model or config.engine.engine,
+            "model_identity": self._model_identity,
+            "tokenizer": config.engine.tokenizer or "",
+            "hf_config_path": config.engine.hf_config_path or "",
+            "engine_args": config.engine.answer_arguments,
+            # Without a job there is nothing else to tell one data set's run from another's.
+            "folders": []
+            if assignment.job
+            else sorted({redact(ref.root) for ref in assignment.chunks}),
+            "dtype": info.dtype if info else UNKNOWN,
+            "quantization": info.quantization if info else UNKNOWN,
+            "max_model_len": info.max_model_len if info else UNKNOWN,
+            "adapters": [],
+            "prompt": msgspec.to_builtins(config.prompt),
+            "sampling": msgspec.to_builtins(config.sampling),
+            "seed": config.run_seed,
+            "limit": config.limit,
+        }
+
+    def _recorded(self, info: EngineInfo) -> dict[str, Any]:
+        """What run.json keeps for the record; no secret is among it."""
+        engine = self.config.engine
+        return {
+            "batchinfer_version": __version__,
+            "engine": info.name,
+            "engine_version": info.version,
+            "revision": info.revision,
+            "device": info.device,
+            "tensor_parallel_size": engine.tensor_parallel_size,
+            "pipeline_parallel_size": engine.pipeline_parallel_size,
+            "replicas": info.num_replicas,
+            "max_num_seqs": info.max_num_seqs,
+            "trust_remote_code": engine.trust_remote_code,
+            "job": redact(self.assignment.job_url),
+            "created": int(self._world.clock.now()),
+        }
+
+
+def read_work(config: WorkerConfig, world: World, store: Store) -> Assignment:
+    """Read what the manifests assign to this worker. Read-only.
+
+    Raises:
+        ConfigError: the output would lie in the job's own place.
+    """
+    assignment = read_assignment(
+        config.manifests,
+        job_url=config.job,
+        allow_absolute=config.allow_absolute,
+        limit=config.limit,
+        open_store=world.open_store,
+    )
+    own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
+    if assignment.job is not None and store.url.rstrip("/") in own_places:
+        raise ConfigError(
+            f"--output {store.url}: is the job's own place",
+            hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",
+        )
+    return assignment

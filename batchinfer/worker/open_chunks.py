@@ -1,0 +1,392 @@
+"""The chunks that a worker has open: opening, checkpointing and publishing them, all in the background.
+
+    plan -> opening -> open -> (all rows done) -> publishing -> closed
+
+Belongs to the main thread; nothing here blocks. A chunk that cannot be opened or published stops neither the others
+nor generation: it is tried again, then kept in `failures` for the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from batchinfer.cli.logs import event
+from batchinfer.core.errors import BatchinferError, InputError, ScratchFull, StorageError
+from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.publishing import Published
+from batchinfer.storage import Store
+from batchinfer.worker.background import Pending
+from batchinfer.worker.checkpointing import Checkpointer
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened
+from batchinfer.worker.outgoing import PublishQueue
+from batchinfer.worker.schedule import Candidate, Plan
+from batchinfer.worker.services import Limits, Services
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_POLL_SECONDS = 0.1
+_MOST_OPEN_CHUNKS = 1000
+_READ_ATTEMPTS = 2
+"""For a chunk that arrived, but damaged: perhaps on its way."""
+_FIRST_OPENING_SECONDS = 2.0
+"""What opening a chunk is taken to last, before any has been opened."""
+
+
+@dataclass(slots=True)
+class _Opening:
+    candidate: Candidate
+    pending: Pending[Opened]
+    started: float
+    attempts: int
+
+
+@dataclass(slots=True)
+class _Retry:
+    """A chunk whose opening is tried again at `due`."""
+
+    candidate: Candidate
+    due: float
+    attempts: int
+
+
+class Shelf:
+    """See the module."""
+
+    def __init__(self, services: Services, plan: Plan, limits: Limits) -> None:
+        self._services = services
+        self._plan = plan
+        self._limits = limits
+        self._openings: list[_Opening] = []
+        self._retries: list[_Retry] = []
+        self._checkpointer = Checkpointer(services, self._may_checkpoint)
+        self._publish_queue = PublishQueue(
+            services,
+            limits,
+            may_give_up=lambda: not self._has_rows_left,
+            must_wait=self._must_wait,
+            save=self._save_complete,
+        )
+        self._retired: list[OpenChunk] = []
+        self._rows_per_chunk = 1
+        self._opening_seconds = _FIRST_OPENING_SECONDS
+        self.open: dict[str, OpenChunk] = {}
+        self.failures: dict[str, BatchinferError] = {}
+        self.is_closing = False
+        self._is_saving = False
+
+    # -- state
+
+    @property
+    def num_unread(self) -> int:
+        """Rows of open chunks that nobody has read yet."""
+        return sum(chunk.num_unread for chunk in self.open.values())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether rows may still come from chunks that are not open."""
+        if self.is_closing:
+            return False
+        return bool(self._openings or self._retries) or not self._plan.is_finished
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing is open, and nothing will be."""
+        return not self.may_grow and not self.open and not self._publish_queue.is_busy
+
+    @property
+    def _has_rows_left(self) -> bool:
+        """Whether open chunks have rows that are not finished: a store that is away has time to come back."""
+        return any(chunk.num_left for chunk in self.open.values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether checkpoints or outputs are on their way."""
+        return self._checkpointer.is_busy or self._publish_queue.is_busy
+
+    # -- the round
+
+    def allow_publishing(self, fingerprint: str) -> None:
+        """The run that the worker has joined is known: from the next round on, complete chunks are published."""
+        self._publish_queue.fingerprint = self._checkpointer.fingerprint = fingerprint
+
+    def tick(
+        self,
+        *,
+        rows_ahead: int,
+        rows_wanted: int,
+        rows_per_second: float,
+        own_rate: float | None,
+        is_building: bool,
+    ) -> list[str]:
+        """Collect what has finished in the background and start what is due. Return chunks that others published.
+
+        `rows_per_second` is what the engine eats now, `own_rate` what this worker did on the average: a slower one is
+        helped (see Plan.tick).
+
+        Raises:
+            BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
+        """
+        self._checkpointer.tick()
+        self._collect_published()
+        self._collect_openings()
+        lost = [] if self.is_closing else self._plan.tick(list(self.open), own_rate)
+        for name in lost:
+            chunk = self.open.get(name)
+            # What is being published finds the other's marker by itself, and needs its files until then.
+            if chunk is not None and not self._publish_queue.is_publishing(chunk):
+                self._close(chunk, "lost")
+        self._retry_openings()
+        self._publish_queue.start()
+        # While a chunk opens, the engine eats this many rows; twice that, so that no bucket's mood starves it.
+        cushion = int(2 * rows_per_second * self._opening_seconds)
+        self._start_openings(rows_ahead, max(rows_wanted, rows_wanted + cushion))
+        if not is_building:
+            self._clean_retired()
+        return lost
+
+    def finish(self, name: str, rows: list[FinishedRow]) -> None:
+        """Keep finished rows of an open chunk; publish it with its last one. Rows of closed chunks are dropped."""
+        chunk = self.open.get(name)
+        if chunk is None:
+            return
+        fresh = chunk.finish(rows)
+        if fresh:
+            self._services.observer.rows_finished(fresh)
+        if not chunk.num_left:
+            self._publish_queue.add(chunk)
+
+    def checkpoint(self) -> None:
+        """Start writing a segment for every open chunk that has rows no segment holds yet."""
+        self._checkpointer.ask(self.open.values())
+
+    def begin_saving(self) -> None:
+        """The worker ends early: from now on every finished row goes into a checkpoint, whatever else is on its way."""
+        self.is_closing = self._is_saving = True
+
+    def _may_checkpoint(self, chunk: OpenChunk) -> bool:
+        if self.open.get(chunk.name) is not chunk:
+            return False
+        if self._is_saving:
+            return True
+        # A complete chunk is about to be published, unless the worker ends before it can be, or the store refuses it.
+        is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
+        return is_wanted and not self._publish_queue.is_publishing(chunk)
+
+    def _must_wait(self, chunk: OpenChunk) -> bool:
+        """Publishing removes the segments, so it has to know them all; and saving comes before it."""
+        is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
+        return is_unsafe or self._checkpointer.is_writing_of(chunk)
+
+    def _save_complete(self, chunk: OpenChunk) -> None:
+        """Publishing failed and may never succeed: the next start must not pay for these rows again."""
+        self._checkpointer.ask([chunk])
+
+    def note_deaths(self, rows: dict[str, list[int]]) -> None:
+        """Write down which rows were in flight when an engine died."""
+        for name, lines in rows.items():
+            chunk = self.open.get(name)
+            if chunk is not None:
+                self._checkpointer.note_deaths(chunk, lines)
+
+    def release_all(self, deadline: float) -> None:
+        """Give the claims of unfinished chunks back, until `deadline` at the latest; what is left lapses by itself."""
+        pending = [self._give_back(chunk) for chunk in list(self.open.values())]
+        for chunk in list(self.open.values()):
+            self._close(chunk, "released")
+        clock, background = self._services.clock, self._services.background
+        while not all(job.is_done() for job in pending) and clock.monotonic() < deadline:
+            background.wait(_RELEASE_POLL_SECONDS)
+        self._clean_retired()
+
+    def _give_back(self, chunk: OpenChunk) -> Pending[None]:
+        """Release a chunk's claim in the background."""
+        claims, name, etag = self._services.claims, chunk.name, chunk.claim_etag
+
+        def work() -> None:
+            if claims is None or not etag:
+                return
+            try:
+                claims.release(name, etag)
+            except BatchinferError as error:
+                logger.warning("%s: claim not released (%s); it lapses by itself", name, error)
+
+        return self._services.background.submit(work)
+
+    # -- opening
+
+    def _start_openings(self, rows_ahead: int, rows_wanted: int) -> None:
+        if self.is_closing:
+            return
+        rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
+        # A chunk stays open for its slowest row: small ones need many to keep the engine full.
+        many = min(_MOST_OPEN_CHUNKS, 8 * rows_wanted // self._rows_per_chunk)
+        most = max(self._limits.max_open_chunks, many)
+        while (
+            rows_ahead < rows_wanted
+            and len(self._openings) < self._limits.max_openings
+            and len(self.open) + len(self._openings) < most
+            and self._has_disk_left()
+        ):
+            candidate = self._plan.next()
+            if candidate is None:
+                return
+            self._start_opening(candidate, attempts=0)
+            rows_ahead += self._expected_rows(candidate)
+
+    def _start_opening(self, candidate: Candidate, *, attempts: int) -> None:
+        self._plan.started(candidate.ref.name)
+        opener, now = self._services.opener, self._services.clock.now()
+        work: partial[Opened]
+        if candidate.is_backup:
+            logger.info(
+                "%s: its worker is slow; working on it too",
+                candidate.ref.name,
+                extra=event("chunk_helped", chunk=candidate.ref.name),
+            )
+            work = partial(opener.open_backup, candidate.ref, now=now)
+        else:
+            work = partial(
+                opener.open,
+                candidate.ref,
+                now=now,
+                take_over=candidate.take_over,
+            )
+        pending = self._services.background.submit(work)
+        self._openings.append(
+            _Opening(candidate, pending, self._services.clock.monotonic(), attempts)
+        )
+
+    def _collect_openings(self) -> None:
+        for entry in [entry for entry in self._openings if entry.pending.is_done()]:
+            self._openings.remove(entry)
+            name = entry.candidate.ref.name
+            took = self._services.clock.monotonic() - entry.started
+            # A slow one counts at once, and is forgotten slowly: the next may be slow, too.
+            self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
+            try:
+                opened = entry.pending.result()
+            except ScratchFull:
+                raise
+            except (StorageError, InputError) as error:
+                self._open_again_later(entry, error)
+                continue
+            if isinstance(opened, AlreadyDone):
+                self._plan.finished(name)
+                self._services.observer.chunk_skipped(name)
+            elif isinstance(opened, HeldByOther):
+                owner = opened.held.claim.worker
+                logger.info(
+                    "%s: worker %s has it",
+                    name,
+                    owner,
+                    extra=event("chunk_held", chunk=name, worker=owner),
+                )
+                self._plan.held_by_other(name)
+            else:
+                if entry.candidate.take_over is not None:
+                    owner = entry.candidate.take_over.claim.worker
+                    logger.info(
+                        "%s: taken over%s",
+                        name,
+                        f" from worker {owner}" if owner else "",
+                        extra=event("chunk_taken_over", chunk=name, worker=owner),
+                    )
+                self._add(opened)
+
+    def _open_again_later(self, entry: _Opening, error: BatchinferError) -> None:
+        attempts = entry.attempts + 1
+        name = entry.candidate.ref.name
+        if isinstance(error, StorageError):
+            is_last = attempts >= self._limits.storage_attempts and not self._has_rows_left
+        else:
+            is_last = attempts >= _READ_ATTEMPTS
+        if not is_last and not self.is_closing:
+            delay = self._limits.storage_delay_seconds(attempts)
+            logger.warning(
+                "%s: cannot be opened (%s); trying again in %.0f s",
+                name,
+                error,
+                delay,
+                extra=event("chunk_retry", chunk=name),
+            )
+            due = self._services.clock.monotonic() + delay
+            self._retries.append(_Retry(entry.candidate, due, attempts))
+            return
+        logger.error(
+            "%s: given up (%s); going on with the other chunks",
+            name,
+            error,
+            extra=event("chunk_failed", chunk=name),
+        )
+        self.failures[name] = error
+        self._plan.gave_up(name)
+
+    def _retry_openings(self) -> None:
+        if self.is_closing:
+            return
+        now = self._services.clock.monotonic()
+        for entry in [entry for entry in self._retries if entry.due <= now]:
+            self._retries.remove(entry)
+            self._start_opening(entry.candidate, attempts=entry.attempts)
+
+    def _add(self, chunk: OpenChunk) -> None:
+        if self.is_closing:
+            self.open[chunk.name] = chunk  # release_all gives it back
+            return
+        self._rows_per_chunk = max(1, chunk.num_rows)
+        self.open[chunk.name] = chunk
+        self._services.observer.chunk_opened(chunk)
+        if not chunk.num_left:
+            self._publish_queue.add(chunk)
+
+    def _expected_rows(self, candidate: Candidate) -> int:
+        begun = self._services.opener.begun or ()
+        if candidate.ref.generation or candidate.ref.name in begun:
+            return 1  # of a repair, or of a chunk with checkpoints, perhaps no row is left
+        return candidate.ref.rows or self._rows_per_chunk
+
+    def _has_disk_left(self) -> bool:
+        chunks = self.open.values()
+        held = sum(chunk.local.size_bytes + chunk.spool.size_bytes for chunk in chunks)
+        return not self.open or held < self._limits.max_open_bytes
+
+    # -- closing
+
+    def _collect_published(self) -> None:
+        for chunk, ended in self._publish_queue.collect():
+            if isinstance(ended, Published):
+                self._close(chunk, "done" if ended.is_ours else "lost")
+            else:
+                self.failures[chunk.name] = ended
+                self._plan.gave_up(chunk.name)
+                self._give_back(chunk)
+                self._close(chunk, "released")
+
+    def _close(self, chunk: OpenChunk, outcome: str) -> None:
+        self.open.pop(chunk.name, None)
+        self._publish_queue.drop(chunk)
+        if outcome in ("done", "lost"):
+            self._plan.finished(chunk.name)
+        if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
+            # Its publisher has removed those that it knew when it began.
+            keys = list(chunk.segment_keys)
+            self._services.background.submit(partial(_delete_quietly, self._services.run, keys))
+        self._services.observer.chunk_closed(chunk, outcome)
+        self._retired.append(chunk)
+
+    def _clean_retired(self) -> None:
+        """Remove local files once nothing in the background reads them any more."""
+        for chunk in list(self._retired):
+            is_read = self._checkpointer.is_writing_of(chunk)
+            if not is_read and not self._publish_queue.is_publishing(chunk):
+                self._retired.remove(chunk)
+                chunk.close()
+
+
+def _delete_quietly(store: Store, keys: list[str]) -> None:
+    with contextlib.suppress(BatchinferError):
+        store.delete(keys)

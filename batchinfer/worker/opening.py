@@ -1,0 +1,240 @@
+"""Opening a chunk: claim it, fetch it, and take up the finished rows that others left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, NamedTuple
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import BatchinferError, InputError
+from batchinfer.core.records import Marker
+from batchinfer.formats import read_line
+from batchinfer.ledger.checkpoints import FinishedRow, Segments, batches
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.claims import Claims, Held, Taken
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.listed import check_answers
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.runs import read_run
+from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch, Spool, forget, scratch_errors
+from batchinfer.worker.chunk import OpenChunk
+
+
+class AlreadyDone(NamedTuple):
+    """Opening found a marker."""
+
+    marker: Marker
+
+
+class HeldByOther(NamedTuple):
+    """Opening found another worker's claim."""
+
+    held: Held
+
+
+Opened = OpenChunk | AlreadyDone | HeldByOther
+
+
+class Opener:
+    """Opens chunks: claim, marker, local copy, finished rows. Runs in the background; holds no chunk's state.
+
+    `claims` is None where the store cannot keep them.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Store,
+        sources: dict[str, Store],
+        claims: Claims | None,
+        publisher: Publisher,
+        scratch: Scratch,
+    ) -> None:
+        self._run = run
+        self._sources = sources
+        self._claims = claims
+        self._publisher = publisher
+        self._scratch = scratch
+        self.begun: set[str] | None = None
+        """Chunks that had segments when the worker started; None: not known. Who has worked on a chunk since then has
+        left a claim, so a new claim on any other chunk needs no look for segments."""
+        self.fingerprint = ""
+        """Of the run whose segments are taken up; "": not known yet."""
+
+    def join(self, fingerprint: str) -> None:
+        """The run that the worker belongs to is known for good.
+
+        Raises:
+            InputError: rows of another configuration have been taken up.
+        """
+        if self.fingerprint not in ("", fingerprint):
+            raise InputError(
+                f"{self._run.url}/{layout.RUN_KEY}: was replaced while this worker started",
+                hint="start it again",
+            )
+        self.fingerprint = fingerprint
+
+    def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
+        """Claim a chunk, fetch it and take up the finished rows that others left.
+
+        `take_over` is a claim seen to have lapsed; its owner is looked at once more. The marker is looked for after the
+        claim: between the worker's one listing and now somebody may have published.
+
+        Raises:
+            InputError: the chunk is missing, damaged, not the one that job.json describes, or of a list, and has the
+                marker of another file.
+        """
+        if ref.generation:
+            # Most chunks of a finished run have nothing to repair: that is seen without a claim.
+            before = self._standing_marker(ref, ref.generation - 1)
+            if before is None:
+                ref = ref._replace(generation=ref.generation - 1)
+            elif not before.rows_error:
+                return AlreadyDone(before)
+        if self._claims is None:
+            return self._open_claimed(ref, Taken(""), now=now)
+        claim = self._take(self._claims, ref.name, take_over)
+        if isinstance(claim, Held):
+            return HeldByOther(claim)
+        try:
+            opened = self._open_claimed(ref, claim, now=now)
+        except BaseException:
+            # Kept, it would keep everybody else from the chunk for as long as this worker lives.
+            with contextlib.suppress(BatchinferError):
+                self._claims.release(ref.name, claim.etag)
+            raise
+        if isinstance(opened, AlreadyDone):
+            with contextlib.suppress(BatchinferError):
+                self._run.delete([layout.claim_key(ref.name)])
+        return opened
+
+    def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
+        """Open a chunk that a slower worker holds, without its claim: the first of the two to publish wins."""
+        return self._open_claimed(ref, Taken(""), now=now)
+
+    def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
+        marker = self._standing_marker(ref, ref.generation)
+        if marker is not None:
+            return AlreadyDone(marker)
+        local = fetch(self._sources[ref.root], ref, self._scratch)
+        num_rows = local.num_lines if ref.row_limit is None else min(ref.row_limit, local.num_lines)
+        chunk = OpenChunk(
+            ref,
+            local,
+            Spool(self._scratch.new_path(f"{ref.name}.spool"), num_rows),
+            num_rows=num_rows,
+            started=now,
+        )
+        chunk.claim_etag = claim.etag
+        is_known = self.begun is not None and chunk.name not in self.begun
+        if claim.is_new and is_known and not chunk.generation:
+            return chunk
+        try:
+            return self._resume(chunk)
+        except BaseException:
+            chunk.close()
+            raise
+
+    def _resume(self, chunk: OpenChunk) -> Opened:
+        if chunk.generation:
+            self._keep_good_rows(chunk)
+        segments = Segments(
+            self._run,
+            chunk.name,
+            chunk_sha256=chunk.local.sha256,
+            fingerprint=self._run_fingerprint,
+            num_lines=chunk.num_rows,
+        )
+        # Segments of the generation before may still lie about; its error rows are what this one does again.
+        _take_up(chunk, (row for row in segments.rows() if row.ok or not chunk.generation))
+        if segments.has_vanished:
+            marker = self._standing_marker(chunk.ref, chunk.generation)
+            if marker is not None:
+                chunk.close()
+                return AlreadyDone(marker)
+        chunk.segment_keys.extend(segments.keys)
+        chunk.deaths = segments.deaths
+        if not segments.has_vanished:
+            # What was read from storage is safe there until the marker: no segment repeats it.
+            chunk.checkpointed_bytes = chunk.spool.size_bytes
+        return chunk
+
+    def _standing_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
+        """See Publisher.standing_marker. Raises InputError where it is of another file."""
+        marker = self._publisher.standing_marker(ref.name, generation)
+        if marker is not None:
+            check_answers(ref, marker)
+        return marker
+
+    def _run_fingerprint(self) -> str:
+        """The fingerprint of the run as it stands, "" before it has a configuration."""
+        if not self.fingerprint:
+            run = read_run(self._run)
+            self.fingerprint = "" if run is None else run.fingerprint
+        return self.fingerprint
+
+    def _keep_good_rows(self, chunk: OpenChunk) -> None:
+        """Take the rows that are fine from the generation before (``--retry-errors``)."""
+        before = self._standing_marker(chunk.ref, chunk.generation - 1)
+        if before is None:
+            raise InputError(
+                f"{chunk.name}: its marker of generation {chunk.generation - 1} is gone"
+            )
+        if before.chunk_sha256 != chunk.local.sha256:
+            raise InputError(
+                f"{chunk.name}: was changed after it was done: sha256 {chunk.local.sha256[:12]}…, "
+                f"its marker says {before.chunk_sha256[:12]}…",
+                hint=f"restore it, or do it again from the start: batchinfer clean RUN --redo {chunk.name} --yes",
+            )
+        path = self._scratch.new_path(f"{chunk.name}.before")
+        try:
+            self._run.download(layout.output_key(before.output), path)
+            with scratch_errors(path.parent), path.open("rb") as file:
+                if codec.sha256_file(file) != before.output_sha256:
+                    # Its lines may have moved, and by their place they are taken up.
+                    raise InputError(
+                        f"{chunk.name}: {before.output} is not what its marker vouches for",
+                        hint="restore it, or do the chunk again from the start: "
+                        f"batchinfer clean RUN --redo {chunk.name} --yes",
+                    )
+                file.seek(0)
+                _take_up(chunk, good_rows(file, chunk.num_rows))
+        finally:
+            forget(path)
+
+    @staticmethod
+    def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:
+        if take_over is not None:
+            # Chunks seen to have lapsed wait for room, and a frozen owner may be back since, its claims unchanged.
+            if take_over.claim.worker and claims.look(take_over) is not None:
+                return take_over
+            taken = claims.take_over(name, take_over.etag)
+            if taken is not None:
+                return taken
+        return claims.take(name)
+
+
+def _take_up(chunk: OpenChunk, rows: Iterable[FinishedRow]) -> None:
+    """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
+    for batch in batches(rows):
+        chunk.counts.resumed += len(chunk.finish(batch))
+
+
+def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
+    """The ok rows of a published output, as finished rows."""
+    for index, data in enumerate(codec.lines(file)):
+        if index >= num_rows:
+            return
+        summary = read_line(data)
+        if summary.is_ok:
+            yield FinishedRow(
+                line=index,
+                ok=True,
+                finish_reason=summary.finish_reasons[0] if summary.finish_reasons else "",
+                prompt_tokens=summary.prompt_tokens,
+                cached_tokens=summary.cached_tokens,
+                completion_tokens=summary.completion_tokens,
+                output=codec.raw(data),
+            )

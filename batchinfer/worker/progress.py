@@ -1,0 +1,104 @@
+"""How far a worker is, for whoever watches its stderr: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TextIO
+
+from batchinfer.cli.logs import event
+from batchinfer.worker.stream import RowStream
+from batchinfer.worker.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+BAR_SECONDS = 0.5
+
+Progress = Callable[[Telemetry, "RowStream | None"], None]
+
+
+def progress_for(stream: TextIO) -> Progress:
+    """Choose between bar and lines."""
+    return _Bar(stream) if stream.isatty() else _Lines()
+
+
+def describe(telemetry: Telemetry) -> str:
+    """One line: rows of all (resumed), rates, errors, time left.
+
+    The time left comes from this start's own rate, and counts its own manifests only.
+    """
+    done, resumed = telemetry.rows_done, telemetry.rows_resumed + telemetry.rows_skipped
+    seconds = telemetry.busy_seconds
+    total = f"/{telemetry.num_rows}" if telemetry.num_rows else ""
+    parts = [f"{done + resumed}{total} rows ({resumed} resumed)"]
+    if seconds > 0 and done:
+        rate = done / seconds
+        parts.append(f"{rate:.1f} rows/s")
+        parts.append(
+            f"{telemetry.prompt_tokens / seconds:.0f} tok/s in, {telemetry.completion_tokens / seconds:.0f} out"
+        )
+        left = telemetry.num_rows - done - resumed
+        if telemetry.num_rows and left > 0:
+            parts.append(f"ETA {_duration(left / rate)}")
+    if telemetry.rows_error:
+        parts.append(f"{telemetry.rows_error} errors")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._due = time.monotonic() + LINE_SECONDS
+
+    def __call__(self, telemetry: Telemetry, stream: RowStream | None) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + LINE_SECONDS
+            state = "" if stream is not None else "engine loading; "
+            sums = {
+                "rows": telemetry.rows_done,
+                "rows_resumed": telemetry.rows_resumed,
+                "rows_error": telemetry.rows_error,
+                "prompt_tokens": telemetry.prompt_tokens,
+                "completion_tokens": telemetry.completion_tokens,
+            }
+            logger.info("%s%s", state, describe(telemetry), extra=event("progress", **sums))
+
+
+class _Bar:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._due = 0.0
+
+    @cached_property
+    def _bar(self) -> Any:
+        """Made when it is first shown: where the set-up fails, there is nothing to show."""
+        from tqdm import tqdm
+
+        return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)
+
+    def __call__(self, telemetry: Telemetry, stream: RowStream | None) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + BAR_SECONDS
+        if telemetry.num_rows and self._bar.total is None:
+            self._bar.total = telemetry.num_rows
+            self._bar.initial = telemetry.rows_skipped
+        self._bar.n = telemetry.rows_done + telemetry.rows_resumed + telemetry.rows_skipped
+        self._bar.set_description("loading engine" if stream is None else "rows", refresh=False)
+        seconds = max(telemetry.busy_seconds, 1e-9)
+        self._bar.set_postfix_str(
+            f"{telemetry.rows_resumed + telemetry.rows_skipped} resumed, "
+            f"{telemetry.prompt_tokens / seconds:.0f} tok/s in, "
+            f"{telemetry.completion_tokens / seconds:.0f} out, {telemetry.rows_error} errors",
+            refresh=True,
+        )

@@ -1,0 +1,450 @@
+"""One start of a worker: run a model over the chunks of its manifests until every one of them has a marker.
+
+A worker may end at any instant, SIGKILL included, and be started again anywhere: what is on storage then is all that
+the next one needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from batchinfer.cli.logs import event
+from batchinfer.core.errors import (
+    BatchinferError,
+    EngineError,
+    StorageError,
+    Superseded,
+)
+from batchinfer.core.records import EngineInfo, RowKey
+from batchinfer.engines import Engine
+from batchinfer.formats import encoder_for
+from batchinfer.ledger.checkpoints import chunks_with_segments
+from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.jobs import Assignment, ChunkRef
+from batchinfer.ledger.listed import Proof
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.repairs import Goal
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.background import Pending, unless_stopped
+from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
+from batchinfer.worker.joining import Membership, read_work
+from batchinfer.worker.open_chunks import Shelf
+from batchinfer.worker.opening import Opener
+from batchinfer.worker.outcome import check_error_rate, check_parameters, make_result
+from batchinfer.worker.schedule import Plan, Scout, finished_chunks, rows_per_second
+from batchinfer.worker.services import Services
+from batchinfer.worker.stopping import WhileLoading
+from batchinfer.worker.stream import RowStream
+from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.world import WorkerConfig, World
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_SNAPSHOT_SECONDS = 2.0
+_END_LOADING_SECONDS = 15.0
+_ROWS_WHILE_LOADING = 256
+
+
+def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
+    """Do every chunk of the manifests. Idempotent, restartable at any point; see the module.
+
+    Returns:
+        The result object: counts, tokens and rates of this start.
+
+    Raises:
+        BatchinferError: with the exit status that design and docs/cli.md give; `result` holds the counts so far.
+    """
+    worker = _Worker(config, world)
+    try:
+        worker.run()
+    except BatchinferError as error:
+        error.result = worker.result(error)  # type: ignore[attr-defined]
+        raise
+    return worker.result(None)
+
+
+class _Worker:
+    """One start of a worker. `run` is the whole story; the rest are its paragraphs."""
+
+    def __init__(self, config: WorkerConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.clock = world.clock
+        self.nonce = world.new_nonce()
+        self.worker_id = config.worker_id or f"w-{world.new_nonce()}"
+        self.telemetry = Telemetry(self.worker_id, world.clock, host=config.host, num_chunks=0)
+        self.store = world.open_store(config.output)
+        self.info: EngineInfo | None = None
+        self.membership: Membership | None = None
+        self._checkpointed = (world.clock.monotonic(), 0)
+        self._snapshot_at = float("-inf")
+
+    def run(self) -> None:
+        """Set up, generate, publish, tidy up."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.world.background.close)
+            membership = self._look()
+            scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
+            stack.callback(scratch.close)
+            heartbeat = Heartbeat(
+                self.store, self._make_lease(), self.telemetry, self.world.stopper, self.clock
+            )
+            heartbeat.start(self.world.background, stack, max_attempts=self.config.max_attempts)
+            try:
+                engine = self.world.create_engine(self.config.engine)
+                stack.callback(engine.close)
+                self._work(membership, engine, heartbeat, scratch, stack)
+                self.telemetry.set_state("done")
+                if (
+                    self.telemetry.rows_done
+                    and self.telemetry.rows_error == self.telemetry.rows_done
+                ):
+                    logger.warning(
+                        "every row failed; see `errors` in the result, and --max-error-rate"
+                    )
+            except BatchinferError as error:
+                self.telemetry.end_with(error)
+                raise
+            except Exception as error:
+                self.telemetry.set_state("failed", f"{type(error).__name__}: {error}"[:500])
+                raise
+
+    def _look(self) -> Membership:
+        """Find out what there is to do, that it may be done, and what the store can do. Leaves nothing behind."""
+        assignment = self._unless_stopped(partial(read_work, self.config, self.world, self.store))
+        self.telemetry.num_chunks = len(assignment.chunks)
+        self.telemetry.num_rows = _num_rows(assignment.chunks)
+        self._unless_stopped(partial(check_stop_request, self.store))
+        self.membership = membership = Membership(self.config, self.world, self.store, assignment)
+        self._unless_stopped(membership.check)
+        self.config = membership.config
+        probe = partial(self.world.probe, self.store)
+        self.is_safe = self._unless_stopped(probe, may_finish=True).is_safe
+        if not self.is_safe:
+            logger.warning(
+                "%s ignores preconditions: no claims; this worker keeps to its own manifest, and create-only outputs "
+                "and one configuration per run are best effort",
+                self.store.url,
+            )
+        return membership
+
+    def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
+        return unless_stopped(
+            self.world.background, self.world.stopper, work, may_finish=may_finish
+        )
+
+    def _make_lease(self) -> Lease:
+        return Lease(
+            self.store,
+            self.worker_id,
+            self.clock,
+            lease_seconds=self.config.lease_seconds,
+            nonce=self.nonce,
+            is_safe=self.is_safe,
+        )
+
+    # -- the work
+
+    def _work(
+        self,
+        membership: Membership,
+        engine: Engine,
+        heartbeat: Heartbeat,
+        scratch: Scratch,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        world, config = self.world, self.config
+        finished = world.background.submit(partial(finished_chunks, self.store))
+        begun = world.background.submit(partial(chunks_with_segments, self.store))
+        self.telemetry.engine_loading()
+        stop_loading = WhileLoading(world.stopper)
+        loading = world.background.submit(partial(engine.open, stop_loading))
+        stack.callback(self._end_loading, loading, stop_loading)
+        name = config.engine.model or config.engine.engine
+        logger.info(
+            "loading %s",
+            name,
+            extra=event("engine_loading", engine=config.engine.engine, model=name),
+        )
+        tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
+        done = self._await(finished)
+        proof = Proof(self.store, world.background, membership.assignment.chunks, done)
+        done = proof.settle(self._await)
+        services = self._services(membership.assignment, heartbeat.lease, scratch)
+        services.opener.begun = self._await(begun)
+        shelf = Shelf(services, self._plan(membership, services, done), config.limits)
+        info = self._await(loading, shelf)
+        if info is None:
+            logger.info("nothing is left to do; the engine is not needed")
+            self._raise_failures(shelf)
+            return
+        self.info = info
+        join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
+        run = self._unless_stopped(join, may_finish=True)
+        services.opener.join(run.fingerprint)
+        shelf.allow_publishing(run.fingerprint)
+        self.telemetry.engine_ready(info)
+        self.telemetry.snapshot()
+        world.background.submit(heartbeat.beat)  # whoever looks sees that it runs
+        logger.info(
+            "engine ready: %s %s, %.1f s to load",
+            info.name,
+            info.model,
+            info.load_seconds,
+            extra=event("engine_ready", **msgspec.to_builtins(info)),
+        )
+        builder = membership.make_builder(self._await(tokenizer, shelf), info)
+        encoder = encoder_for(
+            config.prompt,
+            model=config.engine.model or info.model,
+            created=int(run.recorded.get("created", 0)),
+        )
+        stream = RowStream(
+            services, shelf, builder, encoder, config.limits, max_in_flight=info.max_in_flight
+        )
+        try:
+            self._generate(engine, stream, shelf)
+            self._drain(shelf, stream)
+        except EngineError as error:
+            known = getattr(error, "in_flight", None)
+            self._save(shelf, deaths=stream.rows_in_flight() if known is None else _by_chunk(known))
+            raise
+        except Exception:
+            # A mistake of ours, too: what is finished is worth keeping.
+            self._save(shelf, deaths={})
+            raise
+        self._raise_failures(shelf)
+
+    def _services(self, assignment: Assignment, lease: Lease, scratch: Scratch) -> Services:
+        world, config = self.world, self.config
+        claims = None
+        if self.is_safe and config.claims:
+            claims = Claims(self.store, lease, self.clock, new_nonce=world.new_nonce)
+        publisher = Publisher(
+            self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
+        )
+        # The job's own place too: a worker without chunks of its own still helps with others.
+        roots = {ref.root for ref in assignment.chunks}
+        if assignment.job is not None:
+            roots.add(assignment.job_url)
+        opener = Opener(
+            run=self.store,
+            sources={root: world.open_store(root) for root in roots},
+            claims=claims,
+            publisher=publisher,
+            scratch=scratch,
+        )
+        return Services(
+            run=self.store,
+            background=world.background,
+            clock=self.clock,
+            lease=lease,
+            claims=claims,
+            opener=opener,
+            publisher=publisher,
+            scratch=scratch,
+            observer=self.telemetry,
+        )
+
+    def _plan(self, membership: Membership, services: Services, done: dict[str, int]) -> Plan:
+        """Which chunks are left to do, here and elsewhere."""
+        config, claims = self.config, services.claims
+        own = membership.assignment.chunks
+        left = membership.chunks_left(done, self._goal(done, own))
+        num_done = len(own) - len(left)
+        self.telemetry.count_skipped(num_done)
+        self.telemetry.rows_skipped = _num_rows(own) - _num_rows(left)
+        logger.info(
+            "%d chunks in the manifests, %d done before",
+            len(own),
+            num_done,
+            extra=event("manifests_read", chunks=len(own), done_before=num_done),
+        )
+        may_help = claims is not None and membership.may_help
+        return Plan(
+            left,
+            everything=membership.all_chunks if may_help else None,
+            scout=Scout(self.store, claims),
+            background=self.world.background,
+            clock=self.clock,
+            lease_seconds=config.lease_seconds,
+            worker_id=self.worker_id,
+            earlier_rate=rows_per_second(self.telemetry.latest),
+            done=done if not config.retry_errors else (),
+        )
+
+    def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
+        """The generation that a repair is to reach; 0 where nothing is repaired."""
+        if not self.config.retry_errors:
+            return 0
+        goal = Goal(self.store, self.world.background, own, done)
+        for look in goal.looks:
+            self._await(look)
+        if goal.is_begun:
+            logger.info(
+                "going on with the repair that was begun (generation %d); chunks that have reached it are tried again "
+                "by the next one",
+                goal.generation,
+            )
+        return goal.generation
+
+    def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
+        """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
+
+        Raises what stops the worker.
+        """
+        while not pending.is_done():
+            self.world.stopper.raise_if_requested()
+            if shelf is not None:
+                if shelf.is_drained:
+                    return None
+                shelf.tick(
+                    rows_ahead=shelf.num_unread,
+                    rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
+                    rows_per_second=0.0,
+                    own_rate=None,
+                    is_building=False,
+                )
+            self.world.progress(self.telemetry, None)
+            self.world.background.wait(_POLL_SECONDS)
+        # An engine that was stopped while it loaded says so too, but not why.
+        self.world.stopper.raise_if_requested()
+        return pending.result()
+
+    def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
+        """Let an engine that is still loading end before it is closed: two threads must not take it apart."""
+        stop_loading.cancel()
+        deadline = self.clock.monotonic() + _END_LOADING_SECONDS
+        while not loading.is_done() and self.clock.monotonic() < deadline:
+            self.world.background.wait(_POLL_SECONDS)
+
+    def _generate(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+        """The loop: the engine takes rows as it has room, and gives back what finished."""
+        stopper = self.world.stopper
+        batches = engine.generate(stream, stopper)
+        try:
+            for completions in batches:
+                self.telemetry.rows_in_engine(stream.num_in_flight)
+                check_parameters(self.config, completions)
+                stream.handle(completions)
+                stream.tick()
+                self._round(engine, stream, shelf)
+                if stopper.is_requested:
+                    if not shelf.is_closing:
+                        logger.info(
+                            "%s; ending",
+                            stopper.error,
+                            extra=event("stop_requested", reason=str(stopper.error)),
+                        )
+                        shelf.is_closing = True
+                        # At once: whoever asked may not wait for the rows in flight.
+                        shelf.checkpoint()
+                    if not stream.num_in_flight or stopper.is_set():
+                        break
+                elif stream.is_complete:
+                    break
+        finally:
+            _close(batches)
+        self.telemetry.engine_stats(engine.stats())
+        self.world.stopper.raise_if_requested()
+
+    def _round(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+        """What is due now and then: checkpoints, the record, the policy."""
+        now = self.clock.monotonic()
+        since, rows = self._checkpointed
+        every_rows = self.config.checkpoint_rows
+        rows_done = self.telemetry.rows_done
+        is_due = now - since >= self.config.checkpoint_seconds
+        if is_due or (every_rows is not None and rows_done - rows >= every_rows):
+            shelf.checkpoint()
+            self._checkpointed = (now, rows_done)
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
+            self._snapshot_at = now
+            self.telemetry.engine_stats(engine.stats())
+            self.telemetry.snapshot()
+            check_error_rate(self.config, self.telemetry)
+        self.world.progress(self.telemetry, stream)
+
+    def _drain(self, shelf: Shelf, stream: RowStream) -> None:
+        """Publish what is still on its way."""
+        while not shelf.is_drained:
+            self.world.stopper.raise_if_requested()
+            stream.tick()
+            self.world.progress(self.telemetry, stream)
+            if not shelf.is_drained:
+                self.world.background.wait(_POLL_SECONDS)
+        check_error_rate(self.config, self.telemetry)
+
+    def _save(self, shelf: Shelf, *, deaths: dict[str, list[int]]) -> None:
+        """Before ending early: write down the finished rows and give the claims back, within the grace."""
+        shelf.begin_saving()
+        deadline = self.clock.monotonic() + max(5.0, self.world.stopper.seconds_left)
+        try:
+            shelf.note_deaths(deaths)
+            shelf.checkpoint()
+            while shelf.is_writing and self.clock.monotonic() < deadline:
+                self.world.background.wait(_POLL_SECONDS)
+                self._save_more(shelf)
+            shelf.release_all(deadline)
+        except BatchinferError as error:
+            logger.warning("not everything could be saved (%s)", error)
+
+    def _save_more(self, shelf: Shelf) -> None:
+        """One round of saving. What fails for one chunk keeps no other from being saved."""
+        try:
+            shelf.tick(
+                rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=None, is_building=True
+            )
+        except Superseded:
+            raise
+        except BatchinferError as error:
+            logger.warning("not everything could be saved (%s)", error)
+        # Again: a chunk whose segment was on its way has rows that came after it.
+        shelf.checkpoint()
+
+    def result(self, error: BatchinferError | None) -> dict[str, Any]:
+        """See outcome.make_result."""
+        return make_result(
+            self.config,
+            self.telemetry,
+            run=None if self.membership is None else self.membership.run,
+            info=self.info,
+            error=error,
+        )
+
+    def _raise_failures(self, shelf: Shelf) -> None:
+        if not shelf.failures:
+            return
+        lines = [f"  {name}: {error.message}" for name, error in list(shelf.failures.items())[:5]]
+        raise StorageError(
+            f"{len(shelf.failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
+            hint="mend them, then start the same command again",
+        )
+
+
+def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:
+    lines: dict[str, list[int]] = {}
+    for name, line in keys:
+        lines.setdefault(name, []).append(line)
+    return lines
+
+
+def _num_rows(refs: list[ChunkRef]) -> int:
+    return sum((ref.rows if ref.row_limit is None else ref.row_limit) or 0 for ref in refs)
+
+
+def _close(batches: Iterator[object]) -> None:
+    """Let a generator's own clean-up run now."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()

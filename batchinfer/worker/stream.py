@@ -1,0 +1,347 @@
+"""One stream of rows through all of a worker's chunks: the engine's request source, and where completions go back.
+
+    open chunks -> building (prompts, tokens) -> ready -> in flight -> finished
+
+Rows of many chunks are in the engine at once; the chunk is only where a row's result is kept. Belongs to the main
+thread. Nothing here blocks but `wait`, which the engine calls only when it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from batchinfer.core.codec import raw
+from batchinfer.core.records import Completion, Failure, Request, RowKey
+from batchinfer.formats import Encoder
+from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.prompts import Code, Prepared, PromptBuilder
+from batchinfer.worker.background import Pending
+from batchinfer.worker.chunk import DEATHS_BEFORE_ERROR, OpenChunk, RowState
+from batchinfer.worker.open_chunks import Shelf
+from batchinfer.worker.ordering import Lanes
+from batchinfer.worker.prefixes import PrefixWindow
+from batchinfer.worker.services import Limits, Services
+
+logger = logging.getLogger(__name__)
+
+_RATE_SECONDS = 5.0
+
+
+class _Flight(msgspec.Struct, frozen=True, gc=False):
+    """A row on its way: built, and tried `attempts` times before."""
+
+    chunk: OpenChunk
+    prepared: Prepared
+    attempts: int = 0
+
+
+def _request_of(flight: _Flight) -> Request:
+    request = flight.prepared.request
+    assert request is not None, "a row without a request is finished when it is built"
+    return request
+
+
+Batch = list[tuple[OpenChunk, list[Prepared]]]
+
+
+class RowStream:
+    """Implements `engines.RequestSource` over a shelf of open chunks."""
+
+    def __init__(
+        self,
+        services: Services,
+        shelf: Shelf,
+        builder: PromptBuilder,
+        encoder: Encoder,
+        limits: Limits,
+        *,
+        max_in_flight: int,
+    ) -> None:
+        self._services = services
+        self._shelf = shelf
+        self._builder = builder
+        self._encoder = encoder
+        self._limits = limits
+        self._max_in_flight = max_in_flight
+        self._building: Pending[Batch] | None = None
+        self._num_building = 0
+        self._ready: Lanes[_Flight] = Lanes()
+        self._window = PrefixWindow(limits.prefix_window, _request_of)
+        self._in_flight: dict[RowKey, _Flight] = {}
+        self._alone: RowKey | None = None
+        self._num_finished = 0
+        self._rate = 0.0
+        self._rate_since: tuple[float, int] | None = None
+        self._active_seconds = 0.0
+        self._ticked = services.clock.monotonic()
+        self._tokens_per_row = 0.0
+
+    # -- what the engine asks
+
+    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+        """See engines.RequestSource. Only with a prefix window do the rooms matter."""
+        if self._shelf.is_closing:
+            return None
+        self.tick()
+        if not self._window.size or not rooms:
+            rooms = [max_requests]
+        self._release(rooms)
+        requests: list[Request] = []
+        for index, room in enumerate(rooms):
+            most = min(max_requests, len(requests) + room)
+            while self._ready and len(requests) < most and self._may_send(self._ready.head(index)):
+                flight = self._ready.pop(index)
+                if self._shelf.open.get(flight.chunk.name) is flight.chunk:
+                    requests.append(self._send(flight))
+        if requests or self._in_flight or self._ready or len(self._window):
+            return requests
+        if self._building is None and not self._shelf.num_unread:
+            alone = self._next_alone()
+            if alone is not None:
+                return [alone]
+            if not self._shelf.may_grow:
+                # "Never" is for good: a chunk opened after this would be held, and no engine would do it.
+                self._shelf.is_closing = True
+                return None
+        return []
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See engines.RequestSource."""
+        self._services.background.wait(timeout_seconds)
+        self.tick()
+
+    # -- what the worker's loop calls
+
+    def handle(self, completions: Iterable[Completion]) -> None:
+        """Take back what the engine finished."""
+        finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
+        for completion in completions:
+            key = completion.key
+            flight = self._in_flight.pop(key, None)
+            if flight is None:
+                continue  # its chunk was published by somebody else meanwhile
+            failure = completion.failure
+            if (
+                failure is not None
+                and failure.transient
+                and flight.attempts + 1 < self._limits.row_attempts
+            ):
+                logger.info("%s line %d: %s; trying again", *key, failure.message)
+                again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
+                self._ready.put_back(again)
+                continue
+            if key == self._alone:
+                self._alone = None
+            finished[key[0]].append(self._encode(flight.prepared, completion))
+        for name, rows in finished.items():
+            self._finish(name, rows)
+
+    def tick(self) -> None:
+        """Collect prompts that are built, keep enough of them ready, and let the shelf do its round."""
+        self._collect_built()
+        self._update_rate()
+        num_ahead = self._num_waiting + self._num_building + self._shelf.num_unread
+        lost = self._shelf.tick(
+            rows_ahead=num_ahead,
+            rows_wanted=self._max_in_flight + self._window.size,
+            rows_per_second=self._rate,
+            own_rate=self.rows_per_second,
+            is_building=self._building is not None,
+        )
+        if lost:
+            self._forget(set(lost))
+        self._build_more()
+
+    @property
+    def rows_per_second(self) -> float:
+        """Smoothed rate of finished rows."""
+        return self._num_finished / self._active_seconds if self._active_seconds > 0 else 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rows in the engine."""
+        return len(self._in_flight)
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is left that a completion could still change."""
+        return not self._in_flight and self._shelf.is_drained
+
+    def rows_in_flight(self) -> dict[str, list[int]]:
+        """Lines in the engine now, by chunk."""
+        rows: dict[str, list[int]] = {}
+        for name, line in self._in_flight:
+            rows.setdefault(name, []).append(line)
+        return rows
+
+    # -- inside
+
+    @property
+    def _num_waiting(self) -> int:
+        """Rows that have a request and are not in the engine."""
+        return len(self._ready) + len(self._window)
+
+    def _release(self, rooms: Sequence[int]) -> None:
+        """Make the window's rows ready: once it is full, or when the engine would get none otherwise."""
+        self._ready.set_number(len(rooms))
+        if self._ready.has(rooms) or not len(self._window):
+            return
+        if self._window.is_full or not self._ready:
+            self._ready.extend(self._window.release())
+
+    def _may_send(self, flight: _Flight) -> bool:
+        """While a row that may kill the engine runs, no other does; it may itself be tried again."""
+        return self._alone is None or flight.prepared.key == self._alone
+
+    def _send(self, flight: _Flight) -> Request:
+        request = _request_of(flight)
+        self._in_flight[request.key] = flight
+        return request
+
+    def _encode(self, prepared: Prepared, completion: Completion) -> FinishedRow:
+        try:
+            line = self._encoder.encode(prepared, completion)
+        except RecursionError:
+            # What the line repeats of the row is nested deeper than can be written, if only just not to be read.
+            message = "JSON of the row is nested too deep to be written"
+            completion = Completion(
+                key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
+            )
+            prepared = Prepared(
+                key=prepared.key, row=prepared.row, id=prepared.id, url=prepared.url
+            )
+            line = self._encoder.encode(prepared, completion)
+        failure = completion.failure
+        if failure is not None:
+            self._services.observer.row_failed(*prepared.key, failure)
+        return FinishedRow(
+            line=prepared.key[1],
+            ok=failure is None,
+            code="" if failure is None else failure.code,
+            finish_reason=completion.choices[0].finish_reason if completion.choices else "",
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+            completion_tokens=completion.completion_tokens,
+            output=raw(line),
+        )
+
+    def _finish(self, name: str, rows: list[FinishedRow]) -> None:
+        self._num_finished += len(rows)
+        self._shelf.finish(name, rows)
+
+    def _build_more(self) -> None:
+        if self._building is not None or self._shelf.is_closing:
+            return
+        if self._window.is_full and self._num_waiting >= self._max_in_flight:
+            return
+        if self._num_waiting * self._tokens_per_row >= self._limits.max_waiting_tokens:
+            return
+        chunks = [chunk for chunk in self._shelf.open.values() if chunk.num_unread]
+        if not chunks:
+            return
+        limits, builder = self._limits, self._builder
+        self._num_building = min(limits.max_build_rows, sum(chunk.num_unread for chunk in chunks))
+        self._building = self._services.background.submit(
+            lambda: build(builder, chunks, limits.max_build_rows, limits.max_build_bytes),
+            urgent=True,
+        )
+
+    def _collect_built(self) -> None:
+        if self._building is None or not self._building.is_done():
+            return
+        building, self._building = self._building, None
+        self._num_building = 0
+        for chunk, prepared_rows in building.result():
+            flights = [
+                _Flight(chunk, prepared)
+                for prepared in prepared_rows
+                if prepared.request is not None
+            ]
+            if flights:
+                tokens = sum([len(_request_of(flight).token_ids or ()) for flight in flights])
+                self._tokens_per_row = tokens / len(flights)
+                self._window.extend(flights)
+            failed = [
+                self._encode_failed(prepared)
+                for prepared in prepared_rows
+                if prepared.request is None
+            ]
+            if failed:
+                self._finish(chunk.name, failed)
+
+    def _encode_failed(self, prepared: Prepared) -> FinishedRow:
+        failure = prepared.failure or Failure(
+            code="internal_error", message="the row was not built"
+        )
+        return self._encode(prepared, Completion(key=prepared.key, failure=failure))
+
+    def _next_alone(self) -> Request | None:
+        """The next row that may kill the engine, now that nothing else is in it."""
+        for chunk in list(self._shelf.open.values()):
+            for line in chunk.rows_to_run_alone():
+                chunk.state[line] = RowState.TAKEN
+                prepared = self._builder.build(
+                    chunk.name, chunk.ref.first_row, [chunk.read_row(line)]
+                )[0]
+                if chunk.deaths[line] >= DEATHS_BEFORE_ERROR and prepared.request is not None:
+                    failure = Failure(
+                        code="engine_crash",
+                        message=f"the engine died {chunk.deaths[line]} times with this row in flight",
+                    )
+                    crashed = Completion(key=prepared.key, failure=failure)
+                    self._finish(chunk.name, [self._encode(prepared, crashed)])
+                elif prepared.request is None:
+                    self._finish(chunk.name, [self._encode_failed(prepared)])
+                else:
+                    logger.warning(
+                        "%s line %d: was in flight at two engine deaths; running alone",
+                        chunk.name,
+                        line,
+                    )
+                    self._alone = prepared.key
+                    return self._send(_Flight(chunk, prepared))
+        return None
+
+    def _forget(self, names: set[str]) -> None:
+        """Drop the rows of chunks that somebody else has published."""
+        self._in_flight = {
+            key: flight for key, flight in self._in_flight.items() if key[0] not in names
+        }
+        self._ready.keep(lambda flight: flight.chunk.name not in names)
+        self._window.keep(lambda flight: flight.chunk.name not in names)
+        if self._alone is not None and self._alone[0] in names:
+            self._alone = None
+
+    def _update_rate(self) -> None:
+        """Keep two rates, both of the time in which rows were in the engine: the recent one, and that of all of it."""
+        now = self._services.clock.monotonic()
+        if self._in_flight:
+            self._active_seconds += now - self._ticked
+        else:
+            self._rate_since = None
+        self._ticked = now
+        if self._rate_since is None:
+            self._rate_since = (now, self._num_finished)
+        since, count = self._rate_since
+        if now - since >= _RATE_SECONDS or (self._rate == 0.0 and now - since >= 1.0):
+            rate = (self._num_finished - count) / (now - since)
+            self._rate = rate if self._rate == 0.0 else 0.5 * (self._rate + rate)
+            self._rate_since = (now, self._num_finished)
+
+
+def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int) -> Batch:
+    """Read the next rows and build their requests. Runs in the background; touches only what nobody has read yet."""
+    batch: Batch = []
+    for chunk in chunks:
+        rows = chunk.read_rows(max_rows, max_bytes)
+        if rows:
+            batch.append((chunk, builder.build(chunk.name, chunk.ref.first_row, rows)))
+            max_rows -= len(rows)
+            max_bytes -= sum(len(row.data) for row in rows)
+        if max_rows <= 0 or max_bytes <= 0:
+            break
+    return batch

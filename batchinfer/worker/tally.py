@@ -1,0 +1,158 @@
+"""What the finished rows of a worker's start add up to, and on top of its earlier starts. Bounded, whatever comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+
+import msgspec
+
+from batchinfer.core.records import ErrorExample, Failure, Minute, Worker
+from batchinfer.ledger.checkpoints import FinishedRow
+
+MAX_MINUTES = 1440
+RECENT_MINUTES = 60
+"""So many are kept as they grow; then they join the thinned series."""
+MAX_CODES = 50
+MAX_MESSAGE = 500
+OTHER = "other"
+"""Where codes are counted that come after the first MAX_CODES."""
+
+
+def length_bucket(tokens: int) -> str:
+    """Upper bound of the histogram bucket of a length: the next power of two, inclusive.
+
+    >>> [length_bucket(n) for n in (0, 1, 2, 3, 1000)]
+    ['0', '1', '2', '4', '1024']
+    """
+    return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
+
+
+class Tally:
+    """Counts of finished rows: tokens, failures, reasons to stop, lengths, and a series by the minute."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.errors: Counter[str] = Counter()
+        """Failed rows by code."""
+        self.examples: dict[str, ErrorExample] = {}
+        """The first failed row of each code."""
+        self._finish_reasons: Counter[str] = Counter()
+        self._prompt_lengths: Counter[str] = Counter()
+        self._completion_lengths: Counter[str] = Counter()
+        self._series: list[Minute] = []
+        self._recent: dict[int, list[int]] = {}
+
+    def add(self, rows: list[FinishedRow], minute: int) -> None:
+        """Count rows that finished in a minute (whole minutes since 1970)."""
+        prompt_tokens = sum([row.prompt_tokens for row in rows])
+        completion_tokens = sum([row.completion_tokens for row in rows])
+        self.rows += len(rows)
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self.cached_tokens += sum([row.cached_tokens for row in rows])
+        failed = [row.code for row in rows if not row.ok]
+        ok = [row for row in rows if row.ok] if failed else rows
+        if len(self._recent) >= RECENT_MINUTES and minute not in self._recent:
+            self._series = merge_minutes(self._series, self._recent)
+            self._recent = {}
+        point = self._recent.setdefault(minute, [0, 0, 0, 0])
+        for place, number in enumerate((len(rows), prompt_tokens, completion_tokens, len(failed))):
+            point[place] += number
+        _count(self._finish_reasons, [row.finish_reason for row in ok])
+        _count(self.errors, failed)
+        _count_lengths(self._prompt_lengths, [row.prompt_tokens for row in ok])
+        _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
+
+    def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
+        """Keep a failed row if it is the first with its code, and return what is kept of it."""
+        if failure.code in self.examples or len(self.examples) >= MAX_CODES:
+            return None
+        message = failure.message[:MAX_MESSAGE]
+        example = ErrorExample(chunk=chunk, line=line, message=message)
+        self.examples[failure.code] = example
+        return example
+
+    def on_top_of(self, base: Worker) -> Worker:
+        """The record of earlier starts with these rows added."""
+        num_errors = self.errors.total()
+        return msgspec.structs.replace(
+            base,
+            rows_done=base.rows_done + self.rows,
+            rows_ok=base.rows_ok + self.rows - num_errors,
+            rows_error=base.rows_error + num_errors,
+            prompt_tokens=base.prompt_tokens + self.prompt_tokens,
+            cached_tokens=base.cached_tokens + self.cached_tokens,
+            completion_tokens=base.completion_tokens + self.completion_tokens,
+            errors=_sum(base.errors, self.errors),
+            examples=_first_examples(base.examples, self.examples),
+            finish_reasons=_sum(base.finish_reasons, self._finish_reasons),
+            prompt_lengths=_sum(base.prompt_lengths, self._prompt_lengths),
+            completion_lengths=_sum(base.completion_lengths, self._completion_lengths),
+            minutes=merge_minutes(chain(base.minutes, self._series), self._recent),
+        )
+
+
+def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
+    """Join series; where there are too many points, the older half is thinned by joining neighbours. Pure."""
+    recent = (
+        Minute(
+            minute=number,
+            rows=rows,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            errors=errors,
+        )
+        for number, (rows, prompt, completion, errors) in now.items()
+    )
+    points: dict[int, Minute] = {}
+    for point in chain(before, recent):
+        old = points.get(point.minute)
+        points[point.minute] = point if old is None else _join(old, point)
+    series = [points[number] for number in sorted(points)]
+    while len(series) > MAX_MINUTES:
+        half = len(series) // 2
+        series = [_join(*series[i : i + 2]) for i in range(0, half - 1, 2)] + series[
+            half - half % 2 :
+        ]
+    return series
+
+
+def _join(first: Minute, second: Minute) -> Minute:
+    return Minute(
+        minute=first.minute,
+        rows=first.rows + second.rows,
+        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
+        completion_tokens=first.completion_tokens + second.completion_tokens,
+        errors=first.errors + second.errors,
+        length=max(first.length, second.minute + second.length - first.minute),
+    )
+
+
+def _first_examples(
+    before: dict[str, ErrorExample], now: dict[str, ErrorExample]
+) -> dict[str, ErrorExample]:
+    new = {code: example for code, example in now.items() if code not in before}
+    return dict(list((before | new).items())[:MAX_CODES])
+
+
+def _count(counter: Counter[str], codes: list[str]) -> None:
+    """Count codes. An engine or a server may invent any number of them; the record must not grow with them."""
+    for code, count in Counter(codes).items():
+        counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
+
+
+def _count_lengths(counter: Counter[str], lengths: list[int]) -> None:
+    for tokens, count in Counter(lengths).items():
+        counter[length_bucket(tokens)] += count
+
+
+def _sum(before: dict[str, int], now: Counter[str]) -> dict[str, int]:
+    total = Counter(before)
+    for code, count in now.items():
+        total[code if code in total or len(total) < MAX_CODES else OTHER] += count
+    return dict(total)

@@ -1,0 +1,419 @@
+"""What a worker counts, for its record in the bucket, its log and its last line. Bounded, whatever the run's length."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from batchinfer.cli.logs import event
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import BatchinferError, Interrupted, PolicyStop, StopRequested
+from batchinfer.core.records import EngineInfo, EngineStats, ErrorExample, Failure, Span, Worker
+from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.claims import ENDED_STATES
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+MAX_SPANS = 2000
+MAX_OPEN_SPANS = 200
+MAX_STARTS = 200
+
+WAITING_SECONDS = 30.0
+"""A start that has had no chunk for so long since its engine was ready waits for those that others hold."""
+
+
+class Telemetry:
+    """Counts on the main thread; `latest` is an immutable record for any thread. Implements services.Observer."""
+
+    def __init__(
+        self, worker_id: str, clock: Clock, *, host: dict[str, Any], num_chunks: int
+    ) -> None:
+        self._clock = clock
+        self._began = self._loading_since = clock.monotonic()
+        self._has_sent_rows = False
+        self.num_chunks = num_chunks
+        self.num_rows = 0
+        """Rows of the own manifests, where known."""
+        self.rows_skipped = 0
+        """Of these, in chunks that were done before."""
+        self._base = Worker(
+            id=worker_id,
+            epoch=0,
+            nonce="",
+            state="loading",
+            started=clock.now(),
+            heartbeat=clock.now(),
+            host=host,
+        )
+        self._state = "loading"
+        self._reason = ""
+        self._attempts = 1
+        self._has_had_a_chunk = False
+        self.tell: Callable[[], object] = lambda: None
+        """Called when `latest` says what must not wait for the next heartbeat."""
+        self._engine: dict[str, Any] = {}
+        self._open: dict[str, OpenChunk] = {}
+        self._counts: Counter[str] = Counter()
+        self._tally = Tally()
+        self._spans: list[Span] = []
+        self._running_since: float | None = None
+        self._running_until: float | None = None
+        self._load_seconds = 0.0
+        self._stats = EngineStats()
+        self._epoch = 0
+        self.latest = self._base
+
+    # -- life
+
+    def begin(self, before: Worker | None) -> Worker:
+        """Go on from the record of this worker's last epoch."""
+        if before is not None:
+            is_kill = before.state not in ENDED_STATES
+            self._base = msgspec.structs.replace(
+                before,
+                host=self._base.host,
+                started=before.started,
+                ends=[*before.ends, (before.heartbeat, before.state)][-MAX_STARTS:],
+                spans=[*before.spans, *_killed(before)] if is_kill else before.spans,
+                open_spans=[],
+            )
+            self._attempts = before.attempts + 1
+            self._epoch = before.epoch + 1
+        else:
+            self._epoch = 1
+        starts = [*self._base.starts, self._clock.now()][-MAX_STARTS:]
+        ends = self._base.ends[-(len(starts) - 1) :] if len(starts) > 1 else []
+        self._base = msgspec.structs.replace(self._base, starts=starts, ends=ends)
+        return self.snapshot()
+
+    def log_start(self, before: Worker | None) -> None:
+        """Say that this start has its lease, and how the last one ended."""
+        logger.info(
+            "worker %s: start %d",
+            self._base.id,
+            self._epoch,
+            extra=event(
+                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self._attempts
+            ),
+        )
+        if before is not None:
+            is_kill = before.state not in ENDED_STATES
+            logger.info(
+                "worker %s: the last start %s, %d rows done before",
+                self._base.id,
+                "was killed" if is_kill else f"ended as {before.state}",
+                before.rows_done,
+                extra=event(
+                    "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
+                ),
+            )
+
+    def log_end(self) -> None:
+        """Say how this start ended. The last line of a worker's log."""
+        if self._tally.errors:
+            logger.info(
+                "failed rows: %s",
+                ", ".join(f"{count} x {code}" for code, count in self._tally.errors.most_common()),
+                extra=event("row_errors", errors=self.errors),
+            )
+        logger.info(
+            "worker %s: %s after %.0f s, %d rows, %d failed%s",
+            self._base.id,
+            self._state,
+            self.run_seconds,
+            self.rows_done,
+            self.rows_error,
+            f" ({self._reason})" if self._reason else "",
+            extra=event(
+                "worker_ended",
+                worker=self._base.id,
+                epoch=self._epoch,
+                state=self._state,
+                reason=self._reason,
+                seconds=round(self.run_seconds, 3),
+                rows=self.rows_done,
+                rows_error=self.rows_error,
+                rows_resumed=self.rows_resumed,
+                chunks_done=self.chunks_done,
+                prompt_tokens=self.prompt_tokens,
+                completion_tokens=self.completion_tokens,
+            ),
+        )
+
+    @property
+    def attempts(self) -> int:
+        """Starts, this one included, since one finished a new row."""
+        return self._attempts
+
+    def engine_loading(self) -> None:
+        """What there is to do is known, and the engine starts to load."""
+        self._loading_since = self._clock.monotonic()
+
+    def engine_ready(self, info: EngineInfo) -> None:
+        """The engine has loaded."""
+        self._engine = msgspec.to_builtins(info)
+        self._load_seconds = info.load_seconds
+        self._running_since = self._clock.monotonic()
+        self.set_state("running")
+
+    def rows_in_engine(self, count: int) -> None:
+        """So many rows are in the engine. With the first ones it says, once, where the seconds since the start went."""
+        if not count or self._has_sent_rows or self._running_since is None:
+            return
+        self._has_sent_rows = True
+        now = self._clock.monotonic()
+        seconds = {
+            "seconds": now - self._began,
+            "reading_seconds": self._loading_since - self._began,
+            "loading_seconds": self._running_since - self._loading_since,
+            "import_seconds": self._engine["import_seconds"],
+            "model_seconds": self._engine["model_seconds"],
+            "building_seconds": now - self._running_since,
+        }
+        logger.info(
+            "first rows in the engine %.1f s after the start: %.1f s to read what there is to do, "
+            "%.1f s to load the engine (%.1f s imports, %.1f s the model), %.1f s to build the first prompts",
+            *seconds.values(),
+            extra=event("first_rows", **{name: round(part, 3) for name, part in seconds.items()}),
+        )
+
+    def set_state(self, state: str, reason: str = "") -> None:
+        """Enter a state; see records.Worker."""
+        self._state = state
+        self._reason = reason
+        if state in ENDED_STATES:
+            self._running_until = self._clock.monotonic()
+        if state == "done":
+            self._attempts = 0
+
+    def end_with(self, error: BatchinferError) -> None:
+        """Enter the state in which an error ends this start.
+
+        One that was told to go, by a signal, a notice or `batchinfer stop`, is not counted as one without a new row.
+        """
+        is_asked = isinstance(error, PolicyStop | Interrupted)
+        if isinstance(error, StopRequested | Interrupted):
+            self._attempts = max(0, self._attempts - 1)
+        self.set_state(
+            "stopped" if is_asked else "failed", f"{type(error).__name__}: {error.message}"[:500]
+        )
+
+    def engine_stats(self, stats: EngineStats) -> None:
+        """Take the engine's counters. Says so, once, when rows are computed twice."""
+        if stats.preemptions and not self._stats.preemptions:
+            logger.warning(
+                "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
+                "more memory: --gpu-memory-utilization, --tensor-parallel-size, "
+                "on a CPU --engine-arg kv_cache_memory_bytes",
+                extra=event("engine_preempted", preemptions=stats.preemptions),
+            )
+        self._stats = stats
+
+    # -- Observer
+
+    def chunk_opened(self, chunk: OpenChunk) -> None:
+        """See services.Observer."""
+        self._open[chunk.name] = chunk
+        self._has_had_a_chunk = True
+        if self.latest.attempts < self._attempts:
+            # Should it crash by this chunk, that is to count.
+            self.snapshot()
+            self.tell()
+        self._counts["rows_resumed"] += chunk.counts.resumed
+        self._counts["chunks_resumed"] += chunk.counts.resumed > 0
+        logger.info(
+            "chunk %s: open, %d rows, %d resumed",
+            chunk.name,
+            chunk.num_rows,
+            chunk.counts.resumed,
+            extra=event(
+                "chunk_open", chunk=chunk.name, rows=chunk.num_rows, resumed=chunk.counts.resumed
+            ),
+        )
+
+    def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
+        """See services.Observer."""
+        self._open.pop(chunk.name, None)
+        if outcome == "done":
+            self._counts["chunks_done"] += 1
+        span = self._span(chunk, outcome)
+        self._spans.append(span)
+        del self._spans[:-MAX_SPANS]
+        logger.info(
+            "chunk %s: %s, %d rows ok, %d errors, %d resumed",
+            chunk.name,
+            outcome,
+            chunk.counts.ok,
+            sum(chunk.counts.errors.values()),
+            chunk.counts.resumed,
+            extra=event(
+                f"chunk_{outcome}",
+                chunk=chunk.name,
+                rows_ok=chunk.counts.ok,
+                errors=dict(chunk.counts.errors),
+                resumed=chunk.counts.resumed,
+                seconds=round(span.end - span.start, 3),
+            ),
+        )
+
+    def chunk_skipped(self, name: str) -> None:
+        """See services.Observer."""
+        self._counts["chunks_skipped"] += 1
+        logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
+
+    def rows_finished(self, rows: list[FinishedRow]) -> None:
+        """See services.Observer."""
+        self._attempts = 0
+        self._tally.add(rows, int(self._clock.now() // 60))
+
+    def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
+        """See services.Observer."""
+        example = self._tally.note(chunk, line, failure)
+        if example is not None:
+            logger.warning(
+                "%s line %d: %s: %s",
+                chunk,
+                line,
+                failure.code,
+                example.message,
+                extra=event(
+                    "row_error", code=failure.code, chunk=chunk, line=line, example=example.message
+                ),
+            )
+
+    # -- numbers of this epoch
+
+    @property
+    def rows_done(self) -> int:
+        """Rows finished in this epoch, resumed ones left out."""
+        return self._tally.rows
+
+    @property
+    def rows_error(self) -> int:
+        """Error rows of this epoch."""
+        return self._tally.errors.total()
+
+    @property
+    def rows_resumed(self) -> int:
+        """Rows that this epoch took up from checkpoints."""
+        return self._counts["rows_resumed"]
+
+    @property
+    def chunks_resumed(self) -> int:
+        """Chunks of which this epoch took up rows from checkpoints."""
+        return self._counts["chunks_resumed"]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of `prompt_tokens`, those that the engine had in its prefix cache."""
+        return self._tally.cached_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of this epoch's rows."""
+        return self._tally.prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Generated tokens of this epoch's rows."""
+        return self._tally.completion_tokens
+
+    @property
+    def chunks_done(self) -> int:
+        """Chunks published in this epoch."""
+        return self._counts["chunks_done"]
+
+    @property
+    def chunks_skipped(self) -> int:
+        """Chunks that were done before."""
+        return self._counts["chunks_skipped"]
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters when last asked."""
+        return self._stats
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Error rows of this epoch by code."""
+        return dict(self._tally.errors)
+
+    @property
+    def examples(self) -> dict[str, ErrorExample]:
+        """First error row of each code."""
+        return dict(self._tally.examples)
+
+    def count_skipped(self, number: int) -> None:
+        """Chunks found done at the start."""
+        self._counts["chunks_skipped"] += number
+
+    @property
+    def busy_seconds(self) -> float:
+        """Since the engine was ready, until the work ended: closing the engine takes seconds more."""
+        if self._running_since is None:
+            return 0.0
+        until = self._running_until
+        return (self._clock.monotonic() if until is None else until) - self._running_since
+
+    @property
+    def run_seconds(self) -> float:
+        """Since this epoch began."""
+        return self._clock.monotonic() - self._began
+
+    # -- the record
+
+    def snapshot(self) -> Worker:
+        """Make and remember the record as of now: this epoch's numbers on top of the earlier ones'."""
+        base = self._tally.on_top_of(self._base)
+        self.latest = msgspec.structs.replace(
+            base,
+            state=self._state,
+            reason=self._reason,
+            attempts=max(0, self._attempts - self._is_waiting),
+            engine=self._engine or base.engine,
+            open_chunks=list(self._open),
+            chunks_done=base.chunks_done + self.chunks_done,
+            chunks_skipped=self.chunks_skipped,
+            rows_resumed=base.rows_resumed + self.rows_resumed,
+            engine_steps=base.engine_steps + self._stats.steps,
+            replicas_lost=self._stats.replicas_lost,
+            busy_seconds=base.busy_seconds + self.busy_seconds,
+            load_seconds=base.load_seconds + self._load_seconds,
+            spans=[*base.spans, *self._spans][-MAX_SPANS:],
+            open_spans=[
+                self._span(chunk, "open") for chunk in list(self._open.values())[:MAX_OPEN_SPANS]
+            ],
+            up_seconds=base.up_seconds + self.run_seconds,
+        )
+        return self.latest
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether nothing can be done here. A machine that goes meanwhile says nothing about the next one."""
+        is_idle = self._state == "running" and not self._has_had_a_chunk
+        return is_idle and self.busy_seconds >= WAITING_SECONDS
+
+    def _span(self, chunk: OpenChunk, outcome: str) -> Span:
+        return Span(
+            chunk=chunk.name,
+            start=chunk.started,
+            end=self._clock.now(),
+            rows=chunk.num_rows - chunk.num_left,
+            resumed=chunk.counts.resumed,
+            epoch=self._epoch,
+            outcome=outcome,
+        )
+
+
+def _killed(before: Worker) -> list[Span]:
+    """The chunks that a start had open when it ended without a word."""
+    return [
+        msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
+        for span in before.open_spans
+    ]

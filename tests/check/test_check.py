@@ -1,0 +1,192 @@
+"""`batchinfer check`: what is wrong is found before anything is paid for, all of it at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.cli.main import main
+from batchinfer.storage.opening import open_store
+from making import make_job, run_worker_here
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = str(REPOSITORY / "examples" / "demo-model")
+ECHO = ("--engine", "echo", "--prompt-column", "prompt")
+
+
+class Checker:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        status = main(["check", *arguments])
+        captured = self._capsys.readouterr()
+        return status, json.loads(captured.out.strip().splitlines()[-1]), captured.err
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Checker:
+    return Checker(capsys)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    make_job(tmp_path / "job", rows=60, per_chunk=10, workers=2)
+    return str(tmp_path / "job")
+
+
+def messages(result: dict[str, Any], level: str = "error") -> list[str]:
+    return [one["message"] for one in result["problems"] if one["level"] == level]
+
+
+def test_the_jobs_own_place_is_no_place_for_a_run(check: Checker, job: str) -> None:
+    status, result, _ = check("--job", job, "--output", job, *ECHO)
+    assert status == 2
+    assert messages(result) == [f"--output {job}: is a job's own place"]
+
+
+def test_sound_job_is_ok_and_leaves_no_trace(check: Checker, job: str) -> None:
+    run = f"{job}/runs/a"
+    status, result, shown = check("--job", job, "--output", run, *ECHO, "--show", "1")
+    assert (status, result["status"], result["problems"]) == (0, "OK", [])
+    assert (result["rows"], result["chunks"]) == (60, 6)
+    assert result["storage"]["is_safe"] is True
+    assert result["prompts"][0]["prompt"].startswith("hello row 0")
+    assert "hello row 0" in shown
+    assert list(open_store(run).list("")) == []
+
+
+def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Checker, job: str) -> None:
+    options = ("--job", job, "--model", MODEL, "--messages-column", "prompt", "--gpu", "L4")
+    status, result, shown = check(*options, "--max-model-len", "30", "--max-tokens", "20")
+    assert status == 0
+    assert result["model"]["architecture"] == "LlamaForCausalLM"
+    assert result["memory"]["replicas"] == 1
+    sample = result["sample"]
+    assert sample["errors"]["prompt_too_long"] == sample["rows_error"] > 0
+    assert sum(sample["lengths"]["histogram"].values()) == sample["rows"] - sample["rows_error"]
+    found = " ".join(messages(result, "warning"))
+    assert "prompt_too_long" in found
+    assert "--max-tokens" in found
+    assert "prompt tokens" in shown
+
+
+def test_a_length_beyond_the_models_is_an_error(check: Checker, job: str) -> None:
+    options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt")
+    status, result, _ = check(*options, "--max-model-len", "100000")
+    assert status == 2
+    (problem,) = (one for one in result["problems"] if one["level"] == "error")
+    assert problem["message"].startswith("--max-model-len 100000: the model takes ")
+    assert result["model"]["architecture"] == "LlamaForCausalLM"
+
+
+def test_all_problems_come_at_once(check: Checker, tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text("run: x\nenvs: {HF_TOKEN: null}\n")
+    (tmp_path / "file").write_text("in the way")
+    status, result, shown = check(
+        *("--job", str(tmp_path / "nothing"), "--output", str(tmp_path / "file" / "run")),
+        *("--model", "./nowhere", "--gpu", "L44", "--seed", "x"),
+        *("--chat-template-kwargs", "[", "--sampling", "temperature=cold", "--yaml", str(task)),
+    )
+    assert (status, result["status"]) == (2, "PROBLEMS")
+    found = messages(result)
+    for part in (
+        *("HF_TOKEN", "./nowhere", "L44", "--seed", "--chat-template-kwargs"),
+        *("temperature", "nothing", str(tmp_path / "file")),
+    ):
+        assert any(part in message for message in found), (part, found)
+        assert part in shown
+    assert result["errors"] == len(found)
+
+
+def test_wrong_column_is_an_error_and_some_bad_rows_are_a_warning(
+    check: Checker, tmp_path: Path, job: str
+) -> None:
+    status, result, _ = check("--job", job, "--engine", "echo", "--prompt-column", "promt")
+    assert status == 2
+    assert "40 of 40 sample rows would be missing_column" in messages(result)[0]
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "a"}\n' * 9 + '{"other": 1}\n')
+    status, result, _ = check(str(source), *ECHO)
+    assert status == 0
+    assert "1 of 10 sample rows" in messages(result, "warning")[0]
+
+
+def test_source_is_checked_before_it_is_split(check: Checker, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(f'{{"prompt": "row {row}"}}\n' for row in range(1000)))
+    status, result, _ = check(
+        *(str(source), *ECHO, "--sample-rows", "20", "--rate", "0.5", "--price-per-hour", "2"),
+        *("--hours", "1"),
+    )
+    assert status == 0
+    assert (result["rows"], result["sample"]["rows"]) == (1000, 20)
+    assert result["workers_advised"] == 1
+    assert result["estimate"]["cost"] == pytest.approx((2000 + 600) / 3600 * 2)
+    assert any("--chunk-rows" in line for line in result["advice"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--prompt-column", "q"),
+        ("--messages-column", "m"),
+        ("--template", "alpaca"),
+        ("--request-format", "completions"),
+        ("--request-format", "openai-batch"),
+    ],
+)
+def test_synthetic_rows_need_no_data(check: Checker, options: tuple[str, ...]) -> None:
+    status, result, _ = check("--synthetic", "5000", "--engine", "echo", *options)
+    assert (status, result["rows"]) == (0, 5000), result["problems"]
+    assert result["sample"] == {"rows": 200, "rows_error": 0, "errors": {}, "lengths": None}
+
+
+def test_rate_comes_from_an_earlier_run(check: Checker, job: str, tmp_path: Path) -> None:
+    run_worker_here(job, f"{job}/runs/a")
+    status, result, _ = check("--job", job, *ECHO, "--rate-from", f"{job}/runs/a", "--gpu", "L4:2")
+    assert status == 0
+    assert result["measured"]["rows"] == 60
+    assert result["estimate"]["rate"] == result["measured"]["rate"] > 0
+    assert result["estimate"]["price_source"]
+    status, result, _ = check("--job", job, *ECHO, "--rate-from", str(tmp_path / "none"))
+    assert status == 2
+    assert "no run" in messages(result)[0]
+
+
+def test_run_of_another_configuration_is_found_before_the_worker_is(
+    check: Checker, job: str
+) -> None:
+    run_worker_here(job, f"{job}/runs/a", "--temperature", "0")
+    options = ("--job", job, "--output", f"{job}/runs/a", *ECHO)
+    assert check(*options, "--temperature", "0")[0] == 0
+    status, result, _ = check(*options, "--temperature", "1", "--seed", "7")
+    assert status == 2
+    text = " ".join(messages(result))
+    assert "seed" in text
+    assert "sampling.temperature" in text
+
+
+@pytest.mark.s3
+def test_write_access_is_tried_on_the_real_bucket(
+    check: Checker, job: str, s3_url: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = s3_url("runs/a")
+    status, result, _ = check("--job", job, "--output", url, *ECHO)
+    assert (status, result["storage"]["is_safe"]) == (0, True)
+    assert list(open_store(url).list("")) == []
+    status, result, _ = check("--job", job, "--output", "s3://no-such-bucket-here/run", *ECHO)
+    assert status == 2
+    assert "no-such-bucket-here" in messages(result)[0]
+
+
+def test_nothing_to_check_is_said(check: Checker) -> None:
+    status, result, _ = check(*ECHO)
+    assert status == 2
+    assert "no SOURCE" in messages(result)[0]

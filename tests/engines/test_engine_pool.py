@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
+from batchinfer.core.records import Request, Sampling
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.parent_death import is_alive
+from batchinfer.engines.pool import ProcessPool
+from batchinfer.engines.registry import create_engine
+from batchinfer.engines.shares import level
+from batchinfer.prompts import PromptConfig
+from batchinfer.runs.status import StatusConfig, run_status
+from batchinfer.storage.opening import open_store
+from batchinfer.worker.services import Limits
+from batchinfer.worker.start import run_worker
+from batchinfer.worker.world import WorkerConfig, real_world
+from engine_contract import EngineContract, Flag, ListSource, drive, requests
+from making import make_job
+
+
+def pool_config(**options) -> EngineConfig:
+    return EngineConfig(**{"engine": "echo", "replicas": 2, "max_num_seqs": 16, **options})
+
+
+@pytest.fixture
+def make_pool():
+    """Opens pools of echo engines, and checks that none of their processes is left at the end."""
+    pools, pids = [], []
+
+    def make(**options) -> ProcessPool:
+        pool = ProcessPool(pool_config(**options))
+        pools.append(pool)
+        pool.open(Flag())
+        pids.extend(replica.pid for replica in pool.replicas)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def wait_until_gone(pids, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < end, f"still alive: {[p for p in pids if is_alive(p)]}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def contract_pool():
+    pool = ProcessPool(pool_config(max_model_len=512))
+    pool.open(Flag())
+    yield pool
+    pool.close()
+
+
+class TestPoolContract(EngineContract):
+    @pytest.fixture
+    def engine(self, contract_pool):
+        return contract_pool
+
+
+def test_echo_with_replicas_is_a_pool_of_processes():
+    assert isinstance(create_engine(pool_config()), ProcessPool)
+
+
+def test_engines_share_the_workers_session_and_not_its_group(make_pool):
+    """In a session of its own an engine that spins starved the worker of the processor, and itself of rows."""
+    for replica in make_pool().replicas:
+        assert os.getsid(replica.pid) == os.getsid(0)
+        assert os.getpgid(replica.pid) == replica.pid
+
+
+def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
+    pool = make_pool(echo_latency_seconds=0.02)
+    source = ListSource(requests(400))
+    held = [
+        [len(replica.in_flight) for replica in pool.replicas]
+        for _ in pool.generate(source, Flag())
+        if source.left
+    ]
+    assert pool.stats().completion_tokens == 4 * 400
+    # while the source has more, none runs dry
+    both = [min(counts) > 0 for counts in held]
+    assert sum(both) >= 0.9 * len(both)
+
+
+def test_the_source_is_told_how_much_room_each_replica_has(make_pool):
+    pool = make_pool(echo_latency_seconds=0.01)
+    source = ListSource(requests(100))
+    plain_take = source.take
+    told = []
+
+    def take(max_requests, rooms):
+        told.append(tuple(rooms))
+        return plain_take(max_requests, rooms)
+
+    source.take = take
+    drive(pool, source)
+    assert told[0] == (24, 24)
+    assert {len(rooms) for rooms in told} == {2}
+
+
+def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_pool, caplog):
+    pool = make_pool(echo_latency_seconds=0.05)
+    victim = pool.replicas[0].pid
+    found = {}
+    with caplog.at_level(logging.ERROR):
+        for batch in pool.generate(ListSource(requests(300)), Flag()):
+            found.update({completion.key: completion for completion in batch})
+            if victim and len(found) > 20:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+    assert len(found) == 300
+    assert "replica 0" in caplog.text
+    assert "SIGKILL" in caplog.text
+    assert len(pool.replicas) == 1
+    [record] = [each for each in caplog.records if getattr(each, "event", "") == "replica_lost"]
+    fields = record.fields
+    assert (fields["replica"], fields["replicas"], fields["lost"]) == ("replica 0", 2, 1)
+    assert "SIGKILL" in fields["reason"]
+    assert fields["rows"] > 0
+    assert pool.stats().replicas_lost == 1
+    assert drive(pool, ListSource(requests(5))), "the rest still works"
+    pool.close()
+    assert pool.stats().replicas_lost == 1, "an end in order is no loss"
+
+
+class Wounded(ProcessPool):
+    """Loses its first replica once some rows are done."""
+
+    def generate(self, source, stop):
+        victim = self.replicas[0].pid
+        for batch in super().generate(source, stop):
+            yield batch
+            if victim and batch:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, window):
+    """Only an error line told of it: the record, status and the result went on counting two."""
+    make_job(tmp_path / "job", rows=200, per_chunk=50)
+    job, run = str(tmp_path / "job"), str(tmp_path / "run")
+    config = WorkerConfig(
+        manifests=[f"{job}/manifests/all.txt"],
+        output=run,
+        engine=pool_config(echo_latency_seconds=0.05),
+        prompt=PromptConfig(prompt_column="prompt"),
+        sampling=Sampling(),
+        worker_id="w0",
+        limits=Limits(prefix_window=window),
+    )
+    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
+    result = run_worker(config, dataclasses.replace(world, create_engine=Wounded))
+    assert (result["response_count"], result["replicas"], result["replicas_lost"]) == (200, 2, 1)
+    assert json.loads((tmp_path / "run/workers/w0.json").read_text())["replicas_lost"] == 1
+    config = StatusConfig(run=run)
+    seen = run_status(config, open_store=open_store, clock=SystemClock())
+    assert seen.warnings == ["worker w0: 1 of 2 replicas lost"]
+
+
+def test_the_last_replica_that_is_killed_is_an_error_that_names_the_rows(make_pool):
+    pool = make_pool(replicas=1, echo_latency_seconds=5.0)
+    source = ListSource(requests(10))
+    seen = []
+
+    def kill_once_busy() -> None:
+        for batch in pool.generate(source, Flag()):
+            seen.extend(batch)
+            if pool.replicas and len(pool.replicas[0].in_flight) == 10 - len(seen):
+                os.kill(pool.replicas[0].pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDied, match="replica 0: killed by SIGKILL") as caught:
+        kill_once_busy()
+    done = {completion.key for completion in seen}
+    assert set(caught.value.in_flight) == {("c", index) for index in range(10)} - done
+    with pytest.raises(EngineDied):
+        drive(pool, ListSource(requests(1)))
+
+
+def test_a_row_that_kills_two_replicas_goes_to_no_third_one(make_pool):
+    pool = make_pool(replicas=3, echo_kill_marker="row 7 ", echo_latency_seconds=0.2)
+    with pytest.raises(EngineDied) as caught:
+        drive(pool, ListSource(requests(60, text="row {index} ")))
+    assert caught.value.in_flight.count(("c", 7)) == 2
+    assert len(pool.replicas) == 1
+
+
+def test_a_frozen_replica_counts_as_stalled_and_leaves_no_process(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.7, echo_latency_seconds=0.1)
+    pid = pool.replicas[0].pid
+    source = ListSource(requests(5000))
+
+    def freeze_once_busy() -> None:
+        for _ in pool.generate(source, Flag()):
+            if source.given > 100:
+                os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(EngineStalled, match="replica 0: no step or no token") as caught:
+        freeze_once_busy()
+    assert caught.value.in_flight
+
+
+def test_a_request_that_hangs_is_a_stall_too(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.7, echo_hang_marker="row 3 ")
+    with pytest.raises(EngineStalled) as caught:
+        drive(pool, ListSource(requests(20, text="row {index} ")))
+    assert caught.value.in_flight == [("c", 3)]
+
+
+def test_an_idle_engine_never_stalls(make_pool):
+    pool = make_pool(replicas=1, stall_seconds=0.3)
+    source = ListSource(requests(2))
+    slept = False
+    plain_take = source.take
+
+    def take(count):
+        nonlocal slept
+        if source.given == 2 and not slept:
+            slept = True
+            time.sleep(0.6)
+            return []
+        return plain_take(count)
+
+    source.take = take
+    assert len(drive(pool, source)) == 2
+
+
+def test_a_stall_after_a_wait_for_rows_is_seen_as_soon_as_any_other(make_pool, monkeypatch):
+    """The wait was taken for a machine that had been frozen, and the engine was given as long again."""
+    monkeypatch.setattr("batchinfer.engines.pool.FROZEN_SECONDS", 1.0)
+    pool = make_pool(replicas=1, stall_seconds=0.5)
+    source = ListSource(requests(1))
+    plain_take = source.take
+    awake_at = time.monotonic() + 3.0
+
+    def take(count):
+        if time.monotonic() < awake_at:
+            return []
+        if not source.given:
+            os.kill(pool.replicas[0].pid, signal.SIGSTOP)
+        return plain_take(count)
+
+    source.take = take
+    with pytest.raises(EngineStalled):
+        drive(pool, source)
+    assert time.monotonic() < awake_at + 2.5
+
+
+def test_text_that_cannot_be_encoded_fails_alone(make_pool):
+    pool = make_pool()
+    rows = requests(6)
+    rows[2] = msgspec.structs.replace(rows[2], text="lone \ud800 surrogate")
+    found = drive(pool, ListSource(rows))
+    assert len(found) == 6
+    assert found["c", 2].failure.code == "engine_rejected"
+    assert sum(1 for completion in found.values() if completion.failure) == 1
+
+
+def test_a_request_with_values_of_wrong_types_fails_alone(make_pool):
+    pool = make_pool(replicas=1)
+    rows = requests(6)
+    rows[2] = Request(key=("c", 2), messages=[3], sampling=Sampling())
+    rows[5] = Request(key=("c", 5), text="x", sampling=Sampling(extra={"big": 2**70}))
+    found = drive(pool, ListSource(rows))
+    failed = {key: each.failure.code for key, each in found.items() if each.failure}
+    assert failed == {("c", 2): "engine_rejected", ("c", 5): "engine_rejected"}
+    assert len(drive(pool, ListSource(rows[2:3]))) == 1, "and also when it comes alone"
+
+
+def test_a_stop_while_it_loads_ends_every_process_at_once():
+    pool = ProcessPool(pool_config(echo_load_seconds=60.0))
+    stop = Flag()
+    pids = []
+
+    def set_once_started() -> None:
+        while len(pool.replicas) < 2:
+            time.sleep(0.01)
+        pids.extend(replica.pid for replica in pool.replicas)
+        stop.set()
+
+    thread = threading.Thread(target=set_once_started)
+    thread.start()
+    with pytest.raises(Interrupted):
+        pool.open(stop)
+    thread.join()
+    assert len(pids) == 2
+    wait_until_gone(pids, 2.0)
+    pool.close()
+
+
+@pytest.fixture
+def held_open(monkeypatch):
+    """Another process holds every replica's end of its connection, as a forked engine core might."""
+    held = []
+    plain = socket.socketpair
+
+    def pair():
+        ours, theirs = plain()
+        held.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr("batchinfer.engines.replica.socket.socketpair", pair)
+    yield
+    for each in held:
+        each.close()
+
+
+def test_a_replica_that_died_is_seen_though_its_connection_is_held_open(held_open, make_pool):
+    pool = make_pool(echo_latency_seconds=0.05)
+    victim = pool.replicas[0].pid
+    found = {}
+    for batch in pool.generate(ListSource(requests(300)), Flag()):
+        found.update({completion.key: completion for completion in batch})
+        if victim and len(found) > 20:
+            os.kill(victim, signal.SIGKILL)
+            victim = 0
+    assert len(found) == 300
+    assert len(pool.replicas) == 1
+
+
+def test_a_replica_that_dies_loading_is_an_error_though_its_connection_is_held_open(held_open):
+    pool = ProcessPool(pool_config(replicas=1, echo_load_seconds=60.0))
+
+    def kill_once_started() -> None:
+        while not pool.replicas:
+            time.sleep(0.01)
+        os.kill(pool.replicas[0].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_once_started)
+    thread.start()
+    with pytest.raises(EngineLoadError, match="replica 0: killed by SIGKILL"):
+        pool.open(Flag())
+    thread.join()
+
+
+def test_an_engine_that_never_gets_ready_is_an_error():
+    pool = ProcessPool(pool_config(echo_load_seconds=60.0, load_timeout_seconds=0.5))
+    with pytest.raises(EngineLoadError, match=r"not loaded after 0\.5 s"):
+        pool.open(Flag())
+    assert pool.replicas == []
+
+
+def test_closing_a_frozen_engine_ends_it(monkeypatch):
+    monkeypatch.setattr("batchinfer.engines.pool.CLOSE_SECONDS", 0.3)
+    pool = ProcessPool(pool_config(replicas=1))
+    pool.open(Flag())
+    pid = pool.replicas[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    pool.close()
+    wait_until_gone([pid], 1.0)
+    pool.close()
+
+
+PARENT = """
+import sys, time
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pool import ProcessPool
+class Never:
+    def is_set(self): return False
+pool = ProcessPool(EngineConfig(engine="echo", replicas=2, max_num_seqs=4))
+pool.open(Never())
+print(*[replica.pid for replica in pool.replicas], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_leaves_no_engine_process(number):
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.send_signal(number)
+        parent.wait(10)
+    wait_until_gone(pids)
+
+
+def test_nothing_that_the_engine_prints_reaches_our_standard_output(capfd, make_pool):
+    pool = make_pool()
+    drive(pool, ListSource(requests(3)))
+    pool.close()
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "rooms", "count", "shares"),
+    [
+        ([0, 0], [9, 9], 5, [3, 2]),
+        ([6, 0], [3, 9], 4, [0, 4]),
+        ([6, 0], [3, 9], 10, [2, 8]),
+        ([0, 0, 0], [1, 1, 1], 9, [1, 1, 1]),
+        ([0, 0], [0, 5], 9, [0, 5]),
+        ([], [], 3, []),
+    ],
+)
+def test_requests_go_to_those_that_hold_least(held, rooms, count, shares):
+    assert level(held, rooms, count) == shares

@@ -1,0 +1,186 @@
+"""Checkpoint segments: what is finished is found again, and damage costs only its own rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.core import layout
+from batchinfer.core.codec import raw
+from batchinfer.ledger import checkpoints
+from batchinfer.ledger.checkpoints import (
+    FinishedRow,
+    Segments,
+    batches,
+    encode_deaths,
+    encode_rows,
+    write_segment,
+)
+from batchinfer.storage import ObjectInfo
+from batchinfer.storage.memory import MemoryStore
+
+CHUNK = "part-00000"
+SHA256 = "a" * 64
+OTHER_SHA256 = "b" * 64
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    return MemoryStore(f"memory://{request.node.name}")
+
+
+def row(line: int, text: str = "x", *, ok: bool = True) -> FinishedRow:
+    return FinishedRow(
+        line=line,
+        ok=ok,
+        code="" if ok else "c",
+        prompt_tokens=3,
+        output=raw(b'{"t":"%s"}' % text.encode()),
+    )
+
+
+def segment(
+    store: MemoryStore,
+    records: bytes,
+    *,
+    worker: str = "w0",
+    epoch: int = 1,
+    seq: int = 1,
+    chunk_sha256: str = SHA256,
+    fingerprint: str = "f",
+) -> str:
+    key = layout.segment_key(CHUNK, epoch, worker, seq)
+    write_segment(store, key, records, chunk_sha256=chunk_sha256, fingerprint=fingerprint)
+    return key
+
+
+def read(store: MemoryStore, name: str = CHUNK) -> tuple[Segments, list[FinishedRow]]:
+    found = Segments(store, name, chunk_sha256=SHA256, fingerprint=lambda: "f", num_lines=3)
+    return found, list(found.rows())
+
+
+def encoded(*rows: FinishedRow) -> bytes:
+    return encode_rows(rows)[0]
+
+
+def test_outputs_are_cut_out_of_their_records_by_position() -> None:
+    data, payloads = encode_rows([row(3, "\u2028 and “quotes”"), row(0, "b")])
+    cut = [(line, data[offset : offset + length].decode()) for line, offset, length in payloads]
+    assert cut == [(3, '{"t":"\u2028 and “quotes”"}'), (0, '{"t":"b"}')]
+    assert data.endswith(b"}\n")
+    assert data.count(b"\n") == 2
+
+
+def test_rows_of_all_segments_are_found_in_order_with_their_copies(store: MemoryStore) -> None:
+    keys = [
+        segment(store, encoded(row(0, "a"), row(2, "c")), seq=1),
+        segment(store, encoded(row(2, "later"), row(1, "b", ok=False)), worker="w1", seq=1),
+    ]
+    found, rows = read(store)
+    assert [(each.line, bytes(each.output)) for each in rows] == [
+        (0, b'{"t":"a"}'),
+        (2, b'{"t":"c"}'),
+        (2, b'{"t":"later"}'),
+        (1, b'{"t":"b"}'),
+    ]
+    assert (rows[3].ok, rows[3].code, rows[0].prompt_tokens) == (False, "c", 3)
+    assert sorted(found.keys) == sorted(keys)
+    assert not found.has_vanished
+    assert found.num_outdated == 0
+
+
+def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
+    segment(store, encode_deaths([1, 2]), epoch=1)
+    segment(store, encode_deaths([2]), epoch=2)
+    assert read(store)[0].deaths == {1: 1, 2: 2}
+
+
+def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [
+        segment(store, encoded(row(0)), seq=1),
+        segment(store, encoded(row(1)), seq=2, chunk_sha256=OTHER_SHA256),
+        segment(store, encode_deaths([2]), seq=3, chunk_sha256=OTHER_SHA256),
+        segment(store, encoded(row(2)), seq=4, fingerprint="of another configuration"),
+        segment(store, encoded(row(2)), seq=5, fingerprint=""),
+    ]
+    with caplog.at_level(logging.WARNING):
+        found, rows = read(store)
+    assert [each.line for each in rows] == [0]
+    assert (found.deaths, found.num_outdated) == ({}, 4)
+    assert sorted(found.keys) == keys
+    (warning,) = caplog.messages
+    assert "part-00000: 4 checkpoint segments answer another text" in warning
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(row(0), row(1)),
+        b"not json\n" + encoded(row(0)),
+        b"\xff\n",
+        b"\n",
+        b"{}\n",
+        b'{"chunk_sha256":"%s"}\n' % SHA256.encode() + encoded(row(0)),
+    ],
+)
+def test_a_segment_that_does_not_say_what_it_answers_is_not_taken_up(
+    store: MemoryStore, data: bytes
+) -> None:
+    key = layout.segment_key(CHUNK, 1, "w0", 1)
+    store.create(key, data)
+    found, rows = read(store)
+    assert (rows, found.num_outdated, found.keys) == ([], 1, [key])
+
+
+def test_batches_are_small_in_rows_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(line) for line in range(7)]
+    monkeypatch.setattr(checkpoints, "_BATCH_ROWS", 3)
+    assert list(batches(iter(rows))) == [rows[:3], rows[3:6], rows[6:]]
+    monkeypatch.setattr(checkpoints, "_BATCH_BYTES", 2 * len(b'{"t":"x"}'))
+    assert [len(batch) for batch in batches(rows)] == [2, 2, 2, 1]
+    assert list(batches([])) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"not json",
+        b'{"line": "x"}',
+        b'{"line": 99, "ok": true, "output": {}}',
+        b'{"line": 1, "ok": true}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_record_costs_only_its_own_row(store: MemoryStore, damage: bytes) -> None:
+    segment(store, encoded(row(0)) + damage + b"\n" + encoded(row(2)))
+    assert [each.line for each in read(store)[1]] == [0, 2]
+
+
+def test_a_foreign_object_among_the_segments_is_left_alone(store: MemoryStore) -> None:
+    store.create(f"checkpoints/{CHUNK}/notes.txt", b"mine")
+    found, rows = read(store)
+    assert (rows, found.keys, found.num_outdated) == ([], [], 0)
+
+
+def test_a_segment_that_vanishes_means_look_for_the_marker(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = segment(store, encoded(row(0)))
+    listed = list(store.list(""))
+    store.delete([key])
+
+    def as_before(_prefix: str) -> Iterator[ObjectInfo]:
+        return iter(listed)
+
+    monkeypatch.setattr(store, "list", as_before)
+    assert read(store)[0].has_vanished
+
+
+def test_segments_of_a_chunk_whose_name_begins_alike_are_not_its_own(store: MemoryStore) -> None:
+    key = layout.segment_key("part-000001", 1, "w0", 1)
+    write_segment(store, key, encoded(row(0)), chunk_sha256=SHA256, fingerprint="f")
+    assert read(store, "part-00000")[1] == []

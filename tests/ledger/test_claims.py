@@ -1,0 +1,274 @@
+"""Leases and claims: one holder at a time, ghosts stop, the dead are replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import StorageError, Superseded
+from batchinfer.core.records import Claim, Worker
+from batchinfer.ledger.claims import Claims, Held, Lease, Taken
+from batchinfer.storage import Object
+from batchinfer.storage.memory import MemoryStore
+from fakes import FakeClock, nonces, worker_record
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    return MemoryStore(f"memory://{request.node.name}")
+
+
+def take_lease(store: MemoryStore, worker_id: str, clock: FakeClock, nonce: str = "") -> Lease:
+    lease = Lease(
+        store, worker_id, clock, lease_seconds=120, nonce=nonce or f"nonce-of-{worker_id}"
+    )
+    lease.take(lambda _: worker_record())
+    return lease
+
+
+def claims_of(store: MemoryStore, worker_id: str, clock: FakeClock) -> tuple[Claims, Lease]:
+    lease = take_lease(store, worker_id, clock)
+    return Claims(store, lease, clock, new_nonce=nonces(worker_id)), lease
+
+
+def held(outcome: Taken | Held) -> Held:
+    assert isinstance(outcome, Held)
+    return outcome
+
+
+def taken(outcome: Taken | Held | None) -> Taken:
+    assert isinstance(outcome, Taken)
+    return outcome
+
+
+class TestLease:
+    def test_every_start_of_a_worker_gets_the_next_epoch(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        epochs = [take_lease(store, "w0", clock, nonce=str(start)).epoch for start in range(3)]
+        assert epochs == [1, 2, 3]
+
+    def test_a_start_sees_the_record_that_it_replaces(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        first = take_lease(store, "w0", clock)
+        first.renew(worker_record(rows_done=41))
+        before = Lease(store, "w0", clock, lease_seconds=120, nonce="x").take(
+            lambda _: worker_record()
+        )
+        assert before is not None
+        assert (before.epoch, before.rows_done) == (1, 41)
+
+    def test_a_ghost_finds_its_newer_epoch_and_never_takes_back(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        ghost = take_lease(store, "w0", clock, nonce="old")
+        take_lease(store, "w0", clock, nonce="new")
+        with pytest.raises(Superseded):
+            ghost.renew(worker_record())
+        with pytest.raises(Superseded):
+            ghost.require()
+        assert not ghost.is_held()
+        assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").nonce == "new"
+
+    def test_every_renewal_changes_the_record_even_if_nothing_else_did(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        etags = set()
+        for _ in range(3):
+            lease.renew(worker_record())
+            etags.add(store.stat("workers/w0.json").etag)
+        beats = codec.decode(store.get("workers/w0.json").data, Worker, name="w").beat
+        assert (len(etags), beats) == (3, 4)
+
+    def test_a_lease_that_is_not_renewed_in_time_counts_as_lost(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        clock.sleep(119)
+        assert lease.is_held()
+        clock.sleep(2)
+        assert not lease.is_held()
+        with pytest.raises(StorageError, match="not renewed"):
+            lease.require()
+        lease.renew(worker_record())
+        lease.require()
+
+    def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
+        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "replace", _fail)
+            clock.sleep(100)
+            lease.renew(worker_record())
+        assert lease.error is not None
+        clock.sleep(30)
+        assert not lease.is_held(), "a renewal that failed must not count"
+        lease.renew(worker_record())
+        assert lease.error is None
+        assert lease.is_held()
+
+    def test_a_record_removed_by_hand_is_written_again(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        store.delete(["workers/w0.json"])
+        lease.renew(worker_record())
+        assert lease.is_held()
+        assert store.stat("workers/w0.json").bytes > 0
+
+
+def _fail(*_: object) -> str:
+    raise StorageError("the bucket is away")
+
+
+class TestClaims:
+    def test_a_chunk_has_one_holder(self, store: MemoryStore, clock: FakeClock) -> None:
+        first, _ = claims_of(store, "a", clock)
+        second, _ = claims_of(store, "b", clock)
+        taken(first.take("part-00000"))
+        assert held(second.take("part-00000")).claim.worker == "a"
+
+    def test_a_restarted_worker_has_its_own_chunks_at_once(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        claims_of(store, "a", clock)[0].take("part-00000")
+        again, lease = claims_of(store, "a", clock)
+        taken(again.take("part-00000"))
+        assert lease.epoch == 2
+        assert again.is_mine("part-00000")
+
+    def test_a_ghost_does_not_take_its_successors_claim(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        ghost, _ = claims_of(store, "a", clock)
+        successor, _ = claims_of(store, "a", clock)
+        taken(successor.take("part-00000"))
+        assert held(ghost.take("part-00000")).claim.epoch == 2
+
+    def test_a_claim_lapses_when_its_owners_heart_stood_still_for_a_lease(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        claims_of(store, "dead", clock)[0].take("part-00000")
+        observer, _ = claims_of(store, "b", clock)
+        seen = held(observer.take("part-00000"))
+        assert observer.look(seen) is not None
+        clock.sleep(119)
+        assert observer.look(seen) is not None
+        clock.sleep(2)
+        assert observer.look(seen) is None
+        taken(observer.take_over("part-00000", seen.etag))
+        assert observer.is_mine("part-00000")
+
+    def test_a_watcher_that_slept_over_an_answer_takes_no_claim(
+        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The answer was of before its sleep, and the owner's heart had beaten meanwhile."""
+        ours, _ = claims_of(store, "w0", clock)
+        theirs, _ = claims_of(store, "w1", clock)
+        ours.take("part-00000")
+        found = held(theirs.take("part-00000"))
+        assert theirs.look(found) is not None
+        clock.sleep(60)
+        get = store.get
+
+        def get_and_sleep(key: str) -> Object:
+            answer = get(key)
+            clock.sleep(70)
+            return answer
+
+        monkeypatch.setattr(store, "get", get_and_sleep)
+        assert theirs.look(found) is not None
+        assert theirs.look(found) is None
+
+    def test_an_owner_whose_heart_beats_keeps_its_claim(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        owner, lease = claims_of(store, "alive", clock)
+        owner.take("part-00000")
+        observer, _ = claims_of(store, "b", clock)
+        seen = held(observer.take("part-00000"))
+        for _ in range(10):
+            clock.sleep(60)
+            lease.renew(worker_record())
+            assert observer.look(seen) is not None
+
+    def test_the_owners_wall_clock_does_not_matter(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        skewed = FakeClock(now=clock.seconds - 7 * 86_400)
+        claims_of(store, "skewed", skewed)[0].take("part-00000")
+        observer, _ = claims_of(store, "b", clock)
+        assert observer.look(held(observer.take("part-00000"))) is not None
+
+    def test_a_claim_of_an_earlier_epoch_lapses_at_once(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        claims_of(store, "a", clock)[0].take("part-00000")
+        take_lease(store, "a", clock)
+        observer, _ = claims_of(store, "b", clock)
+        assert observer.look(held(observer.take("part-00000"))) is None
+
+    @pytest.mark.parametrize("state", ["done", "stopped", "failed"])
+    def test_a_claim_of_a_worker_that_ended_lapses_at_once(
+        self, store: MemoryStore, clock: FakeClock, state: str
+    ) -> None:
+        owner, lease = claims_of(store, "a", clock)
+        owner.take("part-00000")
+        lease.renew(worker_record(state=state))
+        observer, _ = claims_of(store, "b", clock)
+        assert observer.look(held(observer.take("part-00000"))) is None
+
+    def test_of_two_that_take_over_one_wins(self, store: MemoryStore, clock: FakeClock) -> None:
+        claims_of(store, "dead", clock)[0].take("part-00000")
+        first, _ = claims_of(store, "b", clock)
+        second, _ = claims_of(store, "c", clock)
+        seen = held(first.take("part-00000"))
+        taken(first.take_over("part-00000", seen.etag))
+        assert second.take_over("part-00000", seen.etag) is None
+
+    def test_a_released_chunk_can_be_taken_by_anyone(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        first, _ = claims_of(store, "a", clock)
+        etag = taken(first.take("part-00000")).etag
+        first.release("part-00000", etag)
+        second, _ = claims_of(store, "b", clock)
+        taken(second.take("part-00000"))
+
+    def test_releasing_a_claim_that_was_taken_over_leaves_it_alone(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        first, _ = claims_of(store, "a", clock)
+        etag = taken(first.take("part-00000")).etag
+        second, _ = claims_of(store, "b", clock)
+        taken(second.take_over("part-00000", etag))
+        first.release("part-00000", etag)
+        assert (
+            codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="c").worker
+            == "b"
+        )
+
+
+def test_two_renewals_of_one_worker_at_once_leave_the_later_record(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat's thread may be writing while the main thread writes that the worker is done."""
+    lease = take_lease(store, "w0", clock)
+    replace = store.replace
+
+    def overtaken(key: str, data: bytes, etag: str) -> str:
+        monkeypatch.setattr(store, "replace", replace)
+        lease.renew(worker_record(state="running"))
+        return replace(key, data, etag)
+
+    monkeypatch.setattr(store, "replace", overtaken)
+    lease.renew(worker_record(state="done"))
+    assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").state == "done"

@@ -1,0 +1,164 @@
+"""Records that careless hands have damaged. The worker does a chunk again whose marker is empty, cut off or without
+its output, and passes over claims and neighbours that it cannot read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.records import Claim
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, Built, Publisher, build_output
+from batchinfer.storage import Store
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.opening import open_store
+from batchinfer.worker.schedule import finished_chunks
+from fakes import marker_record
+from making import make_job, overwrite, put_raw, read_marker, run_worker_here
+
+CHUNK = "part-00001"
+MARKER = layout.marker_key(CHUNK)
+OUTPUT = layout.output_key(layout.output_file(CHUNK))
+
+
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        url = str(tmp_path / "job")
+    elif request.param == "memory":
+        url = f"memory://{request.node.name}"
+    else:
+        url = request.getfixturevalue("s3_url")("job")
+    make_job(url, rows=30, per_chunk=10)
+    return url
+
+
+def is_sound(store: Store, name: str) -> bool:
+    marker = read_marker(store, name)
+    data = store.get(layout.output_key(marker.output)).data
+    return (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"output":"part-', b"x" * 600])
+def test_an_unreadable_marker_is_replaced_once_its_chunk_is_opened(job: str, damage: bytes) -> None:
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    overwrite(run, MARKER, damage)
+    if (
+        len(damage) > SMALLEST_MARKER_BYTES
+    ):  # a listing cannot tell; without its output it is opened
+        run.delete([OUTPUT])
+    assert set(finished_chunks(run)) == {"part-00000", "part-00002"}
+
+    result = run_worker_here(job, run.url)
+
+    assert (result["chunks_done"], result["chunks_skipped"]) == (1, 2)
+    assert is_sound(run, CHUNK)
+
+
+def test_a_marker_whose_output_is_gone_is_replaced(job: str) -> None:
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    before = read_marker(run, CHUNK)
+    run.delete([OUTPUT])
+
+    result = run_worker_here(job, run.url)
+
+    assert result["chunks_done"] == 1
+    assert is_sound(run, CHUNK)
+    assert read_marker(run, CHUNK).nonce != before.nonce
+
+
+def test_a_damaged_marker_is_mended_without_preconditions_too(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.storage import Preconditions
+
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    overwrite(run, MARKER, b"")
+    monkeypatch.setattr(
+        "batchinfer.storage.probing.probe", lambda _: Preconditions(create=False, replace=False)
+    )
+    assert run_worker_here(job, run.url)["chunks_done"] == 1
+    assert is_sound(run, CHUNK)
+
+
+def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(job: str) -> None:
+    run = open_store(f"{job}/runs/a")
+    put_raw(run, layout.claim_key(CHUNK), b"")
+    put_raw(run, layout.claim_key("part-00002"), b"{")
+    assert run_worker_here(job, run.url)["chunks_done"] == 3
+    assert not list(run.list(layout.CLAIMS))
+
+
+def test_a_claim_whose_owner_cannot_be_read_has_lapsed(job: str) -> None:
+    run = open_store(f"{job}/runs/a")
+    run.create(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+    put_raw(run, layout.worker_key("w9"), b"{")
+    assert run_worker_here(job, run.url, "--lease-seconds", "1")["chunks_done"] == 3
+
+
+class TestThePublisher:
+    @pytest.fixture
+    def store(self, request: pytest.FixtureRequest) -> MemoryStore:
+        return MemoryStore(f"memory://{request.node.name}")
+
+    @staticmethod
+    def publisher(store: MemoryStore, nonce: str) -> Publisher:
+        return Publisher(store, is_safe=True, nonce=nonce, require_lease=lambda: None)
+
+    @staticmethod
+    def built(folder: Path, text: bytes) -> Built:
+        return build_output(folder / text.decode(), [text])
+
+    def test_a_sound_marker_is_never_overwritten(self, store: MemoryStore, tmp_path: Path) -> None:
+        marker = marker_record()
+        first = self.publisher(store, "n1").publish(
+            self.built(tmp_path, b"one"), marker, chunk=CHUNK, leftovers=[]
+        )
+        data = store.get(MARKER).data
+        second = self.publisher(store, "n2").publish(
+            self.built(tmp_path, b"two"), marker, chunk=CHUNK, leftovers=[]
+        )
+        assert (first.is_ours, second.is_ours) == (True, False)
+        assert store.get(MARKER).data == data
+
+    def test_of_two_menders_one_wins_and_the_other_discards_its_output(
+        self, store: MemoryStore, tmp_path: Path
+    ) -> None:
+        self.publisher(store, "n0").publish(
+            self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
+        )
+        store.delete([OUTPUT])
+        menders = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
+        assert [mender.standing_marker(CHUNK, 0) for mender in menders] == [None, None]
+
+        published = [
+            mender.publish(self.built(tmp_path, text), marker_record(), chunk=CHUNK, leftovers=[])
+            for mender, text in zip(menders, (b"one", b"two"), strict=True)
+        ]
+
+        assert [entry.is_ours for entry in published] == [True, False]
+        assert is_sound(store, CHUNK)
+        assert len(list(store.list(layout.OUTPUTS))) == 2
+
+    def test_until_the_new_marker_stands_the_old_one_never_names_other_bytes(
+        self, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.publisher(store, "n0").publish(
+            self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
+        )
+        store.delete([OUTPUT])
+        mender = self.publisher(store, "n1")
+        mender.standing_marker(CHUNK, 0)
+
+        def killed(*_: object) -> str:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store, "create", killed)
+        with pytest.raises(KeyboardInterrupt):
+            mender.publish(self.built(tmp_path, b"new"), marker_record(), chunk=CHUNK, leftovers=[])
+        assert OUTPUT not in {info.key for info in store.list(layout.OUTPUTS)}

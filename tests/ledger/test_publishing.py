@@ -1,0 +1,207 @@
+"""Promises P2 to P4: whole or absent, marker last, create-only, the first marker wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import AccessDenied, StorageError, Superseded
+from batchinfer.core.records import Marker
+from batchinfer.ledger.publishing import Built, Publisher, build_output
+from batchinfer.storage.memory import MemoryStore
+from fakes import marker_record
+
+CHUNK = "part-00000"
+LINES = [b'{"a":1}', b'{"a":2}']
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    return MemoryStore(f"memory://{request.node.name}")
+
+
+def publisher(store: MemoryStore, nonce: str, *, is_safe: bool = True) -> Publisher:
+    return Publisher(store, is_safe=is_safe, nonce=nonce, require_lease=lambda: None)
+
+
+def built(folder: Path, lines: list[bytes] = LINES) -> Built:
+    return build_output(folder / "output", lines)
+
+
+def keys(store: MemoryStore) -> list[str]:
+    return [info.key for info in store.list("")]
+
+
+def standing(store: MemoryStore) -> Marker:
+    return codec.decode(store.get(layout.marker_key(CHUNK)).data, Marker, name="marker")
+
+
+def test_an_output_is_its_lines_each_with_a_newline(tmp_path: Path) -> None:
+    output = built(tmp_path)
+    data = output.path.read_bytes()
+    assert data == b'{"a":1}\n{"a":2}\n'
+    assert (output.bytes, output.sha256) == (len(data), codec.sha256(data))
+
+
+def test_a_large_output_is_hashed_in_blocks_without_a_seam(tmp_path: Path) -> None:
+    lines = [bytes([65 + index % 26]) * 700_001 for index in range(5)]
+    output = built(tmp_path, lines)
+    assert output.path.read_bytes() == b"".join(line + b"\n" for line in lines)
+    assert output.sha256 == codec.sha256(output.path.read_bytes())
+
+
+def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -> None:
+    output = built(tmp_path)
+    published = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
+    assert published.is_ours
+    marker = standing(store)
+    data = store.get(layout.output_key(marker.output)).data
+    assert marker.output == "part-00000.jsonl"
+    assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
+
+
+@pytest.mark.parametrize("failing", ["create_file", "create"])
+def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    output = built(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, failing, _fail)
+        with pytest.raises(StorageError):
+            publisher(store, "n1").publish(
+                output, marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
+            )
+    found = keys(store)
+    if layout.marker_key(CHUNK) in found:
+        assert layout.output_key(standing(store).output) in found
+    again = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
+    assert again.marker.output == "part-00000.jsonl"
+    assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
+
+
+@pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])
+def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Some buckets grant no right to delete; segments left behind do no harm."""
+
+    def refuse(_keys: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store, "delete", refuse)
+    published = publisher(store, "n1").publish(
+        built(tmp_path), marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
+    )
+    assert published.is_ours
+    assert standing(store).output == "part-00000.jsonl"
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise StorageError("the bucket is away")
+
+
+def test_a_key_taken_by_other_bytes_is_not_overwritten(store: MemoryStore, tmp_path: Path) -> None:
+    store.create("outputs/part-00000.jsonl", b"an orphan of somebody killed")
+    published = publisher(store, "n1").publish(
+        built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[]
+    )
+    assert published.marker.output == "part-00000.n1.jsonl"
+    assert store.get("outputs/part-00000.jsonl").data == b"an orphan of somebody killed"
+
+
+def test_the_first_marker_wins_and_the_second_discards_its_own_output(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    publisher(store, "n1").publish(
+        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
+    )
+    second = publisher(store, "n2").publish(
+        built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
+    )
+    assert not second.is_ours
+    assert second.marker.worker == "first"
+    assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
+
+
+def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    publisher(store, "n1").publish(
+        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
+    )
+    publisher(store, "n2").publish(
+        built(tmp_path), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
+    )
+    assert layout.output_key(standing(store).output) in keys(store)
+
+
+def test_leftovers_go_only_after_the_marker(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("checkpoints/part-00000/000001-w0-000001.jsonl", b"{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "create", _fail)
+        with pytest.raises(StorageError):
+            publisher(store, "n1").publish(
+                built(tmp_path),
+                marker_record(),
+                chunk=CHUNK,
+                leftovers=["checkpoints/part-00000/000001-w0-000001.jsonl"],
+            )
+    assert "checkpoints/part-00000/000001-w0-000001.jsonl" in keys(store)
+
+
+def test_a_superseded_worker_makes_nothing_visible(store: MemoryStore, tmp_path: Path) -> None:
+    def superseded() -> None:
+        raise Superseded("a newer epoch exists")
+
+    ghost = Publisher(store, is_safe=True, nonce="n", require_lease=superseded)
+    with pytest.raises(Superseded):
+        ghost.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+    assert keys(store) == []
+
+
+def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    publisher(store, "n1").publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+    repaired = publisher(store, "n2").publish(
+        built(tmp_path, [b'{"a":1}', b'{"a":3}']),
+        marker_record(generation=1),
+        chunk=CHUNK,
+        leftovers=[],
+    )
+    assert repaired.marker.output == "part-00000.n2.jsonl"
+    assert layout.marker_key(CHUNK, 1) in keys(store)
+    assert store.get(layout.output_key(standing(store).output)).data == b'{"a":1}\n{"a":2}\n'
+
+
+def overwriting(store: MemoryStore) -> Callable[[str, bytes], str]:
+    """`create` of a store that ignores preconditions."""
+    create = store.create
+
+    def put(key: str, data: bytes) -> str:
+        store.delete([key])
+        return create(key, data)
+
+    return put
+
+
+def test_without_preconditions_outputs_have_names_of_their_own_and_the_standing_marker_is_kept(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "create", overwriting(store))
+    publisher(store, "n1", is_safe=False).publish(
+        built(tmp_path), marker_record(worker="first"), chunk=CHUNK, leftovers=[]
+    )
+    second = publisher(store, "n2", is_safe=False).publish(
+        built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
+    )
+    assert not second.is_ours
+    assert standing(store).worker == "first"
+    # The second one's stays: where nothing is refused, its marker might still come, late.
+    names = ("part-00000.jsonl.succeed", "part-00000.n1.jsonl", "part-00000.n2.jsonl")
+    assert keys(store) == [f"outputs/{name}" for name in names]

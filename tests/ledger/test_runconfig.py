@@ -1,0 +1,133 @@
+"""Promise P6: one configuration per run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import InputError, RunMismatch
+from batchinfer.core.records import FORMAT_VERSION
+from batchinfer.ledger.runs import UNKNOWN, check_same, differing_keys, edit_of, join_run, read_run
+from batchinfer.storage.memory import MemoryStore
+
+CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    return MemoryStore(f"memory://{request.node.name}")
+
+
+def test_the_first_worker_writes_it_and_the_others_read_it(store: MemoryStore) -> None:
+    first = join_run(store, CONFIG, {"gpu": "L4"}, nonce="a", is_safe=True)
+    second = join_run(
+        store, dict(reversed(CONFIG.items())), {"gpu": "H100"}, nonce="b", is_safe=True
+    )
+    assert second == first
+    assert first.fingerprint == codec.fingerprint(CONFIG)
+
+
+def test_what_is_only_recorded_may_differ(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    join_run(store, CONFIG, {"engine_version": "0.32.0", "gpu": "L4"}, nonce="a", is_safe=True)
+    with caplog.at_level("WARNING", logger="batchinfer"):
+        join_run(
+            store, CONFIG, {"engine_version": "0.33.0", "gpu": "H100"}, nonce="b", is_safe=True
+        )
+    assert "0.32.0" in caplog.text
+    assert "H100" not in caplog.text
+
+
+def test_another_configuration_is_refused_with_every_difference(store: MemoryStore) -> None:
+    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    other = {"model": "m2", "sampling": {"temperature": 0.7}, "dtype": "bfloat16"}
+    with pytest.raises(RunMismatch) as caught:
+        join_run(store, other, {}, nonce="b", is_safe=True)
+    assert 'model: the run has "m", this worker "m2"' in caught.value.message
+    assert "sampling.temperature: the run has 0.5, this worker 0.7" in caught.value.message
+    assert read_run(store).fingerprint == codec.fingerprint(CONFIG)  # type: ignore[union-attr]
+
+
+def test_what_is_not_known_yet_is_not_compared(store: MemoryStore) -> None:
+    run = join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    check_same(run, {**CONFIG, "dtype": UNKNOWN}, url="u")
+    with pytest.raises(RunMismatch):
+        check_same(run, {**CONFIG, "dtype": UNKNOWN, "model": "m2"}, url="u")
+
+
+def test_a_key_that_only_one_side_has_is_a_difference() -> None:
+    assert differing_keys({"a": 1}, {"b": None}) == [("a", "1", "null")]
+
+
+def test_a_damaged_and_a_newer_run_are_told_apart(store: MemoryStore) -> None:
+    store.create(layout.RUN_KEY, b"{")
+    with pytest.raises(InputError, match="not a readable run record"):
+        read_run(store)
+    store.delete([layout.RUN_KEY])
+    run = join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    newer = codec.encode(run).replace(
+        f'"format_version":{FORMAT_VERSION}'.encode(), b'"format_version":99'
+    )
+    store.delete([layout.RUN_KEY])
+    store.create(layout.RUN_KEY, newer)
+    with pytest.raises(InputError, match="format version 99"):
+        read_run(store)
+
+
+def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write run.json anew, as somebody with an editor would."""
+    contents = json.loads(store.get(layout.RUN_KEY).data)
+    change(contents)
+    store.delete([layout.RUN_KEY])
+    store.create(layout.RUN_KEY, codec.encode(contents))
+
+
+def test_a_configuration_that_was_edited_is_refused(store: MemoryStore) -> None:
+    """It would be joined under the fingerprint of answers that were made with another one."""
+    edited = {**CONFIG, "seed": 7}
+    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    edit(store, lambda contents: contents.update(config=edited))
+    with pytest.raises(InputError, match="it was edited") as caught:
+        read_run(store)
+    assert "first worker" in caught.value.hint
+    with pytest.raises(InputError, match="it was edited"):
+        join_run(store, edited, {}, nonce="b", is_safe=True)
+    found = read_run(store, may_be_edited=True)
+    assert found is not None
+    assert codec.fingerprint(edited) in edit_of(found)
+
+
+def test_key_order_and_white_space_are_no_edit(store: MemoryStore) -> None:
+    config = {**CONFIG, "float": 1.0, "huge": 1e300, "list": [0.1, None, "\N{SNOWMAN}"]}
+    run = join_run(store, config, {}, nonce="a", is_safe=True)
+    edit(store, lambda contents: contents.update(config=dict(reversed(config.items()))))
+    assert read_run(store) == run
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "0; touch /tmp/x"),
+        ("limit", "1; touch /tmp/x"),
+        ("limit", 1.5),
+        ("seed", True),
+        ("engine_args", ["a"]),
+        ("job_sha256", 5),
+        ("prompt", "p"),
+    ],
+)
+def test_what_is_no_number_or_mapping_is_damage(
+    store: MemoryStore, key: str, value: object
+) -> None:
+    config = {**CONFIG, key: value}
+    join_run(store, CONFIG, {}, nonce="a", is_safe=True)
+    fingerprint = codec.fingerprint(config)
+    edit(store, lambda contents: contents.update(config=config, fingerprint=fingerprint))
+    with pytest.raises(InputError, match=rf"\$\.config\.{key}") as caught:
+        read_run(store, may_be_edited=True)
+    assert "verify" not in caught.value.hint

@@ -1,0 +1,123 @@
+"""What a run is of: its own job is found wherever it lies, and another's is not taken for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import FORMAT_VERSION, Run
+from batchinfer.ledger.inventory import take_inventory
+from batchinfer.ledger.scope import Scope, find_scope, job_places
+from batchinfer.storage.opening import open_store
+from making import make_job
+
+
+def write_run(url: str, job: str, *, recorded: str = "") -> None:
+    digest = codec.sha256(open_store(job).get(layout.JOB_KEY).data)
+    config = {"job_sha256": digest, "limit": None}
+    run = Run(
+        format_version=FORMAT_VERSION,
+        fingerprint=codec.fingerprint(config),
+        nonce="n",
+        config=config,
+        recorded={"job": recorded},
+    )
+    open_store(url).create(layout.RUN_KEY, codec.encode(run))
+
+
+def scope_of(url: str, **options: str) -> Scope:
+    store = open_store(url)
+    inventory = take_inventory(store, now=0.0)
+    return find_scope(store, inventory, open_store, usage="batchinfer verify {}", **options)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    make_job(tmp_path / "job", rows=30, per_chunk=10)
+    return str(tmp_path / "job")
+
+
+def test_job_above_the_run_comes_before_the_recorded_place(job: str, tmp_path: Path) -> None:
+    make_job(tmp_path / "old", rows=30, per_chunk=10)
+    write_run(f"{job}/runs/a", job, recorded=str(tmp_path / "old"))
+    found = scope_of(f"{job}/runs/a")
+    assert found.job_url == job
+    assert list(found.expected) == ["part-00000", "part-00001", "part-00002"]
+
+
+def test_recorded_job_is_taken_where_the_one_above_is_another(job: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    make_job(other, rows=5, per_chunk=5)
+    write_run(f"{other}/runs/a", job, recorded=job)
+    assert scope_of(f"{other}/runs/a").job_url == job
+
+
+def test_only_another_job_is_left_for_the_audit_to_find(job: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    make_job(other, rows=5, per_chunk=5)
+    write_run(f"{other}/runs/a", job)
+    found = scope_of(f"{other}/runs/a")
+    audit = found.audit(take_inventory(open_store(f"{other}/runs/a"), now=0.0))
+    audit.check_all()
+    assert "job" in {finding.mend for finding in audit.findings}
+
+
+def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> None:
+    lost = str(tmp_path / "lost {}")
+    write_run(lost, job)
+    with pytest.raises(InputError) as caught:
+        scope_of(lost)
+    assert caught.value.hint == f"batchinfer verify --job JOB {lost}"
+    with pytest.raises(InputError, match=r"no job\.json there"):
+        scope_of(lost, job_url=str(tmp_path))
+    assert scope_of(lost, job_url=job).job_url == job
+
+
+def test_places_of_a_job_are_named_once() -> None:
+    run = Run(
+        format_version=1,
+        fingerprint="f",
+        nonce="n",
+        config={},
+        recorded={"job": "s3://b/job/"},
+    )
+    assert job_places(run, "s3://b/job/runs/a") == ["s3://b/job"]
+    assert job_places(msgspec.structs.replace(run, recorded={}), "s3://b/elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "run_url", "is_followed"),
+    [
+        ("/data/job", "/out", True),
+        ("file:///data/job", "/out", True),
+        ("s3://b/job", "s3://b/out", True),
+        ("r2://b/job", "s3://b/out", True),
+        ("gcs://b/job", "gs://b/out", True),
+        ("hf://datasets/o/n/job", "hf://datasets/o/n/out", True),
+        ("http://127.0.0.1:1/d", "/out", False),
+        ("s3://other/job", "s3://b/out", False),
+        ("s3://b", "gs://b/out", False),
+        ("s3://b/job", "/out", False),
+        ("/data/job", "s3://b/out", False),
+        ("hf://datasets/o/other/job", "hf://datasets/o/n/out", False),
+    ],
+)
+def test_recorded_job_is_followed_no_further_than_the_runs_bucket(
+    recorded: str, run_url: str, *, is_followed: bool
+) -> None:
+    """Who can write run.json must not choose whom we ask."""
+    run = Run(format_version=1, fingerprint="f", nonce="n", config={}, recorded={"job": recorded})
+    assert job_places(run, run_url) == ([recorded] if is_followed else [])
+
+
+def test_a_job_in_another_place_is_read_only_when_asked_for(job: str, tmp_path: Path) -> None:
+    away = str(tmp_path / "away")
+    write_run(away, job, recorded="http://127.0.0.1:1/d")
+    with pytest.raises(InputError, match=r"names the job 'http://127\.0\.0\.1:1/d'") as caught:
+        scope_of(away)
+    assert caught.value.hint == f"batchinfer verify --job JOB {away}"
+    assert scope_of(away, job_url=job).job_url == job

@@ -1,0 +1,128 @@
+"""What the benchmarks' figures rest on: turns, spreads, tables, and the stub's counts."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmarks import each other by bare names; another test's module of such a name must not be in the way."""
+    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def test_ways_run_turn_and_turn_about() -> None:
+    from repeats import alternate
+
+    order: list[str] = []
+    ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+
+    assert alternate(ways, 2) == {"a": [1, 4], "b": [2, 5], "c": [3, 6]}
+    assert order == list("abcabc")
+
+
+def test_a_spread_shows_the_median_and_how_far_the_runs_lie_apart() -> None:
+    from repeats import spread
+
+    found = spread([3.0, 1.0, 2.5])
+
+    assert f"{found:.1f}" == "2.5 (1.0-3.0)"
+    assert f"{found / 0.5:.0f}" == "5 (2-6)"
+    assert f"{spread([4.0]):.1f}" == "4.0"
+    assert found.entries("x") == {"x": 2.5, "x_min": 1.0, "x_max": 3.0}
+    assert spread([4.0, 4.0]).entries("x") == {"x": 4.0}
+
+
+def test_throughput_reports_medians_per_1000_requests_and_ratios(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from throughput import Measured, report
+
+    def run(wall: float, steps: int) -> Measured:
+        return Measured(wall, 9.0, 500, steps, engine_seconds=wall, driver_seconds=0.05)
+
+    report(
+        {
+            "LLM.generate once": [run(10, 300), run(30, 300), run(12, 300)],
+            "batchinfer": [run(11, 303), run(12, 303), run(40, 303)],
+        },
+        500,
+        9000,
+    )
+
+    out = capsys.readouterr().out
+    assert "24.00 (20.00-60.00)" in out
+    found = json.loads(out.splitlines()[-1])
+    assert found["repeats"] == 3
+    assert found["ways"]["batchinfer"]["wall_seconds"] == 24
+    assert found["ways"]["batchinfer"]["wall_seconds_max"] == 80
+    assert found["ways"]["batchinfer"]["driver_us"] == 100
+    assert found["ratios"]["steps_of_one_generate"] == 1.01
+    assert found["ratios"]["wall_of_one_generate"] == 1.0
+
+
+def test_throughput_refuses_an_unknown_way() -> None:
+    from throughput import DEFAULT_GPU_WAYS, DEFAULT_WAYS, TITLES, Bench
+
+    bench = Bench.__new__(Bench)
+    bench.is_gpu, bench.ray_python = False, None
+    bench.all = bench.few = bench.batch = Path()
+
+    assert list(bench.chosen("batchinfer,loop-own")) == ["batchinfer", "bare loop, own process"]
+    assert len(bench.chosen("all")) == len(TITLES) - 1, "all but Ray, which needs its Python"
+    assert list(bench.chosen(None)) == [TITLES[name] for name in DEFAULT_WAYS.split(",")]
+    with pytest.raises(SystemExit, match="no way bachinfer; expected some of generate"):
+        bench.chosen("bachinfer")
+    bench.is_gpu = True
+    assert list(bench.chosen(None)) == [TITLES[name] for name in DEFAULT_GPU_WAYS.split(",")]
+
+
+def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import s3_stub
+
+    from batchinfer.core.errors import AlreadyExists
+    from batchinfer.storage.opening import open_store
+
+    with s3_stub.serving(2, 1, 3) as endpoint:
+        for name, value in s3_stub.variables(endpoint).items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://stub/job/runs/default")
+        store.create("claims/part-00001.json", b"{}")
+        with pytest.raises(AlreadyExists):
+            store.create("claims/part-00001.json", b"[]")
+        store.delete(["claims/part-00001.json"])
+        assert not list(store.list("claims/"))
+        assert len(list(store.list("outputs/"))) == 2, "an output and its marker"
+        assert open_store("s3://stub/job").get("chunks/part-00001.jsonl").data.count(b"\n") == 3
+        came = s3_stub.read_counts(endpoint)
+
+    assert came["PUT claims/"] == 2
+    assert came["DELETE claims/"] == 1
+    assert came["LIST claims/"] == came["LIST outputs/"] == 1
+    assert came["GET chunks/"] == 1
+
+
+def test_rows_of_the_stepped_worker_come_together() -> None:
+    from stepped_worker import STEP_SECONDS, StepClock
+
+    clock = StepClock()
+    before = clock.monotonic()
+    assert clock.monotonic() - before in (0.0, pytest.approx(STEP_SECONDS))
+    clock.sleep(0.0)
+
+    assert clock.monotonic() >= before + STEP_SECONDS - 1e-6
+    steps = clock.monotonic() / STEP_SECONDS
+    assert steps == pytest.approx(round(steps))

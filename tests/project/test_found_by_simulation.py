@@ -1,0 +1,481 @@
+"""Bugs that the simulation found, each as the shortest scene that shows it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+import making
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import EngineDied, Interrupted, NoProgress, StorageError
+from batchinfer.core.records import Claim, Worker
+from batchinfer.ledger.claims import Claims as RealClaims
+from batchinfer.ledger.claims import Held
+from batchinfer.storage import Object
+from batchinfer.worker.schedule import Scout
+from batchinfer.worker.services import Limits
+from fakes import marker_record, worker_record
+from simulation.oracle import RUN
+from simulation.scheduler import Process
+from simulation.stage import Stage, when
+from simulation.storage import StillStore
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def hold(stage: Stage, chunk: str, owner: str) -> None:
+    """Let another worker, whose heart beats no more, hold a chunk."""
+    stage.put(layout.claim_key(chunk), codec.encode(Claim(worker=owner, epoch=1, nonce="n")))
+    record = worker_record(id=owner, epoch=1, nonce="n", lease_seconds=6.0)
+    stage.put(layout.worker_key(owner), codec.encode(record))
+
+
+def put_earlier_start(stage: Stage) -> None:
+    """The record of an earlier start of w0, which did a row a second."""
+    record = worker_record(id="w0", epoch=1, nonce="b", rows_done=9, busy_seconds=9.0)
+    stage.put(layout.worker_key("w0"), codec.encode(record))
+
+
+def saved_lines(stage: Stage) -> set[int]:
+    """Lines that checkpoint segments hold a finished row of."""
+    lines = set()
+    for data in stage.objects(layout.CHECKPOINTS).values():
+        records = [json.loads(line) for line in data.splitlines()]
+        lines |= {record["line"] for record in records if "ok" in record}
+    return lines
+
+
+def test_a_chunk_found_after_the_last_row_was_not_held_for_ever() -> None:
+    """The engine had been told that no row would come; a helper then opened another chunk, and hung with it."""
+    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
+        hold(stage, "part-00001", "w1")
+        beats = iter(range(1, 100))
+
+        def beat() -> None:
+            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=next(beats))
+            stage.put(layout.worker_key("w1"), codec.encode(record))
+
+        # The other's heart beats for a while, so that there is nothing to help; then it stops, while our
+        # marker takes its time.
+        for second in range(1, 9):
+            stage.scheduler.after(second, beat)
+        slow = when(lambda method, key: method == "put_object" and ".succeed" in key, 40.0)
+        ending = stage.run(
+            hook=slow, manifest=layout.worker_manifest(0, 2), lease_seconds=6.0, within_seconds=200
+        )
+        assert ending.is_success
+        assert any("part-00000.jsonl.succeed" in key for key in stage.objects())
+
+
+def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
+    """The note of what was in flight kept the last checkpoint of the same chunk from being written."""
+    with Stage([["a", "b", "c", "poison", "e"]]) as stage:
+        stage.engine.max_in_flight = 2
+        ending = stage.run(checkpoint_seconds=1000.0)
+        assert isinstance(ending.error, EngineDied)
+        assert stage.finished
+        assert saved_lines(stage) == {line for _, line in stage.finished}
+
+
+def test_rows_finished_while_a_checkpoint_was_on_its_way_were_not_left_behind_by_a_stop() -> None:
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.row_seconds = 0.2
+        stage.engine.max_in_flight = 1
+        slow = when(lambda method, key: method == "put_object" and "checkpoints/" in key, 1.0)
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        ending = stage.run(hook=slow, checkpoint_rows=1)
+        assert isinstance(ending.error, Interrupted)
+        assert 1 < len(stage.finished) < 50
+        assert saved_lines(stage) == {line for _, line in stage.finished}
+
+
+def test_a_helper_without_a_chunk_of_its_own_knows_where_the_others_lie(tmp_path: Path) -> None:
+    """With --limit the own manifest may hold nothing; KeyError at the first chunk to help with."""
+    job, run = tmp_path / "job", tmp_path / "run"
+    making.make_job(job, rows=20, per_chunk=10, workers=2)
+    result = making.run_worker_here(job, run, "--limit", "5", index=1)
+    assert result["request_count"] == 5
+
+
+def test_a_chunk_that_was_published_but_not_tidied_up_was_not_published_from_a_closed_file() -> (
+    None
+):
+    """A look around saw our own marker, so the chunk's files went while its publishing was to be tried again."""
+    with Stage([["mine"], ["theirs"]], num_workers=2) as stage:
+        hold(stage, "part-00001", "w1")
+        stage.network.pause_seconds = 1.0
+        refused = when(
+            lambda method, key: method == "delete_objects" and "part-00000" in key,
+            "refused",
+            times=3,
+        )
+        limits = Limits(storage_retry_seconds=0.1)
+        assert stage.run(hook=refused, lease_seconds=4.0, limits=limits).is_success
+
+
+def test_a_chunk_was_not_given_up_for_a_heartbeat_that_was_late() -> None:
+    """Each look at a lapsed lease counted as a failed try to publish, and the last one ended the worker with 34."""
+    with Stage([["mine"]]) as stage:
+        stage.network.attempts = 1
+        started: list[float] = []
+
+        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
+            if method == "put_object" and "outputs/" in key and not started:
+                started.append(stage.scheduler.now)
+                return 6.0
+            is_away = bool(started) and stage.scheduler.now - started[0] < 12.0
+            return "refused" if is_away and "workers/" in key else None
+
+        limits = Limits(storage_attempts=1, storage_retry_seconds=0.1)
+        assert stage.run(hook=hook, lease_seconds=4.0, limits=limits).is_success
+
+
+def test_rows_taken_up_from_checkpoints_were_not_written_to_another_one() -> None:
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.engine.max_in_flight = 2
+        stage.run(checkpoint_seconds=0.5)
+        before = saved_lines(stage)
+        assert 0 < len(before) < 40
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=0.5)
+        written = [
+            json.loads(line)["line"]
+            for data in stage.objects(layout.CHECKPOINTS).values()
+            for line in data.splitlines()[1:]
+        ]
+        assert len(written) > len(before)
+        assert len(written) == len(set(written))
+
+
+def test_a_claim_that_came_late_of_a_chunk_given_up_keeps_nobody_waiting() -> None:
+    """Two workers that had given up different chunks held each other's, by claims that had seemed to fail, for ever."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        hold(stage, "part-00001", "w1")
+        put_earlier_start(stage)
+
+        def beat(count: int = 1) -> None:
+            # As fast as w0 was, so that it is not helped.
+            record = worker_record(id="w1", epoch=1, nonce="n", lease_seconds=6.0, beat=count)
+            record = msgspec.structs.replace(record, rows_done=count, busy_seconds=float(count))
+            stage.put(layout.worker_key("w1"), codec.encode(record))
+            if count < 40:
+                stage.scheduler.after(1.0, lambda: beat(count + 1))
+
+        beat()
+        owners: list[str] = []
+
+        def look() -> None:
+            data = stage.objects(layout.CLAIMS)[layout.claim_key("part-00000")]
+            owners.append(json.loads(data)["worker"])
+
+        stage.scheduler.after(6.0, look)
+        stage.scheduler.after(30.0, look)
+        stage.network.attempts = 1
+        stage.network.weather.late_seconds = 4.0
+        late = when(
+            lambda method, key: method == "put_object" and "claims/part-00000" in key, "late"
+        )
+        ending = stage.run(hook=late, limits=Limits(storage_attempts=1))
+        assert isinstance(ending.error, StorageError)
+        assert owners[-1] == "", owners
+
+
+def test_a_repair_looks_at_several_chunks_at_once() -> None:
+    """Each counted as all of its rows, so one was opened after the other, whatever the bucket's delay."""
+    num_chunks = 40
+    with Stage([[f"say {index}"] * 300 for index in range(num_chunks)]) as stage:
+        assert stage.run(within_seconds=10_000).is_success
+        stage.network.weather.latency_seconds = 1.0
+        began = stage.scheduler.now
+        assert stage.run(retry_errors=True).is_success
+        # Three requests a chunk, of a second on the average.
+        assert stage.scheduler.now - began < 3 * num_chunks / 2
+
+
+def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_start() -> None:
+    """A complete chunk was in no checkpoint, so each start did its rows again, and that counted as progress."""
+    with Stage([["say a", "say b", "say c"]]) as stage:
+        refused = when(
+            lambda method, key: method != "get_object" and "outputs/part-00000" in key, "refused"
+        )
+        options = {"checkpoint_seconds": 1000.0, "limits": Limits(storage_retry_seconds=0.1)}
+        for resumed in (0, 3):
+            ending = stage.run(hook=refused, **options)
+            assert isinstance(ending.error, StorageError)
+            result = ending.error.result  # type: ignore[attr-defined]
+            assert (result["rows_resumed"], result["request_count"]) == (resumed, 3 - resumed)
+        assert isinstance(stage.run(hook=refused, max_attempts=1, **options).error, NoProgress)
+        assert stage.run(**options).is_success
+
+
+def test_a_worker_whose_bucket_went_away_for_good_did_not_wait_for_ever() -> None:
+    """What was complete waited for a fresh heartbeat, and that for the bucket; now it ends with 34."""
+    for claims in (True, False):
+        with Stage([["mine"] * 6]) as stage:
+
+            def hook(
+                _number: int, _method: str, _key: str, _process: object, stage: Stage = stage
+            ) -> str | None:
+                return "refused" if stage.scheduler.now > 2.5 else None
+
+            ending = stage.run(hook=hook, claims=claims, lease_seconds=6.0, within_seconds=200)
+            assert isinstance(ending.error, StorageError)
+            assert ending.error.exit_status == 34
+
+
+def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_there() -> None:
+    """Where preconditions are ignored, a marker that timed out may overwrite the standing one long after."""
+    with Stage([["mine"]]) as stage:
+        stage.server.is_safe = False
+        stage.network.attempts = 1
+        stage.network.weather.late_seconds = 0.0
+        theirs: list[bytes] = []
+
+        def hook(_number: int, method: str, key: str, _process: object) -> str | float | None:
+            if method != "put_object" or ".succeed" not in key or theirs:
+                return None
+            theirs.append(b"")
+            stage.scheduler.after(0.0, other_worker_is_first)
+            stage.network.weather.late_seconds = 500.0
+            return "late"
+
+        def other_worker_is_first() -> None:
+            marker = marker_record(output="part-00000.other.jsonl", nonce="other", worker="w9")
+            stage.put("outputs/part-00000.other.jsonl", b"theirs")
+            stage.put(layout.marker_key("part-00000"), codec.encode(marker))
+
+        limits = Limits(storage_retry_seconds=0.1)
+        assert stage.run(hook=hook, limits=limits).is_success
+        stage.scheduler.run(float("inf"))
+        objects = stage.objects("outputs/")
+        marker = json.loads(objects["outputs/part-00000.jsonl.succeed"])
+        assert marker["worker"] == "w0"
+        assert f"outputs/{marker['output']}" in objects
+
+
+def test_clean_on_a_machine_whose_clock_was_ahead_did_not_take_the_living_for_dead() -> None:
+    """Ages were the store's times against its own clock: an hour ahead, every claim was given back."""
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.max_in_flight = 1
+        owners: list[str] = []
+
+        def clean() -> None:
+            stage.clean(ahead_seconds=3 * 3600.0)
+            owners.append(json.loads(stage.objects()[layout.claim_key("part-00000")])["worker"])
+
+        stage.scheduler.after(10.0, clean)
+        assert stage.run().is_success
+        assert owners == ["w0"]
+        assert not stage.objects(layout.PROBES)
+
+
+def test_clean_did_not_give_back_the_claim_of_a_worker_that_began_while_it_was_reading() -> None:
+    """Its record was not on the listing, so nobody seemed to stand behind the claim that had just been taken."""
+    with Stage([["mine"]]) as stage:
+        hold(stage, "part-00000", "w8")
+        key = layout.claim_key("part-00000")
+
+        class Busy(StillStore):
+            has_changed_hands = False
+
+            def get(self, name: str) -> Object:
+                if name == key and not self.has_changed_hands:
+                    type(self).has_changed_hands = True
+                    hold(stage, "part-00000", "w9")
+                return super().get(name)
+
+        stage.scheduler.run(5000.0)
+        stage.clean(Busy)
+        assert json.loads(stage.objects()[key])["worker"] == "w9"
+        stage.scheduler.run(15000.0)
+        stage.clean()
+        assert json.loads(stage.objects()[key])["worker"] == ""
+
+
+def test_an_output_whose_worker_slept_before_its_marker_was_not_cleaned_away() -> None:
+    """Nobody else was alive, and the output old; the machine woke, and its marker named what was gone."""
+    with Stage([["mine"]]) as stage:
+
+        def hook(_number: int, method: str, key: str, process: Process) -> float | None:
+            if method != "put_object" or ".succeed" not in key or process.has_been_frozen:
+                return None
+            process.freeze(8000.0, stops_clock=True)
+            stage.scheduler.after(7500.0, stage.clean)
+            return 8000.0
+
+        assert stage.run(hook=hook, within_seconds=20000.0).is_success
+        outputs = stage.objects(layout.OUTPUTS)
+        marker = json.loads(outputs[layout.marker_key("part-00000")])
+        assert layout.output_key(marker["output"]) in outputs
+
+
+def test_a_machine_that_slept_in_the_middle_of_a_heartbeat_went_on() -> None:
+    """The heartbeat counted as of its beginning: written, and yet "no heartbeat could be written", exit 34."""
+    with Stage([[f"say {index}" for index in range(50)]]) as stage:
+        stage.engine.max_in_flight = 1
+
+        def hook(_number: int, method: str, key: str, process: Process) -> None:
+            is_beat = method == "put_object" and layout.WORKERS in key
+            if is_beat and stage.scheduler.now > 5.0 and not process.has_been_frozen:
+                process.freeze(1000.0, stops_clock=False)
+
+        assert stage.run(hook=hook, within_seconds=2000.0).is_success
+
+
+def test_clean_kept_outputs_that_a_careless_store_might_let_a_late_marker_name() -> None:
+    """A sleeper overwrote the standing marker with its own, whose output had been cleaned away."""
+    with Stage([["mine"]]) as stage:
+        stage.server.is_safe = False
+        assert stage.run().is_success
+        orphan = f"{layout.OUTPUTS}part-00000.{16 * 'a'}.jsonl"
+        stage.put(orphan, b"the sleeper's")
+        stage.scheduler.run(20000.0)
+        stage.clean()
+        assert orphan in stage.objects()
+        stage.clean(older_than_seconds=0.0)
+        assert orphan not in stage.objects()
+
+
+def test_two_processes_of_one_epoch_did_not_overwrite_each_others_checkpoints() -> None:
+    """On a careless store nothing keeps two processes of one worker id from sharing an epoch."""
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.server.is_safe = False
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run()
+        before = saved_lines(stage)
+        assert before
+        stage.server.objects.pop(RUN + layout.worker_key("w0"))
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run()
+        assert saved_lines(stage) > before
+
+
+def test_a_complete_chunk_was_saved_before_it_was_published() -> None:
+    """A segment was on its way when the worker had to end; publishing then took the rest of its grace in vain."""
+    with Stage([[f"say {index}" for index in range(4)]]) as stage:
+        stage.engine.max_in_flight = 2
+        stage.engine.row_seconds = 0.5
+
+        def hook(_number: int, method: str, key: str, _process: object) -> float | None:
+            if method == "put_object" and layout.CHECKPOINTS in key:
+                return max(0.0, 5.5 - stage.scheduler.now)  # the reply takes up to as long again
+            return 500.0 if method == "put_object" and layout.OUTPUTS in key else None
+
+        stage.scheduler.after(4.5, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(hook=hook, checkpoint_seconds=0.5)
+        assert len(stage.finished) == 4
+        assert saved_lines(stage) == {0, 1, 2, 3}
+
+
+def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_since() -> None:
+    """It had seemed gone at the look's first claim, and the second was taken from it by that."""
+    with Stage([["mine"], ["theirs"]]) as stage:
+        hold(stage, "part-00000", "w9")
+        hold(stage, "part-00001", "w9")
+        record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=6.0)
+        looks: list[str] = []
+
+        class Claims:
+            def look(self, held: Held) -> Worker | None:
+                looks.append(held.claim.worker)
+                return None if len(looks) == 1 else record
+
+        store = StillStore("s3://sim/run", stage.server, Process(stage.scheduler, "looker"))
+        survey = Scout(store, cast("RealClaims", Claims())).survey(
+            {"part-00000": 0, "part-00001": 0}
+        )
+        assert list(survey.lapsed) == ["part-00000"]
+        assert list(survey.alive) == ["part-00001"]
+
+
+def beat_for_ever(
+    stage: Stage,
+    chunks: list[str],
+    *,
+    frozen_seconds: float = 1.5,
+    new_rows: int = 0,
+    **numbers: float | str,
+) -> None:
+    """Let another worker hold chunks and be alive, with so many rows more at each heartbeat. The second may be late."""
+    for chunk in chunks:
+        hold(stage, chunk, "w9")
+
+    def beat(count: int = 1) -> None:
+        record = worker_record(
+            **{"id": "w9", "epoch": 1, "nonce": "n", "lease_seconds": 6.0, "beat": count} | numbers
+        )
+        record = msgspec.structs.replace(record, rows_done=record.rows_done + new_rows * count)
+        stage.put(layout.worker_key("w9"), codec.encode(record))
+        stage.scheduler.after(frozen_seconds if count == 1 else 1.5, lambda: beat(count + 1))
+
+    beat()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param({"rows_done": 1000, "busy_seconds": 10.0}, id="hung after fast rows"),
+        pytest.param({"state": "loading"}, id="loading without end"),
+    ],
+)
+def test_a_worker_that_hung_while_its_heart_beat_did_not_block_the_others(
+    numbers: dict[str, float | str],
+) -> None:
+    """It was judged by its average over all its life, which hardly falls, and while it loaded by none at all."""
+    with Stage([["mine"] * 50, ["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00001"], **numbers)
+        assert stage.run(within_seconds=60.0).is_success
+
+
+@pytest.mark.parametrize("was_here_before", [False, True])
+def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
+    *, was_here_before: bool
+) -> None:
+    """It compared the other's rate with that of its own start, which had no row yet, and would get none."""
+    with Stage([["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=10, busy_seconds=10000.0)
+        if was_here_before:
+            put_earlier_start(stage)
+        assert stage.run(within_seconds=20.0).is_success
+
+
+def test_a_restarted_worker_did_not_race_one_as_fast_as_it_had_been_itself() -> None:
+    with Stage([["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1000, busy_seconds=1000.0)
+        put_earlier_start(stage)
+        with pytest.raises(TimeoutError):
+            stage.run(within_seconds=100.0)
+        assert not stage.taken
+
+
+def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
+    """Its chunks, seen to have lapsed, waited for room, and were taken for minutes after its heart beat again."""
+    theirs = [f"part-{index:05d}" for index in range(1, 13)]
+    with Stage([["mine"], *[["say so"] * 30 for _ in theirs]], num_workers=13) as stage:
+        stage.engine.max_in_flight = 2
+        beat_for_ever(stage, theirs, frozen_seconds=13.0, new_rows=1000, busy_seconds=10.0)
+        taken: list[set[str]] = []
+
+        def look() -> None:
+            claims = stage.objects(layout.CLAIMS).items()
+            taken.append({key for key, data in claims if json.loads(data)["worker"] == "w0"})
+
+        for second in range(13, 60):
+            stage.scheduler.after(second, look)
+        manifest = layout.worker_manifest(0, 13)
+        assert stage.run(manifest=manifest, within_seconds=400.0).is_success
+        assert taken[0]
+        assert set().union(*taken) == taken[0]

@@ -1,0 +1,200 @@
+"""Buckets that others write to, models from elsewhere, secrets in the environment: nothing leaks, nothing escapes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import batchinfer
+from batchinfer.core.errors import BatchinferError, InputError, RowError
+from batchinfer.core.redaction import redact
+from batchinfer.split.command import command as split
+from batchinfer.storage.opening import open_store
+from making import make_job, run_worker_here, run_worker_process
+
+PACKAGE = Path(batchinfer.__file__).parent
+SECRETS = {
+    "HF_TOKEN": "hf_SECRETSECRET",
+    "AWS_SECRET_ACCESS_KEY": "aws/SECRETSECRET",
+    "AWS_SESSION_TOKEN": "ses+SECRETSECRET",
+}
+
+
+def everything_below(folder: Path) -> bytes:
+    """All bytes of all files."""
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("is_mistake", [False, True])
+def test_secrets_reach_neither_the_log_nor_the_run_nor_an_error(
+    tmp_path: Path, is_mistake: bool
+) -> None:
+    make_job(tmp_path / "job", rows=5, per_chunk=5)
+    options = ["--log-level", "debug", "--log-format", "json"]
+    if is_mistake:
+        options += ["--engine", "vllm", "--model", "/no/such/model"]
+    done = run_worker_process(tmp_path / "job", tmp_path / "run", *options, environment=SECRETS)
+    assert done.status == (2 if is_mistake else 0)
+    assert "SECRETSECRET" not in done.stderr + json.dumps(done.result)
+    assert b"SECRETSECRET" not in everything_below(tmp_path)
+
+
+def test_trust_remote_code_is_off_unless_asked_for_and_recorded(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=5, per_chunk=5)
+    for name, options in {"off": (), "on": ("--trust-remote-code",)}.items():
+        run_worker_here(tmp_path / "job", tmp_path / name, *options)
+        recorded = json.loads((tmp_path / name / "run.json").read_bytes())["recorded"]
+        assert recorded["trust_remote_code"] is (name == "on")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil", "/etc/evil", "a/../../../evil", "..", "evil\x00", "chunks/../x"]
+)
+def test_a_job_whose_chunk_names_leave_it_is_refused(tmp_path: Path, name: str) -> None:
+    """job.json lies in a bucket: who can write there must not choose where a worker reads or writes."""
+    job = tmp_path / "deep/inside/job"
+    make_job(job, rows=5, per_chunk=5)
+    record: dict[str, Any] = json.loads((job / "job.json").read_bytes())
+    record["chunks"][0]["name"] = name
+    (job / "job.json").write_text(json.dumps(record))
+    (job / "manifests/all.txt").write_text(f"chunks/{name}.jsonl\n")
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(InputError):
+        run_worker_here(job, tmp_path / "run")
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+
+
+@pytest.mark.parametrize("output", ["../../evil", "/etc/passwd", "../run.json"])
+def test_a_marker_that_names_an_output_elsewhere_is_not_followed(
+    tmp_path: Path, output: str
+) -> None:
+    """Markers lie in a bucket too."""
+    make_job(tmp_path / "job", rows=5, per_chunk=5)
+    run_worker_here(tmp_path / "job", tmp_path / "run")
+    marker_path = tmp_path / "run/outputs/part-00000.jsonl.succeed"
+    marker = json.loads(marker_path.read_bytes())
+    marker_path.write_text(json.dumps({**marker, "output": output}))
+    from batchinfer.collect.command import command as collect
+    from batchinfer.runs.verify import command as verify
+
+    for command, arguments in ((verify, []), (collect, [str(tmp_path / "answers")])):
+        with pytest.raises(BatchinferError):
+            command.main(
+                [str(tmp_path / "run"), *arguments, "--job", str(tmp_path / "job")],
+                standalone_mode=False,
+            )
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, path
+            assert not {name.split(".")[0] for name in names} & forbidden, path
+
+
+@pytest.mark.parametrize("worker", [["x"], "../../x", "/etc/passwd", ""])
+def test_a_claim_that_no_worker_wrote_keeps_nobody_from_the_chunk(
+    tmp_path: Path, worker: object
+) -> None:
+    make_job(tmp_path / "job", rows=5, per_chunk=5)
+    claim = json.dumps({"worker": worker, "epoch": 7, "nonce": "x"}).encode()
+    open_store(str(tmp_path / "run")).create("claims/part-00000.json", claim)
+    result = run_worker_here(tmp_path / "job", tmp_path / "run", "--lease-seconds", "1")
+    assert result["chunks_done"] == 1
+
+
+# --------------------------------------------------------------------------- URLs with secrets in them
+
+
+class _Guarded(BaseHTTPRequestHandler):
+    """Ten rows, for those who bring the password and the token."""
+
+    def do_GET(self) -> None:
+        is_welcome = "Authorization" in self.headers and self.path.endswith("?token=SECRET")
+        data = b"".join(b'{"prompt": "%d"}\n' % row for row in range(10)) if is_welcome else b""
+        self.send_response(200 if is_welcome else 403)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Guarded)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"http://user:SECRET@127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_source_is_read_with_its_secrets_and_recorded_without(
+    tmp_path: Path, guarded: str
+) -> None:
+    job = tmp_path / "job"
+    arguments = [f"{guarded}/x.jsonl?token=SECRET", "--output", str(job), "--num-chunks", "2"]
+    done = CliRunner().invoke(split, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert json.loads((job / "job.json").read_bytes())["rows"] == 10
+    assert b"SECRET" not in everything_below(tmp_path)
+    again = CliRunner().invoke(split, arguments, catch_exceptions=False, standalone_mode=False)
+    assert again.return_value["status"] == "unchanged"
+
+
+def test_errors_name_an_address_without_its_secrets(guarded: str) -> None:
+    store = open_store(f"{guarded}/folder")
+    for fail in (store.list, lambda: store.get("x"), lambda: store.create("x", b"")):
+        with pytest.raises(BatchinferError) as caught:
+            fail()
+        assert "127.0.0.1" in caught.value.message
+        assert "SECRET" not in f"{caught.value} {caught.value.message} {caught.value.hint}"
+    with pytest.raises(BatchinferError) as caught:
+        split.main(
+            [f"{guarded}/x.jsonl?token=SECRET2", "--output", "memory://o", "--num-chunks", "1"],
+            standalone_mode=False,
+        )
+    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://t0ken@h/x: no", "https://…@h/x: no"),
+        ("see 'http://h/x?a=1&b=2&c'.", "see 'http://h/x?a=…&b=…&…'."),
+        ("HTTPS://u:p@h?x=y", "HTTPS://…@h?x=…"),
+        ("s3://b/part-?.jsonl", "s3://b/part-?.jsonl"),
+        ("hf://datasets/org/name@main/x", "hf://datasets/org/name@main/x"),
+        ("mail a@b, or http://h/a@b", "mail a@b, or http://h/a@b"),
+        ("/data/what?.jsonl", "/data/what?.jsonl"),
+    ],
+)
+def test_secrets_of_an_address_are_masked_and_nothing_else(text: str, shown: str) -> None:
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+def test_an_error_row_shows_its_own_text_whole() -> None:
+    error = RowError("invalid_request", "image http://h/x?size=2: not there")
+    assert str(error) == error.message == "image http://h/x?size=2: not there"

@@ -1,0 +1,141 @@
+"""scripts/setup.sh: what it asks of pip, by a Python that only writes down how it was called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Answers like a fresh environment in which torchvision is broken. FINDS_TORCH says whether pip
+# has the CPU build of torch without being told where.
+PYTHON_DOUBLE = """\
+#!/usr/bin/env bash
+echo "$*" >> "$CALLS"
+case "$*" in
+  *"import importlib.metadata"*) exit 1 ;;
+  *install*torch==*--extra-index-url*) exit 0 ;;
+  *install*torch==*) [ "$FINDS_TORCH" = yes ] ;;
+  *"import torch, torchvision"*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    root = tmp_path / "checkout"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
+    shutil.copy(REPOSITORY / "scripts" / "setup.sh", root / "scripts")
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON_DOUBLE)
+    python.chmod(0o755)
+    return root
+
+
+def set_up(checkout: Path, *arguments: str, **environment: str) -> tuple[str, list[str]]:
+    calls = checkout.parent / "calls"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", checkout / "scripts" / "setup.sh", *arguments],
+        env={**os.environ, "CALLS": str(calls), "FINDS_TORCH": "yes", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    message = "" if done.returncode == 0 else done.stderr
+    return message, calls.read_text().splitlines() if calls.exists() else []
+
+
+def installs(calls: list[str]) -> list[str]:
+    return [
+        call.partition("--disable-pip-version-check ")[2] for call in calls if " install " in call
+    ]
+
+
+def test_torch_comes_first_and_never_as_a_cuda_build(checkout):
+    _, calls = set_up(checkout)
+    assert installs(calls) == ["torch==2.13.0+cpu", "--editable .[cpu,dev]"]
+
+
+def test_pytorchs_own_index_is_asked_only_when_pip_finds_no_cpu_build(checkout):
+    _, calls = set_up(checkout, FINDS_TORCH="no")
+    assert installs(calls) == [
+        "torch==2.13.0+cpu",
+        "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
+        "--editable .[cpu,dev]",
+    ]
+
+
+def test_only_the_companion_that_does_not_import_is_removed(checkout):
+    _, calls = set_up(checkout)
+    assert [call for call in calls if "uninstall" in call] == [
+        "-m pip uninstall --quiet --yes torchvision"
+    ]
+
+
+def test_second_setup_does_nothing(checkout):
+    set_up(checkout)
+    assert set_up(checkout) == ("", [])
+
+
+def test_changed_pyproject_is_installed_again(checkout):
+    set_up(checkout)
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# another dependency\n")
+    _, calls = set_up(checkout)
+    assert installs(calls)
+
+
+def test_interrupted_setup_is_not_taken_for_finished(checkout):
+    set_up(checkout)
+    double = checkout / ".venv" / "bin" / "python"
+    double.write_text(PYTHON_DOUBLE.replace("esac", "  *--editable*) exit 1 ;;\nesac"))
+    message, _ = set_up(checkout, "--force")
+    assert message
+    _, calls = set_up(checkout)
+    assert installs(calls), "the next call tries again"
+
+
+def test_gpu_machine_gets_no_cpu_torch_and_keeps_torchvision(checkout):
+    _, calls = set_up(checkout, "--extras", "vllm")
+    assert installs(calls) == ["--editable .[vllm]"]
+    assert not [call for call in calls if "uninstall" in call]
+
+
+def test_splitting_machine_gets_no_torch_at_all(checkout):
+    _, calls = set_up(checkout, "--extras", "")
+    assert installs(calls) == ["--editable ."]
+
+
+def test_asking_for_less_keeps_what_is_there(checkout):
+    set_up(checkout, "--extras", "cpu,dev")
+    assert set_up(checkout, "--extras", "cpu") == ("", [])
+
+
+def test_unknown_extra_is_refused_with_the_known_ones(checkout):
+    message, calls = set_up(checkout, "--extras", "cpu,vlm")
+    assert "'vlm'" in message
+    assert "vllm" in message
+    assert calls == []
+
+
+def test_unknown_option_is_refused(checkout):
+    message, calls = set_up(checkout, "--extra", "cpu")
+    assert "'--extra'" in message
+    assert calls == []
+
+
+def test_python_too_old_is_named(checkout, tmp_path):
+    shutil.rmtree(checkout / ".venv")
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    message, _ = set_up(checkout, PYTHON=str(old))
+    assert "python3.9" in message
+    assert "3.11" in message

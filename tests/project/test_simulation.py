@@ -1,0 +1,388 @@
+"""The simulation holds the worker to its promises, and is itself held to noticing when they are broken."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import batchinfer
+import simulation.scenario
+from batchinfer.core.errors import AlreadyExists, StorageError
+from batchinfer.ledger.inventory import Inventory
+from batchinfer.runs import clean
+from batchinfer.storage.s3 import S3Store
+from batchinfer.worker import start as worker_start
+from simulation.cleaning import is_cleaned
+from simulation.defects import DEFECTS
+from simulation.scenario import Report, simulate
+from simulation.scheduler import Killed, Overrun, Process, Scheduler
+from simulation.storage import Network, Server, SimStore, Weather
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Logs are for replays. Garbage is collected between seeds, not at every few allocations."""
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    yield
+    gc.enable()
+    logging.disable(logging.NOTSET)
+
+
+def first_violation(seeds: range, *, watches_claims: bool = True) -> Report | None:
+    for seed in seeds:
+        report = simulate(seed, watches_claims=watches_claims)
+        if report.violation:
+            return report
+        if seed % 50 == 49:
+            gc.collect()
+    return None
+
+
+class TestPromises:
+    def test_some_seeds_break_no_promise(self) -> None:
+        """A few; CI runs some thousand (.ci/run), `make simulate` as many as one likes."""
+        report = first_violation(range(100))
+        assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
+
+    @pytest.mark.slow
+    def test_some_thousand_seeds_break_no_promise(self) -> None:
+        report = first_violation(range(100, 4000))
+        assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
+
+    def test_claims_only_save_work(self) -> None:
+        """Were every claim to lapse at once, the markers would still keep every promise about the data."""
+        with DEFECTS["claims_lapse_at_once"]():
+            assert first_violation(range(40), watches_claims=False) is None
+
+
+class TestNotices:
+    # Where rare ones are looked for, so that the tests are quick.
+    FIRST_SEED = {
+        "lost_reply_is_a_loss": 130,
+        "other_configuration_let_in": 35,
+        "clean_takes_every_orphan": 70,
+    }
+
+    def test_there_are_at_least_ten_defects(self) -> None:
+        assert len(DEFECTS) >= 10
+
+    @pytest.mark.parametrize("name", DEFECTS)
+    def test_a_deliberate_defect_is_caught_within_a_thousand_seeds(self, name: str) -> None:
+        first = self.FIRST_SEED.get(name, 0)
+        with DEFECTS[name]():
+            report = first_violation(range(first, first + 1000))
+        assert report is not None
+        # That a defect crashes says nothing of the promise that it breaks.
+        assert not report.violation.startswith("crash:"), report.violation
+
+
+class TestReplay:
+    def test_a_seed_gives_the_same_events_twice(self) -> None:
+        for seed in range(5):
+            first, second = (simulate(seed, keeps_trace=True) for _ in range(2))
+            assert len(first.trace) > 20
+            assert first.trace == second.trace
+
+    def test_seeds_differ(self) -> None:
+        assert len({simulate(seed, keeps_trace=True).digest for seed in range(5)}) == 5
+
+    def test_another_process_replays_a_failing_seed(self) -> None:
+        """With texts hashed in another order, and without what ran before it here."""
+        with DEFECTS["no_fence"]():
+            found = first_violation(range(1000))
+            assert found is not None
+            here = simulate(found.seed, keeps_trace=True)
+        code = (
+            "from simulation.defects import DEFECTS\n"
+            "from simulation.scenario import simulate\n"
+            "with DEFECTS['no_fence']():\n"
+            f"    report = simulate({found.seed}, keeps_trace=True)\n"
+            "print(report.digest)\nprint(report.violation)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": "77"}
+        there = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert there.stdout.splitlines() == [here.digest, here.violation]
+
+    def test_the_command_prints_what_happened(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-m", "simulation", "--seed", "3", "-v"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "put_object run/outputs/" in done.stdout
+        assert "seed 3: sound" in done.stdout
+
+    def test_the_command_counts_seeds(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-m", "simulation", "--seeds", "6", "--start", "2", "--jobs", "2"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.startswith("6 seeds in ")
+
+    def test_the_command_fails_when_a_promise_is_broken(self) -> None:
+        """Else `make simulate`, and CI by it, would pass over what it found."""
+        code = (
+            "import sys\n"
+            "from simulation.__main__ import main\n"
+            "from simulation.defects import DEFECTS\n"
+            "with DEFECTS['no_fence']():\n"
+            "    sys.exit(main())\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--seeds", "60", "--jobs", "2"],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        assert "replay with: python -m simulation --seed" in done.stdout
+
+
+class TestCleaning:
+    def test_a_share_of_the_seeds_is_cleaned(self) -> None:
+        assert 150 < sum(is_cleaned(seed) for seed in range(800)) < 250
+
+    def test_it_removes_and_it_spares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Things of both sides of the age come before it, while workers are alive."""
+        real, removed, kept = clean.make_plan, set[str](), 0
+
+        def make_plan(
+            inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
+        ) -> clean.Plan:
+            nonlocal kept
+            plan = real(inventory, config, is_safe=is_safe)
+            if config.older_than_seconds and inventory.living():
+                removed.update(plan.removed)
+                kept += plan.num_kept_young
+            return plan
+
+        monkeypatch.setattr(clean, "make_plan", make_plan)
+        assert all(not simulate(seed, is_cleaned=True).violation for seed in range(120))
+        assert removed >= {"orphan outputs", "segments of done chunks", "claims of done chunks"}
+        assert kept
+
+    def test_it_leaves_the_other_seeds_as_they_are(self) -> None:
+        seed = next(seed for seed in range(100) if not is_cleaned(seed))
+        plain, other = (simulate(seed, keeps_trace=True, is_cleaned=it) for it in (None, False))
+        assert plain.trace == other.trace
+        cleaned = simulate(seed, keeps_trace=True, is_cleaned=True)
+        assert cleaned.cleanings
+        # Looking does nothing to the workers: their ways part where one is interrupted, or a second day comes.
+        same = []
+        for line in cleaned.trace:
+            if "before its marker" in line or "==" in line:
+                break
+            if "clean#" not in line:
+                same.append(line)
+        assert same == plain.trace[: len(same)]
+        assert len(same) > 100
+
+
+class TestRunsTheRealWorker:
+    """No copy, no shortcut: what is simulated is the world, never the worker."""
+
+    WORKER = (
+        "worker/start",
+        "worker/joining",
+        "worker/heartbeat",
+        "worker/stream",
+        "worker/open_chunks",
+        "worker/checkpointing",
+        "worker/outgoing",
+        "worker/chunk",
+        "worker/opening",
+        "ledger/chunk_files",
+        "worker/schedule",
+        "ledger/claims",
+        "ledger/publishing",
+        "ledger/checkpoints",
+        "ledger/jobs",
+        "ledger/runs",
+        "storage/scratch",
+        "worker/stopping",
+        "worker/telemetry",
+        "core/codec",
+        "core/layout",
+        "storage/s3",
+        "storage/probing",
+        "prompts/builder",
+        "formats/native",
+    )
+
+    def test_code_of_every_part_of_the_worker_runs(self) -> None:
+        folder = Path(batchinfer.__file__).parent
+        ran: set[str] = set()
+
+        def note(frame: object, event: str, _argument: object) -> None:
+            if event == "call":
+                ran.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
+
+        sys.setprofile(note)
+        try:
+            # Greenlets keep the profile function of the one that switches to them.
+            for seed in range(12):
+                simulate(seed)
+        finally:
+            sys.setprofile(None)
+        missing = [name for name in self.WORKER if str(folder / f"{name}.py") not in ran]
+        assert not missing
+
+    def test_workers_are_started_by_run_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, configs = worker_start.run_worker, []
+
+        def count(config: worker_start.WorkerConfig, world: worker_start.World) -> object:
+            configs.append(config)
+            return real(config, world)
+
+        monkeypatch.setattr(worker_start, "run_worker", count)
+        report = simulate(0)
+        assert simulation.scenario.worker_start is worker_start
+        assert len(configs) >= report.starts - report.kills
+        assert configs
+
+    def test_the_store_is_the_s3_adapter_but_for_its_requests(self) -> None:
+        changed = {name for name in vars(SimStore) if callable(getattr(SimStore, name))}
+        sends = {"_call", "_stream", "_retry"}
+        only_tells = {"get", "create", "replace"}
+        assert changed == {"__init__", *sends, *only_tells}
+        assert issubclass(SimStore, S3Store)
+
+
+class TestScheduler:
+    def test_a_killed_process_does_nothing_more(self) -> None:
+        scheduler = Scheduler(0)
+        process = Process(scheduler, "p")
+        done = []
+
+        def work() -> None:
+            try:
+                process.sleep(1)
+            finally:
+                with pytest.raises(Killed):
+                    process.sleep(1)
+                done.append("left")
+
+        process.spawn(work)
+        scheduler.run(0.5)
+        process.kill()
+        assert done == ["left"]
+        with pytest.raises(Killed):
+            process.spawn(work)
+
+    def test_a_frozen_process_goes_on_when_it_is_thawed(self) -> None:
+        scheduler = Scheduler(0)
+        process = Process(scheduler, "p")
+        woke = []
+
+        def work() -> None:
+            process.sleep(1)
+            woke.append(scheduler.now)
+
+        process.spawn(work)
+        scheduler.run(0.5)
+        process.freeze(10, stops_clock=True)
+        scheduler.run(100)
+        assert 10.5 <= woke[0] < 10.6
+        assert process.frozen_seconds == 10
+
+    def test_a_livelock_ends(self) -> None:
+        scheduler = Scheduler(0, max_events=1000)
+        process = Process(scheduler, "p")
+
+        def work() -> None:
+            while True:
+                process.sleep(0)
+
+        process.spawn(work)
+        with pytest.raises(Overrun):
+            scheduler.run(1)
+        process.kill()
+
+
+class TestNetwork:
+    """What the store is made to do is what real ones do."""
+
+    def write(self, weather: Weather, *, attempts: int = 1) -> tuple[str, Server]:
+        scheduler = Scheduler(0)
+        server = Server(is_safe=True, page_keys=1000, has_content_etags=True)
+        network = Network(scheduler, server)
+        network.weather, network.attempts = weather, attempts
+        process = Process(scheduler, "p")
+        outcomes: list[str] = []
+
+        def work() -> None:
+            try:
+                SimStore("s3://sim/run", network, process).create("key", b"mine")
+                outcomes.append("created")
+            except StorageError as error:
+                outcomes.append(type(error).__name__)
+
+        process.spawn(work)
+        scheduler.run(1.0)
+        self.at_return = bool(server.objects)
+        scheduler.run(float("inf"))
+        return outcomes[0] if outcomes else "killed", server
+
+    def test_calm(self) -> None:
+        assert self.write(Weather())[0] == "created"
+
+    def test_refused(self) -> None:
+        outcome, server = self.write(Weather(refused=1.0))
+        assert (outcome, server.objects) == ("StorageError", {})
+
+    def test_a_lost_reply_is_an_error_of_a_write_that_took_effect(self) -> None:
+        outcome, server = self.write(Weather(lost=1.0))
+        assert outcome == "StorageError"
+        assert "run/key" in server.objects
+
+    def test_a_lost_reply_is_settled_by_the_adapter(self) -> None:
+        lucky = [self.write(Weather(lost=0.5), attempts=4)[0] for _ in range(1)]
+        assert lucky == ["created"]
+
+    def test_a_late_write_takes_effect_after_its_error(self) -> None:
+        outcome, server = self.write(Weather(late=1.0, late_seconds=100.0))
+        assert outcome == "StorageError"
+        assert not self.at_return
+        assert "run/key" in server.objects
+
+    def test_a_sender_that_dies_before_or_after(self) -> None:
+        assert self.write(Weather(dies_before=1.0))[1].objects == {}
+        outcome, server = self.write(Weather(dies_after=1.0))
+        assert outcome == "killed"
+        assert "run/key" in server.objects
+
+    def test_preconditions_are_honoured_or_not(self) -> None:
+        for is_safe, wanted in ((True, "AlreadyExists"), (False, "created")):
+            scheduler = Scheduler(0)
+            server = Server(is_safe=is_safe, page_keys=1000, has_content_etags=True)
+            process = Process(scheduler, "p")
+            store = SimStore("s3://sim/run", Network(scheduler, server), process)
+            outcomes = []
+
+            def work(store: SimStore = store, outcomes: list[str] = outcomes) -> None:
+                store.create("key", b"first")
+                try:
+                    store.create("key", b"second")
+                    outcomes.append("created")
+                except AlreadyExists:
+                    outcomes.append("AlreadyExists")
+
+            process.spawn(work)
+            scheduler.run(10)
+            assert outcomes == [wanted]

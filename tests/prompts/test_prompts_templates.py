@@ -1,0 +1,189 @@
+"""Templates: the named ones, own Jinja over columns, and the sandbox that makes them end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Sampling
+from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow, list_templates
+
+
+def make(row: dict[str, object], **options):
+    builder = PromptBuilder(PromptConfig(**options), Sampling(), None, None, None)
+    return builder.build("c", 0, [RawRow(0, json.dumps(row).encode())])[0]
+
+
+def render(template: str, row: dict[str, object] | None = None, **options) -> str:
+    prepared = make(row or {}, prompt_template=template, **options)
+    assert prepared.request is not None, prepared.failure
+    return prepared.request.text
+
+
+def failure(template: str, row: dict[str, object] | None = None):
+    prepared = make(row or {}, prompt_template=template)
+    assert prepared.failure is not None, prepared.request
+    return prepared.failure
+
+
+def test_every_named_template_renders_its_own_columns():
+    assert {template.name for template in list_templates()} == {
+        "alpaca",
+        "gpteacher",
+        "sharegpt",
+        "completion",
+        "question-answer",
+        "summarise",
+    }
+    for template in list_templates():
+        assert template.description
+        if template.source:
+            row = {name: f"<{name}>" for name in template.columns}
+            text = make(row, template_name=template.name).request.text
+            assert f"<{template.columns[0]}>" in text
+
+
+def test_alpaca_has_a_form_with_and_one_without_input():
+    with_input = make({"instruction": "Add", "input": "1 1"}, template_name="alpaca").request.text
+    without = make({"instruction": "Add", "input": ""}, template_name="alpaca").request.text
+    assert with_input.endswith("\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:")
+    assert without == make({"instruction": "Add"}, template_name="alpaca").request.text
+    assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
+
+
+def test_sharegpt_is_a_chat_of_the_conversations_column():
+    prepared = make({"conversations": [{"from": "human", "value": "hi"}]}, template_name="sharegpt")
+    assert prepared.request.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_examples_stand_before_the_prompt_with_their_answers():
+    prepared = make(
+        {"question": "2+2?"},
+        template_name="question-answer",
+        few_shot=[{"question": "1+1?", "answer": 2}],
+    )
+    assert prepared.request.text == "Question: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer:"
+
+
+def test_an_example_without_an_answer_is_refused():
+    with pytest.raises(ConfigError, match="example 0: no answer"):
+        make({}, template_name="alpaca", few_shot=[{"instruction": "x"}])
+    with pytest.raises(ConfigError, match="no place for examples"):
+        make({}, template_name="completion", few_shot=[{"text": "x"}])
+
+
+def test_blank_columns_are_empty_for_the_template():
+    text = render("{{ q }}|{{ a }}", {"q": "x", "a": "secret"}, blank_columns=["a"])
+    assert text == "x|"
+
+
+def test_a_template_sees_columns_row_examples_and_system_prompt():
+    text = render(
+        "{{ q }} {{ row['odd name'] }} {{ system_prompt }}"
+        "{% for example in examples %} {{ example.q }}{% endfor %}",
+        {"q": "a", "odd name": "b"},
+        system_prompt="s",
+        few_shot=[{"q": "e"}],
+    )
+    assert text == "a b s e"
+
+
+def test_a_missing_column_is_named():
+    found = failure("{{ question }}", {"qestion": "x"})
+    assert found.code == "missing_column"
+    assert "did you mean 'qestion'?" in found.message
+    assert render("{{ x | default('none') }}") == "none"
+    assert failure("{{ q.inner.more }}", {"q": {}}).code == "template_error"
+
+
+def test_json_is_written_as_it_is():
+    assert render("{{ q | tojson }}", {"q": {"a": "<é>"}}) == '{"a": "<é>"}'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ q['__class__'] }}",
+        "{% include 'x' %}",
+        "{% extends 'x' %}",
+        "{% import 'x' as y %}",
+        "{% for i in %}",
+        "{{ q | random }}",
+        "{{ q | nosuchfilter }}",
+    ],
+)
+def test_a_template_that_could_not_work_is_refused_at_once(template):
+    with pytest.raises(ConfigError, match="--prompt-template"):
+        make({}, prompt_template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ 'x' * 10**10 }}",
+        "{{ [0] * 10**10 }}",
+        "{{ 10 ** 100000000 }}",
+        "{{ 'x'.ljust(10**10) }}",
+        "{{ 'x' | center(10**10) }}",
+        "{{ 'x' | indent(10**10, true) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%10000000000d' | format(1) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**10) }}",
+        "{{ '%*d' % (10**10, 1) }}",
+        (
+            "{% set ns = namespace(x='xxxxxxxxxx') %}"
+            "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+        ),
+        (
+            "{% set ns = namespace(x='xxxxxxxxxx') %}"
+            "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+        ),
+        "{% set big = 'x' * 10000000 %}{% for i in range(100) %}{{ big }}{% endfor %}",
+        "{% set big = 'x' * 100000 %}{{ big | replace('x', big) }}",
+        "{% set big = 'x' * 100000 %}{{ big.replace('x', big) }}",
+        "{{ 1 // 0 }}",
+        "{{ q.append(1) }}",
+        "{{ q['_' ~ '_class__']['__mro__'.strip()] }}",
+        "{{ '\\ud800' }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_that_goes_too_far_is_the_rows_error(template):
+    assert failure(template, {"q": [1]}).code == "template_error"
+
+
+def test_a_chat_template_that_loops_is_refused_at_once():
+    with pytest.raises(ConfigError, match="--chat-template"):
+        make(
+            {},
+            messages_column="m",
+            chat_template="{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        )
+
+
+def test_loops_keep_their_helpers():
+    text = render(
+        "{% for x in xs %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}",
+        {"xs": [1, 2]},
+    )
+    assert text == "1/2,2/2"
+
+
+def test_a_render_does_not_use_up_the_next_ones_budget():
+    builder = PromptBuilder(
+        PromptConfig(prompt_template="{% for i in range(9000) %}{{ x }}{% endfor %}"),
+        Sampling(),
+        None,
+        None,
+        None,
+    )
+    rows = [RawRow(index, b'{"x":"y"}') for index in range(40)]
+    assert all(item.request for item in builder.build("c", 0, rows))

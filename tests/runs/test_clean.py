@@ -1,0 +1,465 @@
+"""`batchinfer clean`: what dead workers left goes, what anybody may still need stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Claim
+from batchinfer.ledger.claims import decode_claim
+from batchinfer.runs.clean import CleanConfig, run_clean
+from batchinfer.runs.verify import VerifyConfig, run_verify
+from batchinfer.storage import Store
+from batchinfer.storage.memory import MemoryStore, forget
+from batchinfer.storage.opening import open_store
+from making import (
+    change_marker,
+    finish_process,
+    make_job,
+    overwrite,
+    put_raw,
+    read_marker,
+    run_process,
+    run_worker_here,
+    start_process,
+    worker_arguments,
+)
+
+CHUNK = "part-00001"
+UNDONE = "part-00002"
+HOUR = 3600.0
+
+ORPHAN = layout.output_key(layout.output_file(CHUNK, "aaaa"))
+UNDONE_ORPHAN = layout.output_key(layout.output_file(UNDONE))
+SEGMENT = layout.segment_key(CHUNK, 1, "gone", 1)
+UNDONE_SEGMENT = layout.segment_key(UNDONE, 1, "gone", 1)
+CLAIM = layout.claim_key(CHUNK)
+UNDONE_CLAIM = layout.claim_key(UNDONE)
+PROBE = f"{layout.PROBES}0123456789abcdef"
+
+
+class LaterClock(SystemClock):
+    """The system's, some seconds ahead."""
+
+    def __init__(self, ahead_seconds: float) -> None:
+        self.ahead_seconds = ahead_seconds
+
+    def now(self) -> float:
+        return super().now() + self.ahead_seconds
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[str]:
+    url = f"memory://{request.node.name}"
+    make_job(url, rows=30, per_chunk=10, workers=3)
+    yield url
+    forget(url)
+
+
+@pytest.fixture
+def run(job: str) -> Store:
+    """A run with two of three chunks done, whose workers have ended."""
+    for index in (0, 1):
+        run_worker_here(job, f"{job}/runs/a", "--no-steal", "--worker-id", f"w{index}", index=index)
+    return open_store(f"{job}/runs/a")
+
+
+def keys(store: Store) -> set[str]:
+    return {info.key for info in store.list("")}
+
+
+def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> dict[str, Any]:
+    """Clean some time later: by the store's clock, and by our own, which counts only in a dry run."""
+    clock = LaterClock(after_seconds)
+    if isinstance(store, MemoryStore):
+        store = MemoryStore(store.url, clock=clock.now)
+    return run_clean(
+        CleanConfig(run=store.url, **{"yes": True, **options}), store=store, clock=clock
+    )
+
+
+def claim_of(worker: str, epoch: int = 1) -> bytes:
+    return codec.encode(Claim(worker=worker, epoch=epoch, nonce="n"))
+
+
+def leave_everything(store: Store, worker: str = "gone") -> set[str]:
+    """What a worker leaves that was killed at the worst moments."""
+    left = {
+        ORPHAN: b"{}\n",
+        UNDONE_ORPHAN: b"{}\n",
+        SEGMENT: b"{}\n",
+        UNDONE_SEGMENT: b"{}\n",
+        CLAIM: claim_of(worker),
+        UNDONE_CLAIM: claim_of(worker),
+        PROBE: b"x",
+    }
+    for key, data in left.items():
+        store.create(key, data)
+    return set(left)
+
+
+def make_alive(store: Store, worker: str) -> None:
+    """Let a worker's record say that it runs."""
+    key = layout.worker_key(worker)
+    data, etag = store.get(key)
+    store.replace(key, data.replace(b'"state":"done"', b'"state":"running"'), etag)
+
+
+# --------------------------------------------------------------------------- what goes
+
+
+def test_what_the_dead_left_goes_and_the_rest_stays(run: Store) -> None:
+    before = keys(run)
+    leave_everything(run)
+    result = clean(run)
+    # Rows of an unfinished chunk are worth having; its claim is given back, not taken away.
+    assert keys(run) == before | {UNDONE_SEGMENT, UNDONE_CLAIM, UNDONE_ORPHAN}
+    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
+    assert sum(result["removed"].values()) == 4
+    assert result["claims_released"] == 1
+
+
+def test_without_yes_nothing_changes(run: Store) -> None:
+    leave_everything(run)
+    before = {info.key: info.etag for info in run.list("")}
+    planned = clean(run, yes=False)
+    assert planned["is_dry_run"]
+    assert {info.key: info.etag for info in run.list("")} == before
+    done = clean(run)
+    assert done["removed"] == planned["removed"]
+    assert done["claims_released"] == planned["claims_released"]
+
+
+def test_a_second_time_there_is_nothing_left_to_do(run: Store) -> None:
+    leave_everything(run)
+    clean(run)
+    again = clean(run)
+    assert (again["removed"], again["claims_released"]) == ({}, 0)
+
+
+def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: str) -> None:
+    leave_everything(run)
+    overwrite(run, UNDONE_SEGMENT, b"not a record\n")
+    clean(run)
+    run_worker_here(job, run.url)
+    assert UNDONE_ORPHAN in keys(run)  # in nobody's way: the worker's output took another name
+    clean(run)
+    verdict = run_verify(
+        VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
+    )
+    assert not verdict.findings
+
+
+def test_records_that_cannot_be_read_go_at_once(run: Store) -> None:
+    put_raw(run, UNDONE_CLAIM, b"")
+    put_raw(run, layout.worker_key("w9"), b"{")
+    clean(run, after_seconds=0)
+    assert not keys(run) & {UNDONE_CLAIM, layout.worker_key("w9")}
+
+
+# --------------------------------------------------------------------------- what stays
+
+
+def test_what_is_young_stays(run: Store) -> None:
+    left = leave_everything(run) - {UNDONE_CLAIM}
+    result = clean(run, after_seconds=HOUR / 2)
+    assert left <= keys(run)
+    assert result["kept_young"] == 4
+
+
+def test_older_than_says_what_is_young(run: Store) -> None:
+    leave_everything(run)
+    clean(run, after_seconds=HOUR / 2, older_than_seconds=60)
+    assert not keys(run) & {ORPHAN, SEGMENT, CLAIM, PROBE}
+
+
+def test_a_probe_under_way_stays_whatever_is_asked(run: Store) -> None:
+    run.create(PROBE, b"x")
+    clean(run, after_seconds=0, older_than_seconds=0)
+    assert PROBE in keys(run)
+
+
+def test_what_a_marker_of_any_generation_names_stays(run: Store) -> None:
+    marker = read_marker(run, CHUNK)
+    newer = layout.output_file(CHUNK, "bbbb")
+    run.create(layout.output_key(newer), run.get(layout.output_key(marker.output)).data)
+    run.create(layout.marker_key(CHUNK, 1), run.get(layout.marker_key(CHUNK)).data)
+    change_marker(run, CHUNK, 1, output=newer, generation=1)
+    before = keys(run)
+    clean(run)
+    assert keys(run) == before
+
+
+def test_an_output_whose_marker_cannot_be_read_stays(run: Store) -> None:
+    """It may be the only copy, and its marker can be restored."""
+    overwrite(run, layout.marker_key(CHUNK), b"")
+    clean(run)
+    assert layout.output_key(layout.output_file(CHUNK)) in keys(run)
+
+
+@pytest.mark.parametrize("key", [UNDONE_ORPHAN, UNDONE_CLAIM])
+def test_what_a_live_worker_has_in_hand_stays(run: Store, key: str) -> None:
+    """An output whose marker is about to follow looks like an orphan."""
+    leave_everything(run, worker="w0")
+    make_alive(run, "w0")
+    clean(run, after_seconds=0, older_than_seconds=0)
+    assert key in keys(run)
+    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
+    assert {ORPHAN, SEGMENT, CLAIM} <= keys(run)  # it may be at the chunk's next generation
+
+
+def test_an_orphan_of_a_chunk_that_is_not_done_stays(run: Store) -> None:
+    """A worker that helps a slow one publishes without the claim, and one that slept for a day long after."""
+    leave_everything(run)
+    clean(run, after_seconds=1000 * HOUR)
+    assert UNDONE_ORPHAN in keys(run)
+    clean(run, after_seconds=0, older_than_seconds=0)
+    assert UNDONE_ORPHAN in keys(run)
+    assert ORPHAN not in keys(run)
+
+
+def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
+    """Rows in error may be done again: who does so has read their marker before its own output is made."""
+    before, after = (layout.output_key(layout.output_file(CHUNK, nonce)) for nonce in ("aa", "bb"))
+    change_marker(run, CHUNK, rows_ok=9, rows_error=1)
+    for key, seconds in ((before, -HOUR), (after, HOUR)):
+        MemoryStore(run.url, clock=LaterClock(seconds).now).create(key, b"{}\n")
+    clean(run, after_seconds=1000 * HOUR)
+    assert after in keys(run)
+    assert before not in keys(run)
+
+
+def test_a_clock_that_is_ahead_makes_nothing_old(run: Store) -> None:
+    left = leave_everything(run, worker="w0")
+    make_alive(run, "w0")
+    config = CleanConfig(run=run.url, yes=True)
+    run_clean(config, store=run, clock=LaterClock(1000 * HOUR))
+    assert left <= keys(run)
+    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
+    assert keys(run) & {PROBE} == {key for key in keys(run) if key.startswith(layout.PROBES)}
+
+
+def test_a_worker_that_fell_silent_long_ago_counts_as_gone(run: Store) -> None:
+    leave_everything(run, worker="w0")
+    make_alive(run, "w0")
+    clean(run)
+    assert not keys(run) & {ORPHAN, SEGMENT, CLAIM}
+
+
+def test_a_claim_of_an_older_epoch_is_released(run: Store) -> None:
+    run.create(UNDONE_CLAIM, claim_of("w0", epoch=0))
+    make_alive(run, "w0")
+    clean(run, after_seconds=0)
+    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
+
+
+def test_a_claim_that_changes_hands_meanwhile_is_left_alone(
+    run: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.create(UNDONE_CLAIM, claim_of("gone"))
+    original = MemoryStore.get
+
+    def get(self: MemoryStore, key: str) -> Any:
+        found = original(self, key)
+        if key == UNDONE_CLAIM and taken:
+            taken.pop()
+            self.replace(key, claim_of("w0"), found.etag)
+        return found
+
+    taken = [True]
+    # The inventory reads it first; the second reading is the one before the release.
+    inventory_read: list[Callable[[], None]] = []
+    assert not inventory_read
+    from batchinfer.runs import clean as module
+
+    original_take = module.take_inventory
+
+    def take(*args: Any, **values: Any) -> Any:
+        found = original_take(*args, **values)
+        monkeypatch.setattr(MemoryStore, "get", get)
+        return found
+
+    monkeypatch.setattr(module, "take_inventory", take)
+    clean(run)
+    assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
+
+
+def test_strangers_and_the_stop_request_are_not_ours_to_remove(run: Store) -> None:
+    for key in ("outputs/notes.txt", "notes.txt", layout.STOP_KEY):
+        run.create(key, b"{}")
+    before = keys(run)
+    clean(run)
+    assert keys(run) == before
+
+
+# --------------------------------------------------------------------------- doing chunks again
+
+
+def test_redo_makes_a_chunk_as_if_it_had_never_been_done(run: Store, job: str) -> None:
+    run.create(SEGMENT, b"{}\n")
+    clean(run, after_seconds=0, redo=[CHUNK])
+    assert not keys(run) & {layout.marker_key(CHUNK), SEGMENT}
+    assert layout.marker_key("part-00000") in keys(run)
+    assert run_worker_here(job, run.url)["chunks_done"] == 2
+    # The old output has become an orphan, and the new one has a name of its own or the same bytes.
+    clean(run)
+    verdict = run_verify(
+        VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
+    )
+    assert not verdict.findings
+
+
+def test_checkpoints_of_a_repair_stay(run: Store, job: str) -> None:
+    """The chunk counts as done meanwhile; cleaned away, its repaired rows were to do again."""
+    before = keys(run)
+    marker = json.loads(run.get(layout.marker_key(CHUNK)).data)
+    overwrite(
+        run,
+        layout.marker_key(CHUNK),
+        json.dumps({**marker, "rows_ok": 9, "rows_error": 1}).encode(),
+    )
+    run.create(SEGMENT, b"{}\n")
+    clean(run)
+    assert keys(run) >= before | {SEGMENT}
+    clean(run, older_than_seconds=0.0)
+    assert SEGMENT not in keys(run)
+
+
+def test_redo_leaves_what_a_late_marker_may_come_to_name(run: Store) -> None:
+    """With the standing marker gone, nothing kept a sleeper's out, and its output was gone too."""
+    orphan = f"{layout.OUTPUTS}{CHUNK}.{16 * 'b'}.jsonl"
+    run.create(orphan, b"the sleeper's")
+    clean(run, redo=[CHUNK])
+    assert layout.marker_key(CHUNK) not in keys(run)
+    assert orphan in keys(run)
+
+
+def test_redo_of_what_is_not_done_is_a_mistake(run: Store) -> None:
+    with pytest.raises(InputError, match="neither a marker nor checkpoints"):
+        clean(run, redo=[UNDONE])
+
+
+def test_no_run_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run there"):
+        clean(open_store(str(tmp_path / "nowhere")))
+    assert not (tmp_path / "nowhere").exists()
+
+
+# --------------------------------------------------------------------------- what stores leave
+
+
+def test_a_run_of_a_newer_format_version_is_not_touched(run: Store) -> None:
+    overwrite(run, layout.RUN_KEY, b'{"format_version": 2}')
+    before = keys(run)
+    with pytest.raises(InputError, match="format version 2"):
+        clean(run, yes=True)
+    assert keys(run) == before
+
+
+def test_old_temporary_files_of_a_folder_go(tmp_path: Path) -> None:
+    job = str(tmp_path / "job")
+    make_job(job, rows=10, per_chunk=10)
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    old, young = (Path(run.url, "outputs", f".part.{name}.tmp") for name in ("old", "young"))
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, (time.time() - 2 * HOUR,) * 2)
+    assert clean(run, yes=False)["uploads_aborted"] == 1
+    assert old.exists()
+    clean(run)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+@pytest.mark.s3
+def test_unfinished_uploads_of_a_bucket_are_aborted(s3_url: Any, s3_environment: str) -> None:
+    import boto3
+
+    job = s3_url("job")
+    make_job(job, rows=20, per_chunk=10)
+    run = open_store(f"{job}/runs/a")
+    run_worker_here(job, run.url)
+    run.create(ORPHAN, b"{}\n")
+    bucket = job.removeprefix("s3://").partition("/")[0]
+    client = boto3.client("s3", endpoint_url=s3_environment)
+    client.create_multipart_upload(Bucket=bucket, Key="job/runs/a/outputs/part-00000.jsonl")
+    time.sleep(1.1)  # S3 counts in seconds
+    planned = clean(run, after_seconds=0, yes=False)
+    assert (planned["kept_young"], planned["uploads_aborted"]) == (1, 1)  # moto's are from 2010
+    assert client.list_multipart_uploads(Bucket=bucket).get("Uploads")
+    result = clean(run, after_seconds=0, older_than_seconds=0)
+    assert result["uploads_aborted"] == 1
+    assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")
+    client.close()
+    assert ORPHAN not in keys(run)
+    verdict = run_verify(
+        VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
+    )
+    assert not verdict.findings
+
+
+# --------------------------------------------------------------------------- among live workers
+
+
+def test_cleaning_again_and_again_does_not_disturb_a_worker(tmp_path: Path) -> None:
+    job = str(tmp_path / "job")
+    make_job(job, rows=1500, per_chunk=50)
+    run = open_store(f"{job}/runs/a")
+    options = ["--echo-latency-seconds", "0.3", "--checkpoint-seconds", "0.1"]
+    process = start_process(worker_arguments(job, run.url, *options))
+    while process.poll() is None and not any(run.list(layout.OUTPUTS)):
+        time.sleep(0.02)
+    num_cleanings = 0
+    while process.poll() is None:
+        clean(run, after_seconds=0, older_than_seconds=0)
+        num_cleanings += 1
+    finished = finish_process(process)
+    assert finished.status == 0, finished.stderr
+    assert num_cleanings
+    assert finished.result["request_count"] == 1500
+    verdict = run_verify(
+        VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
+    )
+    assert verdict.is_sound, verdict.findings
+
+
+def test_a_killed_workers_run_is_cleaned_by_the_command(tmp_path: Path) -> None:
+    job = str(tmp_path / "job")
+    make_job(job, rows=100, per_chunk=50)
+    run = f"{job}/runs/a"
+    process = start_process(
+        worker_arguments(
+            job,
+            run,
+            "--echo-latency-seconds",
+            "5",
+            "--checkpoint-seconds",
+            "0.2",
+            "--lease-seconds",
+            "2",
+        )
+    )
+    while process.poll() is None and not any(Path(run, layout.CHECKPOINTS).glob("*/*.jsonl")):
+        time.sleep(0.02)
+    process.kill()
+    finish_process_quietly(process)
+    dry = run_process(["clean", run])
+    assert (dry.status, dry.result["is_dry_run"]) == (0, True)
+    assert "add --yes" in dry.stderr
+    assert run_process(worker_arguments(job, run, "--lease-seconds", "2")).status == 0
+    done = run_process(["clean", run, "--yes", "--older-than", "0"])
+    assert (done.status, done.result["is_dry_run"]) == (0, False)
+    assert run_process(["verify", "--deep", run]).result["leftover"] == 0
+
+
+def finish_process_quietly(process: Any) -> None:
+    process.communicate()

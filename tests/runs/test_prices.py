@@ -1,0 +1,100 @@
+"""What machines cost, and where that is known from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.runs.prices import Machine, PriceTable, SkyPilotCatalog, price_source
+
+L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
+NO_CATALOG = Path("/nonexistent")
+
+CATALOG = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,Zone
+g6.xlarge,L4,1.0,4.0,16.0,x,0.8,0.3,us-east-1,a
+g6.2xlarge,L4,1.0,8.0,32.0,x,0.97,0.4,us-east-1,a
+g6.xlarge,L4,1.0,4.0,16.0,x,0.7,,eu-west-1,a
+g6.12xlarge,L4,4.0,48.0,192.0,x,4.6,2.1,us-east-1,a
+,L4,1.0,,,x,0.1,0.05,us-east-1,a
+"""
+
+
+def catalog(folder: Path, text: str = CATALOG) -> Path:
+    (folder / "aws").mkdir()
+    (folder / "aws" / "vms.csv").write_text(text)
+    return folder
+
+
+def test_the_package_has_a_dated_table() -> None:
+    price = price_source(None, catalogs=NO_CATALOG).price(L4)
+    assert price is not None
+    assert 0 < price.per_hour < 5
+    assert price.source == "list prices of 2025-06, check yours"
+
+
+def test_every_price_of_the_table_is_a_price() -> None:
+    table = PriceTable.load()
+    for name, prices in table._gpus.items():
+        assert set(prices) <= {"on_demand", "spot"}, name
+        assert 0 < prices.get("spot", 0.01) < prices["on_demand"] < 50, name
+
+
+def test_spot_is_cheaper_and_gpus_add_up() -> None:
+    prices = price_source(None, catalogs=NO_CATALOG)
+    spot, four = prices.price(L4._replace(is_spot=True)), prices.price(L4._replace(gpus=4))
+    one = prices.price(L4)
+    assert spot is not None
+    assert one is not None
+    assert four is not None
+    assert spot.per_hour < one.per_hour
+    assert four.per_hour == pytest.approx(4 * one.per_hour)
+
+
+def test_what_is_in_no_table_has_no_price() -> None:
+    prices = price_source(None, catalogs=NO_CATALOG)
+    assert prices.price(L4._replace(accelerator="")) is None
+    assert prices.price(L4._replace(accelerator="X9000")) is None
+
+
+def test_the_users_price_wins_for_every_machine(tmp_path: Path) -> None:
+    price = price_source(7.5, catalogs=catalog(tmp_path)).price(L4._replace(accelerator="X9000"))
+    assert price == (7.5, "--price-per-hour")
+
+
+def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
+    prices = price_source(None, catalogs=catalog(tmp_path))
+    assert prices.price(L4) == (0.8, "SkyPilot's catalog")
+    assert prices.price(L4._replace(is_spot=True)) == (0.3, "SkyPilot's catalog")
+    assert prices.price(L4._replace(gpus=4)) == (4.6, "SkyPilot's catalog")
+    assert prices.price(L4._replace(region="")) == (0.7, "SkyPilot's catalog")
+
+
+def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
+    prices = price_source(None, catalogs=catalog(tmp_path))
+    for machine in (L4._replace(cloud="gcp"), L4._replace(gpus=3), L4._replace(cloud="../x")):
+        price = prices.price(machine)
+        assert price is not None
+        assert price.source.startswith("list prices")
+
+
+def test_a_catalog_of_another_form_is_passed_over(tmp_path: Path) -> None:
+    assert SkyPilotCatalog(catalog(tmp_path, "a,b\n1,2\n")).price(L4) is None
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("as_of: 2026-11-01\ngpus: {L4: {on_demand: 0.25}}\n")
+    price = price_source(None, path).price(L4._replace(is_spot=True))
+    assert price is not None
+    assert price.per_hour == 0.25
+    assert "2026-11-01" in price.source
+
+
+@pytest.mark.parametrize("text", ["", "gpus: 3", "as_of: x\ngpus: {L4: {on_demand: dear}}", "{"])
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no price table"):
+        price_source(None, path)

@@ -1,0 +1,293 @@
+"""`batchinfer report`: one page, whatever the state of the run and whatever its rows say."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchinfer.cli import main
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.records import Marker
+from batchinfer.runs.report import ReportConfig, run_report
+from batchinfer.storage import Store
+from batchinfer.storage.memory import MemoryStore
+from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run
+from fakes import FakeClock
+
+NOW = 1_790_000_000.0
+SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, now=NOW, text=HOSTILE)
+SECTIONS = {
+    "throughput",
+    "progress",
+    "timeline",
+    "prompt-lengths",
+    "answer-lengths",
+    "finish",
+    "cost",
+    "errors",
+    "workers",
+    "samples",
+    "settings",
+}
+
+
+class Page(HTMLParser):
+    """What a page holds: tags with their attributes, ids, and visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    @property
+    def ids(self) -> set[str]:
+        return {attrs["id"] or "" for _, attrs in self.tags if "id" in attrs}
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.name}"
+
+
+def opener() -> Callable[[str], Store]:
+    return lambda url: MemoryStore(url, clock=lambda: NOW)
+
+
+def write(root: str, shape: Shape = SMALL) -> str:
+    run = f"{root}/runs/a"
+    write_big_run(opener()(root), opener()(run), shape)
+    return run
+
+
+def make(run: str, **values: object) -> str:
+    config = ReportConfig(run=run, output=f"{run}/pages/report.html", **values)  # type: ignore[arg-type]
+    run_report(config, open_store=opener(), clock=FakeClock(NOW))
+    return opener()(run).get("pages/report.html").data.decode()
+
+
+def test_the_page_has_every_section(root: str) -> None:
+    page = Page(make(write(root)))
+    assert page.ids >= SECTIONS
+    for word in ("sky-2026-000", "prompt_too_long", "sampling.temperature", "stop", "kill"):
+        assert word in page.text
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing(root: str) -> None:
+    text = make(write(root))
+    page = Page(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "a",
+        "form",
+        "base",
+        "audio",
+        "video",
+    }
+    for tag, attrs in page.tags:
+        assert not any(
+            name.startswith("on") or name in ("src", "href", "style") for name in attrs
+        ), tag
+    assert not re.search(r"url\(|@import", text)
+    policy = next(
+        attrs["content"]
+        for tag, attrs in page.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_the_policy_names_the_style_that_is_there(root: str) -> None:
+    text = make(write(root))
+    style = text.split("<style>")[1].split("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"sha256-{digest}" in text
+
+
+def test_hostile_answers_prompts_and_errors_are_text(root: str) -> None:
+    page = Page(make(write(root)))
+    # In the answers, the example of an error, and the configuration.
+    assert page.text.count(HOSTILE) >= 4
+
+
+def test_an_unfinished_run_is_reported_as_such(root: str) -> None:
+    page = Page(make(write(root)))
+    assert "running" in page.text
+    assert "time left" in page.text
+
+
+def test_a_finished_run_says_what_it_took(root: str) -> None:
+    page = Page(make(write(root, SMALL._replace(done_share=1.0))))
+    assert "took" in page.text
+    assert "time left" not in page.text
+
+
+def test_a_lost_replica_is_on_the_page(root: str) -> None:
+    run = write(root)
+    record = msgspec.structs.replace(
+        make_workers(SMALL)[0], id="w9", engine={"num_replicas": 8}, replicas_lost=1
+    )
+    opener()(run).create("workers/w9.json", codec.encode(record))
+    assert "worker w9: 1 of 8 replicas lost" in Page(make(run)).text
+
+
+def test_an_empty_run_has_a_page(root: str) -> None:
+    opener()(root).create(layout.RUN_KEY, codec.encode_pretty(make_run(b"")))
+    page = Page(make(root))
+    assert "empty" in page.text
+    assert "timeline" not in page.ids
+
+
+def test_no_run_is_an_error(root: str) -> None:
+    with pytest.raises(InputError, match="no run there"):
+        make(root)
+
+
+def test_samples_show_prompts_and_a_failed_row(root: str) -> None:
+    run = write(root)
+    store = opener()(run)
+    lines = store.get("outputs/part-00000.jsonl").data.split(b"\n")
+    failed = {
+        "_row": 2,
+        "_id": "the failed one",
+        "status": "error",
+        "choices": [],
+        "error": {"code": "bad", "message": "why"},
+    }
+    lines[2] = codec.encode(failed)
+    store.delete(["outputs/part-00000.jsonl", layout.marker_key("part-00000")])
+    store.create("outputs/part-00000.jsonl", b"\n".join(lines))
+    old = codec.decode(store.get(layout.marker_key("part-00001")).data, Marker, name="m")
+    marker = msgspec.structs.replace(
+        old, output="part-00000.jsonl", chunk="chunks/part-00000.jsonl", rows_ok=4, rows_error=1
+    )
+    store.create(layout.marker_key("part-00000"), codec.encode(marker))
+    text = Page(make(run)).text
+    assert "question 0" in text
+    assert "the failed one" in text
+    assert "bad: why" in text
+
+
+def test_compressed_chunks_show_their_rows(root: str) -> None:
+    import zstandard
+
+    run = write(root)
+    job = opener()(root)
+    data, etag = job.get(layout.JOB_KEY)
+    job_bytes = data.replace(b'"compression": "none"', b'"compression": "zstd"')
+    assert job_bytes != data
+    job.replace(layout.JOB_KEY, job_bytes, etag)
+    store = opener()(run)
+    _, run_etag = store.get(layout.RUN_KEY)
+    store.replace(layout.RUN_KEY, codec.encode_pretty(make_run(job_bytes)), run_etag)
+    rows = b"".join(b'{"prompt": "packed question %d"}\n' % index for index in range(5))
+    job.create("chunks/part-00000.jsonl.zst", zstandard.compress(rows))
+    assert "packed question 4" in Page(make(run)).text
+
+
+def test_without_samples_no_output_is_read(root: str) -> None:
+    text = Page(make(write(root), num_samples=0)).text
+    assert "question 0" not in text
+    assert "No finished chunk was read" in text
+
+
+def test_a_marker_cannot_point_outside_the_outputs(root: str) -> None:
+    run = write(root)
+    store = opener()(run)
+    store.create("secret", b'{"status":"ok","choices":[{"text":"secret words"}]}\n')
+    key = layout.marker_key("part-00000")
+    data, etag = store.get(key)
+    store.replace(key, data.replace(b'"part-00000.jsonl"', b'"../secret"', 1), etag)
+    assert "secret words" not in make(run)
+
+
+def test_an_output_that_is_gone_costs_only_its_sample(root: str) -> None:
+    run = write(root)
+    opener()(run).delete(["outputs/part-00000.jsonl"])
+    assert Page(make(run)).ids >= SECTIONS
+
+
+def test_long_answers_are_cut(root: str) -> None:
+    page = Page(make(write(root, SMALL._replace(text="word " * 100_000))))
+    assert "more characters)" in page.text
+    assert len(page.text) < 200_000
+
+
+def test_a_second_report_replaces_the_first(root: str) -> None:
+    run = write(root)
+    first = make(run, price_per_hour=1.0)
+    second = make(run, price_per_hour=2.0)
+    assert first != second
+
+
+def test_a_folder_is_no_report(root: str) -> None:
+    run = write(root)
+    with pytest.raises(ConfigError, match="names no file"):
+        run_report(
+            ReportConfig(run=run, output=f"{run}/x/"), open_store=opener(), clock=FakeClock(NOW)
+        )
+
+
+def test_a_big_run_makes_a_small_page(root: str) -> None:
+    text = make(write(root, Shape(now=NOW)))
+    assert len(text.encode()) < 5_000_000
+    page = Page(text)
+    assert "heat" in text
+    assert sum(attrs.get("class") == "m-kill" for _, attrs in page.tags) == 8
+
+
+def test_workers_with_full_records_make_a_small_page_too(root: str) -> None:
+    """Forty workers with as many spans and minutes as a record holds."""
+    run = write(
+        root, Shape(now=NOW, num_chunks=40_000, rows_per_chunk=1, done_share=0.99, hours=23.0)
+    )
+    assert len(make(run).encode()) < 5_000_000
+
+
+def test_the_command_writes_a_file_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from big_run import write_local
+
+    run = write_local(tmp_path, SMALL)
+    path = tmp_path / "pages" / "report.html"
+    assert main.main(["report", str(run), "-o", str(path)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["bytes"] == path.stat().st_size
+    assert path.read_text().startswith("<!doctype html>")
+
+
+def test_the_pages_parts_are_package_data() -> None:
+    """A wheel that lacks the template would break only where nobody tests."""
+    import importlib.resources
+
+    files = importlib.resources.files("batchinfer.runs")
+    for name in ("templates/report.html.jinja", "templates/report.css", "prices.yaml"):
+        assert files.joinpath(name).is_file()

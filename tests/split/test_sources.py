@@ -1,0 +1,929 @@
+"""Finding, counting and reading sources: exactness of every type, odd lines, and each way a source can be unusable."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import decimal
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError
+from batchinfer.split import finding, sources
+from batchinfer.split.sources import Oddities, Plan, View, is_inside, resolve
+from batchinfer.storage.opening import open_store
+from fake_hub import TOKEN, FakeHub
+from making import run_process
+
+
+def read_lines(plan: Plan, rows: range | None = None) -> list[bytes]:
+    nulls = Oddities()
+    blocks = plan.read(rows if rows is not None else range(plan.rows), nulls)
+    return b"".join(block.encode(0, block.num_rows) for block in blocks).split(b"\n")[:-1]
+
+
+def read_rows(plan: Plan) -> list[dict]:
+    return [json.loads(line) for line in read_lines(plan)]
+
+
+def split_file(path: Path, **view) -> list[dict]:
+    return read_rows(resolve([str(path)], view=View(**view)))
+
+
+def write_parquet(path: Path, **columns) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=3)
+    return path
+
+
+def column_json(tmp_path: Path, array: pa.Array) -> list:
+    """Values of one column after the way through parquet and JSON."""
+    path = tmp_path / "column.parquet"
+    pq.write_table(pa.table({"c": array}), path, row_group_size=2)
+    return [row["c"] for row in split_file(path)]
+
+
+# --------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (pa.array([2**63 - 1, -(2**63), None, 2**53 + 1]), [2**63 - 1, -(2**63), None, 2**53 + 1]),
+        (pa.array([2**64 - 1, 0], pa.uint64()), [2**64 - 1, 0]),
+        (pa.array([-128, 127], pa.int8()), [-128, 127]),
+        (pa.array([65535], pa.uint16()), [65535]),
+        (pa.array([True, None, False]), [True, None, False]),
+        (pa.array([None, None], pa.null()), [None, None]),
+        (
+            pa.array(["a\u2028b\u0085c\x00", "😀", "", None]),
+            ["a\u2028b\u0085c\x00", "😀", "", None],
+        ),
+        (pa.array(["x", None], pa.large_string()), ["x", None]),
+        (pa.array(["x", None], pa.string_view()), ["x", None]),
+        (pa.array(["b", "a", None, "b"]).dictionary_encode(), ["b", "a", None, "b"]),
+        (
+            pa.array(
+                [decimal.Decimal("12345678901234567890.123456789"), decimal.Decimal("0E-9"), None]
+            ),
+            ["12345678901234567890.123456789", "0.000000000", None],
+        ),
+        (pa.array([decimal.Decimal("-1.50")], pa.decimal256(60, 2)), ["-1.50"]),
+        (
+            pa.array([b"\x00\xff", b"", None]),
+            [base64.b64encode(b"\x00\xff").decode(), "", None],
+        ),
+        (pa.array([b"ab"], pa.binary(2)), ["YWI="]),
+        (
+            pa.array([dt.date(2024, 2, 29), dt.date(1, 1, 1), None]),
+            ["2024-02-29", "0001-01-01", None],
+        ),
+        (pa.array([1], pa.time64("ns")), ["00:00:00.000000001"]),
+        (pa.array([dt.time(23, 59, 59, 999000)], pa.time32("ms")), ["23:59:59.999"]),
+        (
+            pa.array([1_700_000_000_123_456_789, -1, None], pa.timestamp("ns")),
+            ["2023-11-14T22:13:20.123456789", "1969-12-31T23:59:59.999999999", None],
+        ),
+        (
+            pa.array([1_700_000_000_123_456], pa.timestamp("us", "UTC")),
+            ["2023-11-14T22:13:20.123456Z"],
+        ),
+        (
+            pa.array([1_700_000_000_123, 1_690_000_000_000], pa.timestamp("ms", "Europe/Paris")),
+            ["2023-11-14T23:13:20.123+01:00", "2023-07-22T06:26:40.000+02:00"],
+        ),
+        (pa.array([0], pa.timestamp("us", "+05:30")), ["1970-01-01T05:30:00.000000+05:30"]),
+        (
+            pa.array([1_500_000_001, -1, 0], pa.duration("ns")),
+            ["PT1.500000001S", "PT-0.000000001S", "PT0S"],
+        ),
+        (pa.array([[1, None], [], None, [2]]), [[1, None], [], None, [2]]),
+        (pa.array([[1], None, [2, 3]], pa.large_list(pa.int8())), [[1], None, [2, 3]]),
+        (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int8(), 2)), [[1, 2], None, [3, 4]]),
+        (
+            pa.array([{"a": 1, "b": {"c": [None, "x"]}}, None, {"a": None, "b": None}]),
+            [{"a": 1, "b": {"c": [None, "x"]}}, None, {"a": None, "b": None}],
+        ),
+        (
+            pa.array([[("k", 1), ("l", None)], None, []], pa.map_(pa.string(), pa.int64())),
+            [{"k": 1, "l": None}, None, {}],
+        ),
+        (pa.array([[(1, "x")], None], pa.map_(pa.int64(), pa.string())), [[[1, "x"]], None]),
+        (
+            pa.array([{'quote " and \\': 1, "line\nbreak": "x"}]),
+            [{'quote " and \\': 1, "line\nbreak": "x"}],
+        ),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)
+def test_every_type_keeps_its_value(tmp_path, array, expected):
+    assert column_json(tmp_path, array) == expected
+
+
+def test_types_that_only_memory_holds_are_converted_too():
+    from batchinfer.split.arrow_values import NullFloats, make_converter
+
+    def convert(array):
+        return make_converter(array.type, NullFloats())(array)
+
+    assert convert(pa.array([[1], None, [2, 3]], pa.list_view(pa.int8())).slice(1)) == [
+        None,
+        [2, 3],
+    ]
+    assert convert(pa.array([b"a", None], pa.binary_view())) == [b"a", None]
+    assert convert(pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"])) == ["a", "a", "b"]
+    assert convert(pa.array([[1, 2], [3]]).slice(1)) == [[3]]
+    assert convert(pa.array([1, 2, 3], pa.int16()).slice(1)) == [2, 3]
+    value = uuid.uuid4()
+    assert convert(pa.array([value.bytes, None], pa.uuid())) == [str(value), None]
+    sliced = pa.array([[("a", 1)], None, [("b", 2)]], pa.map_(pa.string(), pa.int8())).slice(1)
+    assert convert(sliced) == [None, {"b": 2}]
+    assert convert(pa.array([{}, None], pa.struct([]))) == [{}, None]
+
+
+@given(st.lists(st.floats(width=32), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_float32_reads_back_as_the_same_float32(values):
+    from batchinfer.split.arrow_values import NullFloats, make_converter
+
+    nulls = NullFloats()
+    array = pa.array(values, pa.float32())
+    done = json.loads(json.dumps(make_converter(array.type, nulls)(array)))
+    for value, text in zip(values, done, strict=True):
+        assert text is None if not math.isfinite(value) else np.float32(text) == np.float32(value)
+    assert nulls.count == sum(not math.isfinite(value) for value in values)
+
+
+def test_floats_round_trip_and_what_is_no_number_becomes_a_counted_null(tmp_path):
+    values = [0.1, 1e-300, 5e-324, 1.7976931348623157e308, -0.0, 123456789.123456789, 1e22]
+    path = write_parquet(
+        tmp_path / "f.parquet",
+        x=pa.array([*values, math.nan, math.inf, None]),
+        half=pa.array(np.array([1.5] * 9 + [np.inf], np.float16)),
+        inner=pa.array([{"y": [math.nan, 1.0]}] * 9 + [None]),
+    )
+    plan = resolve([str(path)], view=View())
+    nulls = Oddities()
+    rows = []
+    for block in plan.read(range(plan.rows), nulls):
+        rows += [json.loads(line) for line in block.encode(0, block.num_rows).splitlines()]
+    assert [row["x"] for row in rows] == [*values, None, None, None]
+    assert math.copysign(1, rows[4]["x"]) == -1
+    assert rows[0]["inner"] == {"y": [None, 1.0]}
+    assert nulls.nulls == {"x": 2, "half": 1, "inner": 9}
+
+
+def test_every_row_equals_what_pyarrow_reads(tmp_path):
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "text": [f'row {i} \u2028 "quoted"\n' * int(rng.integers(0, 4)) for i in range(2500)],
+            "chat": [
+                [{"role": "user", "content": "é" * int(rng.integers(0, 9))}]
+                * int(rng.integers(0, 4))
+                for _ in range(2500)
+            ],
+            "score": rng.random(2500),
+        }
+    )
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=700)
+    rows = split_file(tmp_path / "t.parquet")
+    for number, (row, expected) in enumerate(zip(rows, table.to_pylist(), strict=True)):
+        assert row == {**expected, "_row": number, "_id": str(number)}
+
+
+@pytest.mark.parametrize(
+    ("array", "what"),
+    [
+        (pa.array([20_000_000], pa.date32()), "years 1 to 9999"),
+        (pa.array([2**62], pa.timestamp("us")), "years 1 to 9999"),
+        (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())), "same key twice"),
+    ],
+    ids=["date", "timestamp", "map"],
+)
+def test_a_value_without_exact_form_is_refused_with_its_column(tmp_path, array, what):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"odd": array}), path)
+    with pytest.raises(InputError, match=rf"x\.parquet: column 'odd': .*{what}") as caught:
+        split_file(path)
+    assert "--columns" in caught.value.hint
+
+
+def test_a_type_without_exact_form_is_refused_with_its_column():
+    from batchinfer.split.arrow_values import ColumnError, NullFloats, make_converter
+
+    with pytest.raises(ColumnError, match="month_day_nano_interval"):
+        make_converter(pa.month_day_nano_interval(), NullFloats())
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_column(tmp_path):
+    array = pa.StringArray.from_buffers(
+        1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    )
+    path = tmp_path / "latin.parquet"
+    pq.write_table(pa.table({"text": array}), path)
+    with pytest.raises(InputError, match="column 'text': text that is not UTF-8"):
+        split_file(path)
+
+
+def test_a_ten_megabyte_string_survives(tmp_path):
+    text = "ü\n" * 5_000_000
+    path = write_parquet(tmp_path / "big.parquet", text=[text, "small"])
+    assert [row["text"] for row in split_file(path)] == [text, "small"]
+    lines = tmp_path / "big.jsonl"
+    lines.write_text(json.dumps({"text": text}) + "\n")
+    assert split_file(lines)[0]["text"] == text
+
+
+# --------------------------------------------------------------------------- JSON Lines
+
+
+def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"n": 1.10, "big":123456789012345678901234567890}\r\n{ }\n{"t":"\xe2\x80\xa8\\ud83d\\ude00"}'
+    )
+    assert read_lines(resolve([str(path)], view=View())) == [
+        b'{"n": 1.10, "big":123456789012345678901234567890,"_row":0,"_id":"0"}',
+        b'{"_row":1,"_id":"1"}',
+        b'{"t":"\xe2\x80\xa8\\ud83d\\ude00","_row":2,"_id":"2"}',
+    ]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"a": 1',
+        b"",
+        b"null",
+        b"[1]",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b'{"a": "\x00"}',
+        b"[" * 5000,
+        b"\r",
+    ],
+)
+def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":0}\n' + broken + b'\n{"a":2}\n')
+    lines = read_lines(resolve([str(path)], view=View(id_column="a")))
+    assert lines == [b'{"a":0,"_row":0,"_id":"0"}', broken, b'{"a":2,"_row":2,"_id":"2"}']
+    assert read_lines(resolve([str(path)], view=View(columns=["a"])))[1] == broken
+
+
+def test_a_lone_surrogate_stays_an_escape(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"t":"\\ud800","k":1}\n')
+    assert read_lines(resolve([str(path)], view=View())) == [
+        b'{"t":"\\ud800","k":1,"_row":0,"_id":"0"}'
+    ]
+    assert read_lines(resolve([str(path)], view=View(id_column="t"))) == [
+        b'{"t":"\\ud800","k":1,"_row":0,"_id":"\\ud800"}'
+    ]
+    assert (
+        json.loads(read_lines(resolve([str(path)], view=View(columns=["t"])))[0])["t"] == "\ud800"
+    )
+
+
+def test_own_row_and_id_of_a_source_are_replaced_and_the_id_can_be_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"_row":7,"x":1.50,"_id":"seven"}\n')
+    assert read_lines(resolve([str(path)], view=View())) == [b'{"x":1.50,"_row":0,"_id":"0"}']
+    kept = resolve([str(path)], view=View(id_column="_id"))
+    assert read_lines(kept) == [b'{"x":1.50,"_row":0,"_id":"seven"}']
+    assert kept.columns == ["x"]
+    table = write_parquet(tmp_path / "a.parquet", _row=[9], x=[1], _id=["nine"])
+    assert split_file(table, id_column="_id") == [{"x": 1, "_row": 0, "_id": "nine"}]
+
+
+def test_columns_are_chosen_with_their_values_untouched(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1.10,"b":2,"c":{"d":1e2}}\n{"b":3}\n')
+    assert read_lines(resolve([str(path)], view=View(columns=["c", "a"]))) == [
+        b'{"c":{"d":1e2},"a":1.10,"_row":0,"_id":"0"}',
+        b'{"_row":1,"_id":"1"}',
+    ]
+
+
+def test_a_batch_request_is_named_by_its_custom_id(tmp_path):
+    path = tmp_path / "a.jsonl"
+    request = {"custom_id": "r-1", "method": "POST", "url": "/v1/completions", "body": {}}
+    path.write_text(json.dumps(request) + '\n{"custom_id": "alone"}\n')
+    assert [row["_id"] for row in split_file(path)] == ["r-1", "1"]
+    table = write_parquet(
+        tmp_path / "a.parquet", **{name: [str(value)] for name, value in request.items()}
+    )
+    assert split_file(table)[0]["_id"] == "r-1"
+
+
+def test_ids_are_text_and_a_missing_one_is_the_row_number(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", key=[10, None, 12], x=[1, 2, 3])
+    assert [row["_id"] for row in split_file(path, id_column="key")] == ["10", "1", "12"]
+    assert split_file(path, columns=["x"], id_column="key")[0] == {"x": 1, "_row": 0, "_id": "10"}
+    lines = tmp_path / "b.jsonl"
+    lines.write_text('{"key":[1]}\n{"x":1}\n')
+    assert [row["_id"] for row in split_file(lines, id_column="key")] == ["[1]", "1"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a":1}\n')
+    assert split_file(path) == [{"a": 1, "_row": 0, "_id": "0"}]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_compressed_lines_are_read(tmp_path, ending):
+    data = b"".join(b'{"a":%d}\n' % number for number in range(5000))
+    pack = gzip.compress if ending == "gz" else zstandard.ZstdCompressor().compress
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(pack(data[:30000]) + pack(data[30000:]))
+    plan = resolve([str(path)], view=View())
+    assert plan.rows == 5000
+    assert [row["a"] for row in map(json.loads, read_lines(plan, range(4000, 4003)))] == [
+        4000,
+        4001,
+        4002,
+    ]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=rf"a\.jsonl\.{ending}: corrupt or truncated"):
+        split_file(path)
+
+
+def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
+    from batchinfer.split import json_lines
+
+    monkeypatch.setattr(json_lines, "_MARK_BYTES", 100)
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", 64)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"a":{number}}}\n' for number in range(300)))
+    plan = resolve([str(path), str(path)], view=View())
+    assert len(plan.inputs[0].marks) > 10
+    for rows in (range(1), range(57, 99), range(299, 301), range(590, 600)):
+        assert [json.loads(line)["a"] for line in read_lines(plan, rows)] == [
+            row % 300 for row in rows
+        ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_is_refused_with_the_way_to_convert_it(tmp_path, encoding):
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "x"}\n'.encode(encoding))
+    with pytest.raises(InputError, match="UTF-16") as caught:
+        resolve([str(tmp_path / "a.jsonl")], view=View())
+    assert "iconv -f UTF-16 -t UTF-8 a.jsonl" in caught.value.hint
+
+
+def test_files_without_any_object_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "a.jsonl").write_text('"one"\n' * 200)
+    (tmp_path / "b.jsonl").write_text("{broken\n")
+    with pytest.raises(InputError, match="no line is a JSON object") as caught:
+        resolve([str(tmp_path)], view=View())
+    assert "jq -c '{prompt: .}'" in caught.value.hint
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert resolve([str(tmp_path)], view=View()).rows == 202
+
+
+def test_columns_of_bytes_are_named_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(sources.logger, "warning", lambda text, *values: said.append(text % values))
+    images = pa.array([{"bytes": b"x", "path": "p"}])
+    ids = pa.array([b"0" * 16], pa.binary(16)).cast(pa.uuid())
+    kept = {"text": ["t"], "id": ids, "image": images, "raw": [b"x"], "all": [[b"x"]]}
+    for name in ("1", "2"):
+        write_parquet(tmp_path / f"{name}.parquet", **kept)
+    resolve([str(tmp_path)], view=View())
+    assert said == [
+        "all, image, raw: these columns hold bytes, not text; in the rows they are base64"
+    ]
+    resolve([str(tmp_path)], view=View(columns=["text", "id"]))
+    assert len(said) == 1
+
+
+def test_a_json_array_is_refused_with_the_way_to_convert_it(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"a": 1}]')
+    with pytest.raises(InputError, match="is a JSON array") as caught:
+        split_file(path)
+    assert "jq" in caught.value.hint
+
+
+# --------------------------------------------------------------------------- CSV
+
+
+def test_csv_fields_stay_text_with_quotes_and_newlines(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufeffid,text\r\n007,"a ""b"",\nc\u2028"\r\n\r\n1.10,\r\n'.encode())
+    assert split_file(path, id_column="id") == [
+        {"id": "007", "text": 'a "b",\nc\u2028', "_row": 0, "_id": "007"},
+        {"id": "1.10", "text": "", "_row": 1, "_id": "1.10"},
+    ]
+    tabs = tmp_path / "a.tsv"
+    tabs.write_text("a\tb\n1,2\t3\n")
+    assert split_file(tabs, columns=["a"]) == [{"a": "1,2", "_row": 0, "_id": "0"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"a,b\n1,2\n3\n", "record 2 has 1 fields, expected the header's 2"),
+        (b"a,a\n1,2\n", "column 'a' is there twice"),
+        (b"a\n\xff\n", "not UTF-8"),
+        (b'a\n"open\n', "corrupt or truncated"),
+    ],
+)
+def test_a_csv_that_is_none_is_refused(tmp_path, data, what):
+    path = tmp_path / "a.csv"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=rf"a\.csv: .*{what}"):
+        split_file(path)
+
+
+# --------------------------------------------------------------------------- finding
+
+
+def test_a_folder_gives_its_parquet_files_by_name_and_nothing_hidden(tmp_path):
+    for name in ("b/2.parquet", "a/1.parquet", ".cache/x.parquet", "_temporary/y.parquet"):
+        write_parquet(tmp_path / name, n=[name])
+    (tmp_path / "notes.json").write_text("{}")
+    (tmp_path / "_SUCCESS").write_text("")
+    plan = resolve([str(tmp_path)], view=View())
+    assert [row["n"] for row in read_rows(plan)] == ["a/1.parquet", "b/2.parquet"]
+    assert [file.url for file in plan.sources[0].files] == [
+        f"{tmp_path}/a/1.parquet",
+        f"{tmp_path}/b/2.parquet",
+    ]
+
+
+def test_relative_paths_and_globs_stay_relative(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "data/x-1.parquet", n=[1])
+    write_parquet(tmp_path / "data/x-2.parquet", n=[2])
+    write_parquet(tmp_path / "data/y.parquet", n=[3])
+    monkeypatch.chdir(tmp_path)
+    for argument in ("data/x-*.parquet", "d*/x-?.parquet", "**/x-*.parquet"):
+        plan = resolve([argument], view=View())
+        assert [file.url for file in plan.sources[0].files] == [
+            "data/x-1.parquet",
+            "data/x-2.parquet",
+        ]
+    assert resolve(["data"], view=View()).sources[0].files[0].url == "data/x-1.parquet"
+    with pytest.raises(InputError, match=r"z-\*: matches no file"):
+        resolve(["data/z-*"], view=View())
+
+
+def test_a_pattern_over_several_formats_is_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "a.csv").write_text("n\n1\n")
+    with pytest.raises(InputError, match="expected files of one format"):
+        resolve([f"{tmp_path}/a.*"], view=View())
+
+
+def test_a_folder_of_several_formats_is_refused_but_for_what_is_no_data(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(finding.logger, "warning", lambda text, *values: said.append(text % values))
+    write_parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / "notes.json").write_text("{}")
+    assert resolve([str(tmp_path)], view=View()).rows == 1
+    assert said == [f"{tmp_path}: 1 .json files are left out, {tmp_path}/notes.json first"]
+    for name in ("b.jsonl", "b.csv.gz"):
+        (tmp_path / name).write_text('{"n": 2}\n')
+        with pytest.raises(InputError, match="expected files of one format") as caught:
+            resolve([str(tmp_path)], view=View())
+        assert name in caught.value.message
+        assert f"{tmp_path}/**/*.parquet" in caught.value.hint
+        assert resolve([f"{tmp_path}/**/*.parquet"], view=View()).rows == 1
+        (tmp_path / name).unlink()
+
+
+def test_a_url_that_lacks_a_slash_is_no_folder_here():
+    for source in ("s3:/bucket/x.jsonl", "hf:datasets/org/name"):
+        with pytest.raises(ConfigError, match="lacks a slash"):
+            resolve([source], view=View())
+
+
+def test_a_name_with_glob_characters_is_a_file_first(tmp_path):
+    path = write_parquet(tmp_path / "a[1].parquet", n=[1])
+    assert len(split_file(path)) == 1
+
+
+def test_format_is_sniffed_where_the_name_does_not_tell(tmp_path):
+    write_parquet(tmp_path / "a.parquet", n=[1]).rename(tmp_path / "blob")
+    assert split_file(tmp_path / "blob")[0]["n"] == 1
+    (tmp_path / "lines").write_text('{"n": 2}\n')
+    assert split_file(tmp_path / "lines")[0]["n"] == 2
+    (tmp_path / "other").write_text("hello")
+    with pytest.raises(InputError, match="neither its name nor its first bytes"):
+        split_file(tmp_path / "other")
+
+
+def test_rows_are_numbered_over_several_sources_of_several_formats(tmp_path):
+    write_parquet(tmp_path / "a.parquet", n=[0, 1])
+    (tmp_path / "b.jsonl").write_text('{"n":2}\n{"m":3}')
+    (tmp_path / "c.csv").write_text("n\n4\n")
+    plan = resolve(
+        [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")], view=View()
+    )
+    assert [row["_row"] for row in read_rows(plan)] == [0, 1, 2, 3, 4]
+    assert plan.columns == ["n", "m"]
+    assert [source.format for source in plan.sources] == ["parquet", "jsonl", "csv"]
+
+
+def test_a_limit_leaves_later_files_uncounted(tmp_path):
+    write_parquet(tmp_path / "a.parquet", n=list(range(10)))
+    (tmp_path / "b.parquet").write_bytes(b"never opened")
+    plan = resolve([str(tmp_path)], view=View(), limit=7)
+    assert plan.rows == 7
+    assert [row["n"] for row in read_rows(plan)] == list(range(7))
+
+
+def test_only_the_asked_columns_of_dotted_names_are_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", **{"a": [1], "a.b": [2], "c": [{"b": 3}]})
+    assert split_file(path, columns=["a"]) == [{"a": 1, "_row": 0, "_id": "0"}]
+    assert split_file(path, columns=["c", "a.b"]) == [
+        {"c": {"b": 3}, "a.b": 2, "_row": 0, "_id": "0"}
+    ]
+
+
+def test_memory_urls_are_read():
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/lines/a.jsonl", b'{"a":1}\n')
+    plan = resolve(["memory://lines"], view=View())
+    assert read_rows(plan) == [{"a": 1, "_row": 0, "_id": "0"}]
+    assert not plan.is_shared
+    with pytest.raises(InputError, match="no such file, folder or bucket"):
+        resolve(["memory://other"], view=View())
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["missing.parquet"], "no such file, folder or bucket"),
+        (["empty"], "holds no file"),
+        (["empty.jsonl"], "holds no rows"),
+        (["none.parquet"], "holds no rows"),
+        (["odd"], "holds no parquet, JSON Lines or CSV file"),
+    ],
+)
+def test_nothing_to_split_is_refused(tmp_path, names, what):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/readme.txt").write_text("x")
+    write_parquet(tmp_path / "none.parquet", n=pa.array([], pa.int64()))
+    with pytest.raises(InputError, match=what) as caught:
+        resolve([str(tmp_path / name) for name in names], view=View())
+    assert names[0] in caught.value.message
+
+
+@pytest.mark.parametrize("cut", ["tail", "head", "middle", "short", "footer"])
+def test_a_damaged_parquet_is_named(tmp_path, cut):
+    rng = np.random.default_rng(1)
+    path = write_parquet(tmp_path / "bad.parquet", n=[rng.bytes(200).hex() for _ in range(2000)])
+    data = bytearray(path.read_bytes())
+    if cut == "tail":
+        del data[-100:]
+    elif cut == "head":
+        data[:4] = b"XXXX"
+    elif cut == "middle":
+        data[1000:60000] = b"\xff" * 59000
+    elif cut == "short":
+        del data[3:]
+    else:
+        data[-8:-4] = (2**31 - 1).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"bad\.parquet: corrupt or truncated"):
+        split_file(path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_a_missing_column_is_named_with_near_matches(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_parquet(path, conversation=["x"], model=["m"])
+    else:
+        path.write_text(
+            '{"conversation":"x","model":"m"}\n' if kind == "jsonl" else "conversation,model\nx,m\n"
+        )
+    with pytest.raises(InputError, match=r"no column 'conversations'.*--columns") as caught:
+        resolve([str(path)], view=View(columns=["model", "conversations"]))
+    assert "did you mean conversation?" in caught.value.hint
+    with pytest.raises(InputError, match=r"no column 'key'.*--id-column"):
+        resolve([str(path)], view=View(id_column="key"))
+
+
+def test_a_column_that_only_a_late_line_has_is_found(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a":1}\n' * 500 + '{"late":2}\n')
+    assert resolve([str(path)], view=View(columns=["late"])).columns == ["late"]
+
+
+def test_a_column_that_one_of_the_files_lacks_is_refused_with_that_file(tmp_path):
+    write_parquet(tmp_path / "1.parquet", a=[1], b=[1])
+    write_parquet(tmp_path / "2.parquet", a=[1])
+    assert resolve([str(tmp_path)], view=View()).columns == ["a", "b"]
+    with pytest.raises(InputError, match=r"2\.parquet: has no column 'b'"):
+        resolve([str(tmp_path)], view=View(columns=["b"]))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="column 'a' is there twice"):
+        split_file(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_a_file_that_changes_after_its_count_is_noticed(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+
+    def write(count: int) -> None:
+        if kind == "parquet":
+            write_parquet(path, n=list(range(count)))
+        else:
+            path.write_text(
+                "".join('{"n":1}\n' if kind == "jsonl" else "n\n" for _ in range(count + 1))
+            )
+
+    write(50)
+    plan = resolve([str(path)], view=View())
+    write(40)
+    with pytest.raises(InputError, match="changed while it was being split"):
+        read_lines(plan)
+
+
+def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", n=[1])
+
+    def refuse(*_args, **_options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(AccessDenied, match=r"a\.parquet: access refused"):
+        resolve([str(path)], view=View())
+
+
+def test_a_scheme_that_wants_more_than_a_name_is_refused():
+    with pytest.raises(InputError, match="ftp://: no filesystem"):
+        resolve(["ftp://host/x"], view=View())
+
+
+def test_unknown_schemes_are_refused():
+    with pytest.raises(InputError, match="nope://: no filesystem"):
+        resolve(["nope://x/y"], view=View())
+    with pytest.raises(InputError, match="not an address of a data set"):
+        resolve(["hf://models/org/name"], view=View())
+
+
+def test_inside_is_by_whole_components(tmp_path):
+    assert is_inside("s3://b/data/x", "s3://b/data")
+    assert is_inside("s3://b/data/", "s3://b/data")
+    assert not is_inside("s3://b/data2", "s3://b/data")
+    assert not is_inside("data/x", "s3://b/data")
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert is_inside(str(tmp_path / "link/x"), str(tmp_path))
+
+
+# --------------------------------------------------------------------------- other places
+
+
+@pytest.mark.s3
+def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
+    import boto3
+
+    bucket = s3_url()
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    for name in ("1", "2"):
+        path = write_parquet(tmp_path / f"{name}.parquet", n=[int(name)] * 5, m=["x"] * 5)
+        client.upload_file(str(path), bucket.removeprefix("s3://"), f"data/{name}.parquet")
+    client.put_object(Bucket=bucket.removeprefix("s3://"), Key="a.jsonl", Body=b'{"n":3}\n')
+    client.close()
+    for argument in (f"{bucket}/data", f"{bucket}/data/", f"{bucket}/data/*.parquet"):
+        plan = resolve([argument], view=View(columns=["n"]))
+        assert [row["n"] for row in read_rows(plan)] == [1] * 5 + [2] * 5
+        assert plan.sources[0].files[0].url == f"{bucket}/data/1.parquet"
+    assert split_file_url(f"{bucket}/a.jsonl") == [{"n": 3, "_row": 0, "_id": "0"}]
+    with pytest.raises(InputError, match="no such file, folder or bucket"):
+        resolve([f"{bucket}/nothing"], view=View())
+    with pytest.raises(InputError, match="no such file, folder or bucket"):
+        resolve(["s3://no-such-bucket-here/x.parquet"], view=View())
+
+
+@pytest.mark.s3
+def test_r2_is_s3_that_refuses_to_go_to_aws(s3_url, monkeypatch):
+    bucket = s3_url()
+    store = open_store(bucket)
+    for name, line in (("a", b'{"n":1}\n'), ("b", b'{"n":2}\n')):
+        store.create(f"data/{name}.jsonl", line)
+    url = f"{bucket}/data".replace("s3://", "r2://")
+    for argument in (url, f"{url}/*.jsonl"):
+        plan = resolve([argument], view=View())
+        assert [row["n"] for row in read_rows(plan)] == [1, 2]
+        assert plan.sources[0].files[0].url == f"{url}/a.jsonl"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    with pytest.raises(ConfigError, match="requests would go to AWS"):
+        resolve(["r2://another/b.jsonl"], view=View())
+
+
+def split_file_url(url: str) -> list[dict]:
+    return read_rows(resolve([url], view=View()))
+
+
+# It leaves as the command line does: pyarrow's threads now and then abort an orderly exit on a busy machine.
+READ_HUB = """
+import json, os, sys
+from batchinfer.core.errors import BatchinferError
+from batchinfer.split.sources import Oddities, View, resolve
+try:
+    plan = resolve(sys.argv[1:], view=View())
+    lines = b"".join(b.encode(0, b.num_rows) for b in plan.read(range(plan.rows), Oddities()))
+    source = plan.sources[0]
+    print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": [f.url for f in source.files]}))
+except BatchinferError as error:
+    print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with one data set of each kind; `read(url, token="")` reads in a fresh process."""
+    fake = FakeHub()
+    write_parquet(tmp_path / "native/data/train-0.parquet", n=[1, 2])
+    write_parquet(tmp_path / "native/data/train-1.parquet", n=[3])
+    (tmp_path / "native/README.md").write_text("# data")
+    write_parquet(tmp_path / "old/data/train-0.parquet", n=[0])
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.jsonl").write_text('{"n":8}\n')
+    write_parquet(tmp_path / "converted/default/train/0000.parquet", n=[9])
+    write_parquet(tmp_path / "several/one/train/0000.parquet", n=[1])
+    write_parquet(tmp_path / "several/two/train/0000.parquet", n=[2])
+    fake.add("org/native", "main", tmp_path / "native")
+    fake.add("org/native", "v1", tmp_path / "old")
+    fake.add("org/raw", "main", tmp_path / "raw")
+    fake.add("org/raw", "refs/convert/parquet", tmp_path / "converted")
+    fake.add("org/lines", "main", tmp_path / "raw")
+    fake.add("org/several", "main", tmp_path / "raw")
+    fake.add("org/several", "refs/convert/parquet", tmp_path / "several")
+    fake.add("org/gated", "main", tmp_path / "native")
+    fake.gated.add("org/gated")
+    with fake.serving() as endpoint:
+
+        def read(url: str, token: str = "") -> dict:
+            environment = {
+                **os.environ,
+                "HF_ENDPOINT": endpoint,
+                "HF_HOME": str(tmp_path / "hf-home"),
+                "HF_HUB_OFFLINE": "0",
+                **({"HF_TOKEN": token} if token else {}),
+            }
+            done = subprocess.run(
+                [sys.executable, "-c", READ_HUB, url],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout.splitlines()[-1])
+
+        fake.read = read
+        yield fake
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_that_does_not_answer_is_said_with_a_way_round(tmp_path, offline):
+    done = run_process(
+        [
+            "split",
+            "hf://datasets/org/name@v1/data",
+            "--output",
+            f"{tmp_path}/job",
+            "--num-chunks=1",
+        ],
+        environment={
+            "HF_ENDPOINT": "http://127.0.0.1:1",
+            "HF_HOME": str(tmp_path / "hf-home"),
+            "HF_HUB_OFFLINE": offline,
+        },
+    )
+    assert "hf download --repo-type dataset org/name --local-dir data" in done.stderr
+    if offline == "1":
+        assert done.status == 2
+        assert "may not be asked, as HF_HUB_OFFLINE is set" in done.stderr
+    else:
+        assert done.status == 34
+        assert "the Hub cannot be reached" in done.stderr
+        assert "HTTPS_PROXY" in done.stderr
+    assert not (tmp_path / "job").exists()
+
+
+def numbers(result: dict) -> list[int]:
+    assert "lines" in result, result
+    return [json.loads(line)["n"] for line in result["lines"].splitlines()]
+
+
+def test_hub_revision_is_resolved_once_and_recorded(hub):
+    from fake_hub import commit_of
+
+    result = hub.read("hf://datasets/org/native")
+    commit = commit_of("org/native", "main")
+    assert numbers(result) == [1, 2, 3]
+    assert result["revision"] == commit
+    assert result["files"][0] == f"hf://datasets/org/native@{commit}/data/train-0.parquet"
+    after = [path for path, _ in hub.requests if "/revision/" not in path][1:]
+    assert all("main" not in path for path in after), "something still followed the branch"
+    assert numbers(hub.read("hf://datasets/org/native@v1")) == [0]
+    assert numbers(hub.read(f"hf://datasets/org/native@{commit}/data/train-1.parquet")) == [3]
+    assert numbers(hub.read("hf://datasets/org/native/data/train-*.parquet")) == [1, 2, 3]
+
+
+def test_hub_conversion_stands_in_for_missing_parquet(hub):
+    from fake_hub import commit_of
+
+    result = hub.read("hf://datasets/org/raw")
+    assert numbers(result) == [9]
+    assert result["revision"] == commit_of("org/raw", "refs/convert/parquet")
+    assert numbers(hub.read("hf://datasets/org/raw/a.jsonl")) == [8]
+    assert numbers(hub.read("hf://datasets/org/lines")) == [8]
+    assert numbers(hub.read("hf://datasets/org/several@refs/convert/parquet/two")) == [2]
+    refused = hub.read("hf://datasets/org/several")
+    assert refused["error"] == "InputError"
+    assert "2 configurations (one, two)" in refused["message"]
+
+
+def test_hub_refusals_say_what_to_do(hub):
+    assert "no such data set" in hub.read("hf://datasets/org/nothing")["message"]
+    assert "no such revision" in hub.read("hf://datasets/org/native@nothing")["message"]
+    assert "no such file" in hub.read("hf://datasets/org/native/nothing.parquet")["message"]
+    refused = hub.read("hf://datasets/org/gated")
+    assert refused["error"] == "AccessDenied"
+    assert "HF_TOKEN" in refused["hint"]
+    assert numbers(hub.read("hf://datasets/org/gated", token=TOKEN)) == [1, 2, 3]
+
+
+@given(st.lists(st.none() | st.text(max_size=30), min_size=1))
+@settings(max_examples=200, deadline=None)
+def test_text_is_written_as_msgspec_writes_it_whatever_stands_beside_it(values):
+    """The bytes of a row must not depend on how rows fall into batches."""
+    import msgspec
+
+    from batchinfer.split.arrow_values import NullFloats, make_converter
+
+    for kind in (pa.string(), pa.large_string()):
+        convert = make_converter(kind, NullFloats())
+        array = pa.array([*values, "é", '"\\\n\t\r\u2028\x7f'], kind)
+        for part in (array, array.slice(1), array.slice(0, 1)):
+            assert msgspec.json.encode(convert(part)) == msgspec.json.encode(part.to_pylist())
+
+
+def test_ids_that_are_not_ascii_stay_text(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", key=["é\n", "b"], map=[[("ü", "ä")], []])
+    assert [row["_id"] for row in split_file(path, columns=["key"], id_column="key")] == [
+        "é\n",
+        "b",
+    ]
+
+
+def test_structs_of_flags_keep_their_values_nulls_and_slices():
+    import msgspec
+
+    from batchinfer.split import arrow_values
+
+    rows = [{"a": bool(n & 1), "b/c": bool(n & 2), 'd"': bool(n & 4)} for n in range(8)] * 3
+    for extra in ([], [None], [{"a": None, "b/c": True, 'd"': False}]):
+        array = pa.array([*rows, *extra])
+        convert = arrow_values.make_converter(array.type, arrow_values.NullFloats())
+        for part in (array, array.slice(3), array.slice(5, 7), array.slice(0, 0)):
+            done = msgspec.json.decode(msgspec.json.encode(convert(part)))
+            assert done == part.to_pylist()
+
+
+def test_floats_whose_sum_overflows_are_no_infinities():
+    from batchinfer.split.arrow_values import NullFloats, make_converter
+
+    nulls = NullFloats()
+    array = pa.array([1.7e308, 1.7e308, None, -0.0])
+    assert make_converter(array.type, nulls)(array) == array.to_pylist()
+    assert make_converter(array.type, nulls)(array.slice(0, 2)) == [1.7e308, 1.7e308]
+    assert nulls.count == 0

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.opening import check_writable, join_url, open_store, split_url
+from batchinfer.storage.remote import ReadOnlyStore
+from batchinfer.storage.s3 import S3Store
+
+
+def test_paths_and_file_urls_open_folders(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for url, expected in {
+        "runs/a": tmp_path / "runs/a",
+        "./runs/../b": tmp_path / "b",
+        ".": tmp_path,
+        "/": Path("/"),
+        f"{tmp_path}/c/": tmp_path / "c",
+        f"file://{tmp_path}/with%20space": tmp_path / "with space",
+        "~/d": tmp_path / "home/d",
+    }.items():
+        store = open_store(url)
+        assert isinstance(store, LocalStore)
+        assert store.url == str(expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_scheme_opens_its_store():
+    assert isinstance(open_store("memory://opening"), MemoryStore)
+    assert isinstance(open_store("s3://bucket/job/"), S3Store)
+    assert open_store("s3a://bucket/job/").url == "s3://bucket/job"
+    assert isinstance(open_store("hf://datasets/org/name"), ReadOnlyStore)
+    assert isinstance(open_store("https://127.0.0.1/x"), ReadOnlyStore)
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "azure://x", "S4://x", "://x"])
+def test_unknown_scheme_lists_what_is_understood(url: str):
+    with pytest.raises(ConfigError, match=r"s3://.*gs://"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["", "s3://", "memory:///", "gs:///", "file://"])
+def test_url_of_nothing_is_refused(url: str):
+    with pytest.raises(ConfigError, match="names nothing"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/job", "s3://bucket/job"),
+        ("s3:bucket/job", "s3://bucket/job"),
+        ("GS:/bucket", "gs://bucket"),
+        ("hf:/datasets/a/b", "hf://datasets/a/b"),
+        ("memory:x", "memory://x"),
+        ("file:/data", "file:///data"),
+        ("file:data", "data"),
+        ("s3:/", "s3://"),
+    ],
+)
+def test_a_url_that_lacks_a_slash_is_no_folder_here(url: str, meant: str):
+    with pytest.raises(ConfigError, match="lacks") as caught:
+        open_store(url)
+    assert caught.value.hint.startswith(f"did you mean {meant}?")
+    with pytest.raises(ConfigError, match="lacks"):
+        check_writable(url, option="--output")
+
+
+def test_a_folder_whose_name_has_a_colon_is_one(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("./s3:/bucket", "job:1", "C:/x", "runs/s3:/x"):
+        assert open_store(path).url == str(tmp_path / path)
+
+
+def test_relative_file_url_is_refused():
+    with pytest.raises(ConfigError, match="absolute") as caught:
+        open_store("file://data/job")
+    assert "data/job" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "command"),
+    [("s3://b", "s3fs", "pip install 's3fs"), ("gs://b", "gcsfs", "pip install 'gcsfs>=")],
+)
+def test_missing_package_names_the_command(url: str, package: str, command: str, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    with pytest.raises(ConfigError, match=package) as caught:
+        open_store(url)
+    assert command in caught.value.hint
+
+
+def test_opening_a_folder_loads_no_object_store():
+    code = (
+        "import sys; from batchinfer.storage.opening import open_store; open_store('/tmp');"
+        "print([name for name in ('s3fs', 'fsspec', 'botocore', 'aiohttp') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout.strip() == b"[]"
+
+
+NAMES = st.text(st.sampled_from("ab.-_0"), min_size=1, max_size=5)
+
+
+@given(
+    st.sampled_from(["s3://bucket", "/data", "runs", "gs://b/x", "/"]), st.lists(NAMES, max_size=3)
+)
+def test_joining_and_splitting_agree(base: str, names: list[str]):
+    key = "/".join(names)
+    url = join_url(base, key)
+    scheme, rest = split_url(url)
+    assert scheme == split_url(base)[0]
+    assert rest.endswith(key)
+    assert join_url(base + "/", key) == url
+    assert "//" not in rest

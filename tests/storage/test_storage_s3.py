@@ -1,0 +1,574 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import s3fs
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    StorageError,
+)
+from batchinfer.storage import Preconditions, Store, s3
+from batchinfer.storage.opening import open_store
+from batchinfer.storage.probing import probe
+from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.storage.s3 import S3Store
+from lossy_proxy import Proxy
+from store_contract import StoreContract
+
+pytestmark = pytest.mark.s3
+
+QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def refuse_open_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An s3fs file that is open for writing publishes half an object, or hangs the interpreter."""
+
+    def refuse(self: object, *arguments: object, mode: str = "rb", **options: object) -> None:
+        raise AssertionError("the store opened an s3fs file")
+
+    monkeypatch.setattr(s3fs.S3File, "__init__", refuse)
+
+
+@pytest.fixture
+def client(s3_environment: str) -> Iterator[object]:
+    made = boto3.client("s3")
+    yield made
+    made.close()
+
+
+class TestS3Store(StoreContract):
+    @pytest.fixture
+    def reopen(self, s3_url: Callable[..., str]) -> Callable[[], Store]:
+        url = s3_url("some/job")
+        return lambda: S3Store(url, retries=QUICK)
+
+
+class TestS3StoreWithMultipartUploads(TestS3Store):
+    @pytest.fixture
+    def reopen(self, s3_url: Callable[..., str]) -> Callable[[], Store]:
+        url = s3_url("job")
+        return lambda: S3Store(url, retries=QUICK, part_bytes=5 * MIB, multipart_bytes=1)
+
+
+@pytest.fixture
+def proxy(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(s3_environment)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+    yield made
+    made.close()
+
+
+def test_lost_reply_to_a_create_is_no_loss(s3_url, proxy: Proxy):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    proxy.lose(b"PUT ")
+    etag = store.create("claims/a", b"nonce 1")
+    assert proxy.num_lost == 1
+    assert store.get("claims/a") == (b"nonce 1", etag)
+    proxy.lose(b"PUT ")
+    with pytest.raises(AlreadyExists):
+        store.create("claims/a", b"nonce 2")
+    assert proxy.num_lost == 2
+
+
+def test_lost_reply_to_a_replace_is_no_loss(s3_url, proxy: Proxy):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    etag = store.create("w.json", b"beat 1")
+    proxy.lose(b"PUT ")
+    after = store.replace("w.json", b"beat 2", etag)
+    assert proxy.num_lost == 1
+    assert store.get("w.json") == (b"beat 2", after)
+
+
+def test_lost_reply_to_a_file_is_no_loss(s3_url, proxy: Proxy, tmp_path: Path):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB))
+    proxy.lose(b"PUT ")
+    etag = store.create_file("outputs/a", file)
+    assert proxy.num_lost == 1
+    assert store.get("outputs/a") == (file.read_bytes(), etag)
+
+
+@pytest.mark.parametrize(
+    ("starts_with", "contains"),
+    [(b"PUT ", b"partNumber=2"), (b"POST ", b"uploads"), (b"POST ", b"uploadId")],
+    ids=["a part", "the start", "the completion"],
+)
+def test_lost_reply_in_a_multipart_upload_is_no_loss(
+    s3_url, proxy: Proxy, tmp_path: Path, starts_with: bytes, contains: bytes
+):
+    url = s3_url("job")
+    store = S3Store(url, retries=QUICK, part_bytes=5 * MIB, multipart_bytes=6 * MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(12 * MIB))
+    store.create_file("outputs/earlier", file)  # so that the trial of parts is over
+    proxy.lose(starts_with, contains=contains)
+    store.create_file("outputs/a", file)
+    assert proxy.num_lost == 1
+    store.download("outputs/a", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+
+
+def test_lost_replies_to_reads_are_asked_again(s3_url, proxy: Proxy, tmp_path: Path):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    data = os.urandom(MIB)
+    store.create("k", data)
+    proxy.lose(b"GET ", times=2)
+    assert store.get("k").data == data
+    proxy.lose(b"GET ", times=2)
+    store.download("k", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    proxy.lose(b"GET ", times=2)
+    assert [found.key for found in store.list()] == ["k"]
+    proxy.lose(b"HEAD ", times=2)
+    assert store.stat("k").bytes == MIB
+    proxy.lose(b"POST ", times=2)
+    store.delete(["k"])
+    assert proxy.num_lost == 10
+
+
+def test_server_that_never_answers_is_a_storage_error_after_the_retries(s3_url, proxy: Proxy):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    proxy.lose(b"GET ", times=99)
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
+        store.get("k")
+    assert type(caught.value) is StorageError
+    assert "AWS_ENDPOINT_URL" in caught.value.hint
+    assert proxy.num_lost >= 3  # the HTTP client asks a second time by itself
+
+
+def test_server_that_is_not_there_is_a_storage_error(s3_environment, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        S3Store("s3://bucket/job", retries=QUICK).create("k", b"1")
+
+
+def test_part_of_an_upload_is_never_an_object(s3_url, proxy: Proxy, tmp_path: Path):
+    store = S3Store(s3_url("job"), retries=QUICK, part_bytes=5 * MIB, multipart_bytes=6 * MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(12 * MIB))
+    proxy.lose(b"PUT ", contains=b"partNumber=3", times=99)
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        store.create_file("outputs/a", file)
+    assert list(store.list()) == []
+    assert list(store.list_multipart_uploads()) == []
+
+
+def test_dangling_uploads_are_listed_and_aborted_by_age(s3_url, client):
+    url = s3_url("job")
+    store = S3Store(url, retries=QUICK)
+    for key in ("job/outputs/a", "job/outputs/b", "other/c"):
+        client.create_multipart_upload(Bucket=store.bucket, Key=key)
+    keys = [upload.key for upload in store.list_multipart_uploads()]
+    assert keys == ["outputs/a", "outputs/b"]
+    century = 100 * 365 * 86_400  # this server dates every upload to 2010
+    assert store.abort_multipart_uploads(century) == 0
+    assert store.abort_multipart_uploads(3600) == 2
+    assert list(store.list_multipart_uploads()) == []
+    assert len(client.list_multipart_uploads(Bucket=store.bucket)["Uploads"]) == 1
+
+
+def test_more_than_a_page_of_keys_is_listed_and_deleted(s3_url, client):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    keys = [f"x/{index:04d}" for index in range(1005)]
+    for key in keys:
+        client.put_object(Bucket=store.bucket, Key=f"job/{key}", Body=b"1")
+    client.put_object(Bucket=store.bucket, Key="job/x/", Body=b"")  # a console's "folder"
+    assert [found.key for found in store.list("x/")] == keys
+    store.delete(keys)
+    assert list(store.list()) == []
+
+
+def test_whole_bucket_can_be_the_root(s3_url):
+    store = open_store(s3_url())
+    assert isinstance(store, S3Store)
+    etag = store.create("job.json", b"{}")
+    assert store.get("job.json") == (b"{}", etag)
+    assert [found.key for found in store.list()] == ["job.json"]
+    assert store.url == f"s3://{store.bucket}"
+
+
+def test_sibling_with_the_same_start_is_outside(s3_url, client):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    client.put_object(Bucket=store.bucket, Key="job2/x", Body=b"1")
+    assert list(store.list()) == []
+
+
+def test_missing_bucket_is_named(s3_environment, tmp_path):
+    store = S3Store("s3://no-such-bucket-here/job", retries=QUICK)
+    file = tmp_path / "file"
+    file.write_bytes(b"1")
+    for verb in (
+        lambda: store.get("k"),
+        lambda: store.stat("k"),
+        lambda: store.download("k", tmp_path / "copy"),
+        lambda: list(store.list()),
+        lambda: store.create("k", b"1"),
+        lambda: store.create_file("k", file),
+        lambda: store.replace("k", b"1", '"0"'),
+        lambda: store.delete(["k"]),
+        lambda: probe(store),
+    ):
+        with pytest.raises(InputError, match="no-such-bucket-here") as caught:
+            verb()
+        assert "aws s3 mb" in caught.value.hint
+
+
+def test_invalid_bucket_name_is_refused(s3_environment):
+    with pytest.raises(InputError, match="bucket"):
+        S3Store("s3://Not A Bucket/job", retries=QUICK).get("k")
+
+
+def test_missing_credentials_are_access_denied(s3_url, monkeypatch):
+    url = s3_url("job")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(AccessDenied, match="credentials") as caught:
+        S3Store(url, retries=QUICK).get("k")
+    assert "AWS_ACCESS_KEY_ID" in caught.value.hint
+
+
+def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
+    s3_url, monkeypatch, tmp_path
+):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    counter, config, source = (tmp_path / name for name in ("counter", "config", "source.sh"))
+    source.write_text(
+        f"echo >>{counter}; [ $(wc -l <{counter}) -gt 2 ] || exit 1\n"
+        """echo '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b"}'\n"""
+    )
+    config.write_text(f"[profile p]\ncredential_process = sh {source}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "p")
+    store.create("k", b"1")
+    assert len(counter.read_text()) == 3
+    source.write_text("exit 1\n")
+    with pytest.raises(StorageError, match="after 3 attempts") as caught:
+        S3Store(store.url, retries=QUICK).get("k")
+    assert type(caught.value) is StorageError, "exit 34, for which a worker is started again"
+    assert "AWS_PROFILE" in caught.value.hint
+
+
+def test_unknown_profile_is_access_denied(s3_url, monkeypatch):
+    url = s3_url("job")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(AccessDenied, match="nobody"):
+        S3Store(url, retries=QUICK).get("k")
+
+
+def test_endpoint_and_key_of_a_profile_are_used(s3_url, monkeypatch, tmp_path):
+    url = s3_url("job")
+    config = tmp_path / "config"
+    config.write_text(
+        "[profile r2]\naws_access_key_id = a\naws_secret_access_key = b\nregion = auto\n"
+        f"endpoint_url = {os.environ['AWS_ENDPOINT_URL']}\n"
+    )
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "r2")
+    store = open_store(url.replace("s3://", "r2://"))
+    store.create("k", b"1")
+    assert store.get("k").data == b"1"
+
+
+def test_r2_without_an_endpoint_says_what_to_set(s3_environment, monkeypatch):
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    with pytest.raises(ConfigError, match="endpoint") as caught:
+        open_store("r2://bucket/job")
+    assert "r2.cloudflarestorage.com" in caught.value.hint
+
+
+def test_endpoint_without_a_scheme_is_a_config_error(s3_environment, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9000") as caught:
+        S3Store("s3://bucket/job", retries=QUICK).get("k")
+    assert "AWS_ENDPOINT_URL" in caught.value.hint
+
+
+class DeafStore(S3Store):
+    """A server that ignores preconditions, as `rclone serve s3` does."""
+
+    def _call(self, method: str, **arguments: object) -> object:
+        arguments.pop("IfNoneMatch", None)
+        arguments.pop("IfMatch", None)
+        return super()._call(method, **arguments)
+
+
+def test_store_that_ignores_preconditions_is_found_out(s3_url):
+    store = DeafStore(s3_url("job"), retries=QUICK)
+    found = probe(store)
+    assert found == Preconditions(create=False, replace=False)
+    assert not found.is_safe
+    assert list(store.list()) == []
+
+
+class DeafToParts(S3Store):
+    """A server that checks preconditions, but not where an upload in parts is completed, as older Ceph does."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: list[tuple[str, str]] = []
+
+    def _call(self, method: str, **arguments: object) -> object:
+        self.calls.append((method, str(arguments.get("Key", ""))))
+        if method == "complete_multipart_upload":
+            arguments.pop("IfNoneMatch", None)
+        return super()._call(method, **arguments)
+
+
+def test_store_that_overwrites_by_uploads_in_parts_gets_files_in_one_piece(
+    s3_url, tmp_path: Path, caplog
+):
+    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(os.urandom(3 * MIB))
+    second.write_bytes(os.urandom(3 * MIB))
+    etag = store.create_file("outputs/a", first)
+    assert store.create_file("outputs/a", first) == etag
+    with pytest.raises(AlreadyExists):
+        store.create_file("outputs/a", second)
+    assert store.get("outputs/a").data == first.read_bytes()
+    completed = [key for method, key in store.calls if method == "complete_multipart_upload"]
+    assert len(completed) == 1, "the trial, and it is made once"
+    assert "in one piece" in caplog.text
+    assert [found.key for found in store.list()] == ["outputs/a"]
+
+
+def test_file_too_large_for_one_piece_is_refused_where_parts_overwrite(
+    s3_url, monkeypatch, tmp_path: Path
+):
+    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
+    store = DeafToParts(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB))
+    with pytest.raises(StorageError, match="one piece") as caught:
+        store.create_file("outputs/a", file)
+    assert "--num-chunks" in caught.value.hint
+    assert list(store.list()) == []
+
+
+def test_store_that_overwrites_by_any_upload_gets_large_files_in_parts(
+    s3_url, monkeypatch, tmp_path: Path
+):
+    """There every output has a name of its own, so parts overwrite nothing; in one piece not every file fits."""
+    monkeypatch.setattr(s3, "MAX_PUT_BYTES", 2 * MIB)
+    store = DeafStore(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB))
+    assert store.create_file("outputs/a", file).endswith('-1"'), "in parts"
+    assert [found.key for found in store.list()] == ["outputs/a"]
+
+
+def test_trial_of_parts_leaves_nothing(s3_url, tmp_path: Path):
+    store = S3Store(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(MIB))
+    etag = store.create_file("outputs/a", file)
+    assert etag.endswith('-1"'), "in parts"
+    assert [found.key for found in store.list()] == ["outputs/a"]
+    assert list(store.list_multipart_uploads()) == []
+
+
+ANSWER = (
+    b"HTTP/1.1 %d X\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n"
+    b"Connection: close\r\n\r\n%s"
+)
+
+
+class Scripted:
+    """A server that gives scripted answers, one a connection, and 200 with an ETag when they are used up."""
+
+    def __init__(self, *answers: tuple[int, str] | tuple[int, str, str]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.answers = list(answers)
+        self.num_requests = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                request = b""
+                while b"\r\n\r\n" not in request:
+                    request += connection.recv(1 << 16)
+                if b"100-continue" in request:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    connection.recv(1 << 16)
+                self.num_requests += 1
+                if not self.answers:
+                    connection.sendall(
+                        b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
+                    )
+                    continue
+                status, code, *more = self.answers.pop(0)
+                message = more[0] if more else "no"
+                body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+                if request.startswith(b"HEAD "):
+                    body = b""
+                connection.sendall(ANSWER % (status, len(body), body))
+
+
+@pytest.fixture
+def scripted(
+    s3_environment: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Scripted]]:
+    made: list[Scripted] = []
+
+    def make(*answers: tuple[int, str]) -> Scripted:
+        made.append(Scripted(*answers))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made[-1].url)
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (409, "ConditionalRequestConflict"),
+        (500, "InternalError"),
+        (503, "SlowDown"),
+        (403, "RequestTimeTooSkewed"),
+        (429, "TooManyRequests"),
+        (400, "RequestTimeout"),
+        (502, "BadGateway"),
+    ],
+)
+def test_passing_trouble_is_tried_again(scripted, status: int, code: str):
+    server = scripted((status, code), (status, code))
+    assert S3Store("s3://bucket/job", retries=QUICK).create("k", b"1") == '"e"'
+    assert server.num_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (403, "AccessDenied", AccessDenied),
+        (403, "SignatureDoesNotMatch", AccessDenied),
+        (400, "ExpiredToken", AccessDenied),
+        (400, "AuthorizationHeaderMalformed", ConfigError),
+        (404, "NoSuchBucket", InputError),
+        (501, "NotImplemented", StorageError),
+        (400, "InvalidRequest", StorageError),
+    ],
+)
+def test_lasting_trouble_is_reported_at_once(scripted, status: int, code: str, expected: type):
+    server = scripted(*[(status, code)] * 9)
+    with pytest.raises(expected, match="bucket"):
+        S3Store("s3://bucket/job", retries=QUICK).create("k", b"1")
+    assert server.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (501, "NotImplemented", "no"),
+        (400, "MissingContentMD5", "no"),
+        (400, "InvalidRequest", "Missing required header for this request: Content-MD5"),
+    ],
+)
+def test_store_that_takes_no_bulk_deletion_is_asked_one_by_one(
+    scripted, status: int, code: str, message: str
+):
+    server = scripted((status, code, message))
+    S3Store("s3://bucket/job", retries=QUICK).delete(["a", "b"])
+    assert server.num_requests == 3
+
+
+def test_refused_head_hints_at_the_listing_permission(scripted):
+    scripted(*[(403, "AccessDenied")] * 9)
+    with pytest.raises(AccessDenied) as caught:
+        S3Store("s3://bucket/job", retries=QUICK).stat("k")
+    assert "s3:ListBucket" in caught.value.hint
+
+
+def test_read_only_bucket_is_access_denied_by_the_probe(scripted):
+    scripted(*[(403, "AccessDenied")] * 9)
+    with pytest.raises(AccessDenied):
+        probe(S3Store("s3://bucket/job", retries=QUICK))
+
+
+EXIT = """
+import sys
+from pathlib import Path
+from batchinfer.storage.opening import open_store
+store = open_store(sys.argv[1])
+store.create("k", b"1")
+store.create_file("f", Path(sys.argv[2]))
+next(store.list())
+raise SystemExit(7)
+"""
+
+
+def test_process_that_used_the_store_can_exit(s3_url, tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * MIB)
+    command = [sys.executable, "-W", "error", "-c", EXIT, s3_url("job"), str(file)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+UPLOAD = """
+import sys
+from pathlib import Path
+from batchinfer.storage.s3 import S3Store
+store = S3Store(sys.argv[1], part_bytes=5 << 20, multipart_bytes=1)
+print("ready", flush=True)
+for index in range(10_000):
+    store.create_file(f"{sys.argv[3]}-{index}", Path(sys.argv[2]))
+    print("done", flush=True)
+"""
+
+
+def test_killed_uploader_never_shows_a_part(s3_url, tmp_path: Path):
+    url = s3_url("job")
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(12 * MIB))
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    store = S3Store(url, retries=QUICK)
+    for round_index, num_lines in enumerate((1, 2, 3)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", UPLOAD, url, str(file), str(round_index)], stdout=subprocess.PIPE
+        )
+        for _ in range(num_lines):
+            process.stdout.readline()
+        threading.Event().wait(0.05)  # somewhere in the next upload
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        found = list(store.list(f"{round_index}-"))
+        assert len(found) >= num_lines - 1
+        for info in found:
+            assert hashlib.sha256(store.get(info.key).data).hexdigest() == sha256
+        store.delete([info.key for info in found])
+    store.abort_multipart_uploads(-3600)
+    assert list(store.list_multipart_uploads()) == []

@@ -1,0 +1,199 @@
+"""A checkpoint of many bytes is several segments, each of whole records, and all of them are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import Interrupted
+from batchinfer.ledger.checkpoints import FinishedRow, Segments
+from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.scratch import Spool
+from batchinfer.worker import checkpointing
+from batchinfer.worker.checkpointing import Checkpointer
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.services import Services
+from simulation.scenario import simulate
+from simulation.stage import Stage, when
+
+SEGMENT_BYTES = 600
+"""Of some 200 bytes a record."""
+PROMPTS = [[f"say {index}" for index in range(40)]]
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(checkpointing, "_SEGMENT_BYTES", SEGMENT_BYTES)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def records(stage: Stage) -> list[list[bytes]]:
+    """The records of every segment, without its first line."""
+    found = stage.objects(layout.CHECKPOINTS).values()
+    return [data.splitlines(keepends=True)[1:] for data in found]
+
+
+def test_one_checkpoint_is_written_in_parts_until_nothing_is_left_of_it() -> None:
+    dies = when(lambda method, key: method == "put_object" and "outputs/" in key, "dies_before")
+    with Stage(PROMPTS) as stage:
+        # The only other checkpoint would be of the complete chunk, which is published instead.
+        ending = stage.run(hook=dies, checkpoint_rows=20, checkpoint_seconds=1000.0)
+        assert ending.is_killed
+        parts = records(stage)
+        assert 20 <= sum(len(part) for part in parts) < 40
+        assert len(parts) > 3
+        for part in parts:
+            assert part
+            assert sum(len(record) for record in part[:-1]) < SEGMENT_BYTES
+        again = stage.run()
+        assert again.result["rows_resumed"] == sum(len(part) for part in parts)
+
+
+def test_a_worker_that_is_stopped_writes_all_parts() -> None:
+    with Stage(PROMPTS) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_seconds=1000.0)
+        assert len(records(stage)) > 3
+        assert sum(len(part) for part in records(stage)) == len(stage.finished) > 10
+        assert len({record for part in records(stage) for record in part}) == len(stage.finished)
+
+
+class Hands:
+    """A background whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], Any]] = []
+
+    def submit(self, work: Callable[[], Any]) -> _Done:
+        self.work.append(work)
+        return _Done(work)
+
+
+class _Done:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._work()
+
+
+def open_chunk(folder: Path, name: str, num_rows: int, num_done: int | None = None) -> OpenChunk:
+    chunk = OpenChunk(
+        ChunkRef(name=name, root="job", key=f"{name}.jsonl"),
+        LocalChunk(folder / name, num_rows, "a" * 64),
+        Spool(folder / f"{name}.spool", num_rows),
+        num_rows=num_rows,
+        started=0.0,
+    )
+    finish(chunk, *range(num_rows if num_done is None else num_done))
+    return chunk
+
+
+def finish(chunk: OpenChunk, *lines: int) -> None:
+    output = codec.raw(b'{"text":"%s"}' % (b"x" * 150))
+    chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in lines])
+
+
+def services_with(hands: Hands, store: str) -> Services:
+    lease = SimpleNamespace(epoch=1, writer="w0", require=lambda: None)
+    return cast("Services", SimpleNamespace(run=MemoryStore(store), lease=lease, background=hands))
+
+
+def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
+    tmp_path: Path,
+) -> None:
+    """With all hands busy it waited to be written, then its first part came back: it was begun twice."""
+    hands = Hands()
+    services = services_with(hands, "memory://asked-twice")
+    checkpointer = Checkpointer(services, lambda _chunk: True)
+    checkpointer.fingerprint = "f"
+    long = open_chunk(tmp_path, "long", 12)
+    chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
+    checkpointer.ask(chunks)
+    assert len(hands.work) == 4
+    checkpointer.ask([long])
+    checkpointer.tick()
+    assert len(hands.work) == 5
+    while checkpointer.is_busy:
+        checkpointer.tick()
+    assert long.checkpointed_bytes == long.spool.size_bytes
+    found = Segments(
+        services.run, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", num_lines=12
+    )
+    assert [row.line for row in found.rows()] == list(range(12))
+    assert found.keys == long.segment_keys
+    assert len(found.keys) == 4
+    for chunk in chunks:
+        chunk.close()
+
+
+def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later(
+    tmp_path: Path,
+) -> None:
+    """The newest came first, and each round forgot the rest: the oldest, of the slowest rows, were never written."""
+    hands = Hands()
+    services = services_with(hands, "memory://in-turn")
+    checkpointer = Checkpointer(services, lambda _chunk: True)
+    chunks = [open_chunk(tmp_path, f"chunk-{index}", 2, num_done=1) for index in range(9)]
+    checkpointer.ask(chunks)
+    for chunk in chunks[:4]:
+        finish(chunk, 1)
+    checkpointer.ask(chunks)
+    while checkpointer.is_busy:
+        checkpointer.tick()
+    order = [info.key.split("/")[1] for info in services.run.list(layout.CHECKPOINTS)]
+    assert sorted(order) == sorted([c.name for c in chunks] + [c.name for c in chunks[:4]])
+    assert [chunk.num_segments_written for chunk in chunks] == [2] * 4 + [1] * 5
+    for chunk in chunks:
+        chunk.close()
+
+
+class Lines(logging.Handler):
+    """Keeps what is said. Not caplog: what reaches that depends on how tests before have set up logging."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def test_the_log_counts_the_rows_that_the_segment_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were finished while a segment was on its way were counted as safe."""
+    logging.disable(logging.NOTSET)
+    lines, log = Lines(), logging.getLogger("batchinfer.worker.checkpointing")
+    monkeypatch.setattr(log, "handlers", [lines])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    checkpointer = Checkpointer(services_with(Hands(), "memory://counted"), lambda _chunk: True)
+    chunk = open_chunk(tmp_path, "part", 8, num_done=2)
+    checkpointer.ask([chunk])
+    finish(chunk, 2, 3, 4)
+    checkpointer.tick()
+    checkpointer.note_deaths(chunk, [5, 6])
+    checkpointer.tick()
+    chunk.close()
+    assert lines.found == [
+        "part: checkpoint of 2 rows, 2 of 8 done",
+        "part: noted 2 rows that were in flight when the engine died",
+    ]
+
+
+def test_promises_hold_with_small_segments() -> None:
+    assert not any(simulate(seed).violation for seed in range(920_000, 920_025))

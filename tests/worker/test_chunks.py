@@ -1,0 +1,457 @@
+"""Opening chunks: what is taken up is of this very chunk, and takes little memory however much it is."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import InputError, Interrupted, StorageError
+from batchinfer.core.records import Run
+from batchinfer.core.zst import ZstdFile
+from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.publishing import Publisher, build_output
+from batchinfer.storage import Object, Store
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.opening import open_store
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.opening import AlreadyDone, Opener
+from fakes import marker_record
+from simulation.machine import FLAKY, sampling
+from simulation.oracle import RUN
+from simulation.scenario import JOB, good_row
+from simulation.stage import Stage, when
+
+CHUNK = "part-00000"
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# --------------------------------------------------------------------------- a list whose files are edited
+
+
+def put_list(stage: Stage, prompts: list[str]) -> None:
+    """Put a list of one JSONL file, which no job.json vouches for, in the job's place."""
+    rows = [good_row(index, text).line for index, text in enumerate(prompts)]
+    stage.server.put(f"{JOB}texts.jsonl", b"".join(row + b"\n" for row in rows))
+    stage.server.put(f"{JOB}list.txt", b"texts.jsonl\n")
+
+
+def published(stage: Stage) -> list[dict[str, Any]]:
+    """The output lines that the newest marker names."""
+    found = stage.objects(layout.OUTPUTS)
+    markers = sorted(key for key in found if ".succeed" in key)
+    output = found[layout.OUTPUTS + json.loads(found[markers[-1]])["output"]]
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def alone(prompts: list[str]) -> list[dict[str, Any]]:
+    """What a run over this list gives when nothing happens to it."""
+    with Stage([["unused"]]) as stage:
+        put_list(stage, prompts)
+        assert stage.run(manifest="list.txt").is_success
+        return published(stage)
+
+
+OLD = [f"old {index}" for index in range(6)]
+NEW = ["put in front", *OLD[:3], "new 4", "new 5", "new 6"]
+DIES_AFTER_A_CHECKPOINT = when(
+    lambda method, key: method == "put_object" and "checkpoints/" in key, "dies_after"
+)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("new", [NEW, NEW[:3]], ids=["longer", "shorter"])
+def test_a_file_edited_between_a_kill_and_a_start_has_no_rows_of_its_old_text(
+    new: list[str],
+) -> None:
+    with Stage([["unused"]]) as stage:
+        put_list(stage, OLD)
+        stage.engine.max_in_flight = 2
+        killed = stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
+        assert killed.is_killed
+        assert stage.objects(layout.CHECKPOINTS)
+        put_list(stage, new)
+        ending = stage.run(manifest="list.txt")
+        assert ending.is_success, ending.error
+        assert ending.result["rows_resumed"] == 0
+        assert published(stage) == alone(new)
+        assert not stage.objects(layout.CHECKPOINTS)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_file_that_nobody_edited_goes_on_from_its_checkpoints() -> None:
+    with Stage([["unused"]]) as stage:
+        put_list(stage, OLD)
+        stage.engine.max_in_flight = 2
+        stage.run(hook=DIES_AFTER_A_CHECKPOINT, manifest="list.txt", checkpoint_rows=2)
+        ending = stage.run(manifest="list.txt")
+        assert ending.result["rows_resumed"] >= 2
+        assert published(stage) == alone(OLD)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_file_edited_since_it_was_done_is_not_repaired_with_answers_to_its_old_text() -> None:
+    """--retry-errors took the good lines of the published output, which were those of other rows."""
+    with Stage([["unused"]]) as stage:
+        put_list(stage, [*OLD, FLAKY])
+        stage.engine.is_mended = False
+        assert stage.run(manifest="list.txt", max_error_rate=1.0).is_success
+        before = published(stage)
+        assert before[-1]["status"] == "error"
+        put_list(stage, ["put in front", *OLD])
+        ending = stage.run(manifest="list.txt", retry_errors=True)
+        assert ending.error is not None
+        assert "texts: was changed after it was done" in str(ending.error)
+        assert published(stage) == before
+
+
+# --------------------------------------------------------------------------- a run whose run.json was removed
+
+
+def stopped_after_checkpoints(stage: Stage) -> None:
+    stage.engine.max_in_flight = 2
+    stage.scheduler.after(5.0, lambda: stage.stop(Interrupted("stopped")))
+    assert not stage.run(checkpoint_seconds=0.5).is_success
+    assert stage.objects(layout.CHECKPOINTS)
+
+
+def texts(stage: Stage) -> list[str]:
+    return [line["choices"][0]["text"] for line in published(stage)]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_checkpoints_of_another_configuration_are_not_taken_up() -> None:
+    """The output mixed the answers of two temperatures, and its marker vouched for one."""
+    rows = [f"say {index}" for index in range(40)]
+    with Stage([rows]) as stage:
+        assert stage.run(sampling=sampling(0.9)).is_success
+        expected = texts(stage)
+    with Stage([rows]) as stage:
+        stopped_after_checkpoints(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        ending = stage.run(sampling=sampling(0.9))
+        assert ending.is_success, ending.error
+        assert ending.result["rows_resumed"] == 0
+        assert texts(stage) == expected
+        assert not stage.objects(layout.CHECKPOINTS)
+
+
+# --------------------------------------------------------------------------- what is taken up
+
+NUM_SEGMENTS = 24
+ROWS_EACH = 250
+ROW_BYTES = 8000
+TOTAL_BYTES = NUM_SEGMENTS * ROWS_EACH * ROW_BYTES
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    made = Scratch(tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+def put_chunk(tmp_path: Path) -> tuple[Store, str]:
+    """A chunk of short rows; return its store and its sha256."""
+    source = open_store(str(tmp_path / "job"))
+    data = b"{}\n" * (NUM_SEGMENTS * ROWS_EACH)
+    source.create("texts.jsonl", data)
+    return source, codec.sha256(data)
+
+
+def output_line(line: int) -> bytes:
+    text = b"x" * (ROW_BYTES - 40)
+    return b'{"_row":%d,"status":"ok","choices":[{"text":"%s"}]}' % (line, text)
+
+
+def publisher(run: Store) -> Publisher:
+    return Publisher(run, is_safe=True, nonce="n", require_lease=lambda: None)
+
+
+def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
+    made = Opener(
+        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
+    )
+    made.join("f")
+    return made
+
+
+def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
+    """Open a chunk all of whose rows are finished already; return the most bytes that were held meanwhile."""
+    opens = opener(run, source, scratch)
+    tracemalloc.start()
+    try:
+        chunk = opens.open(ref, now=0.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(chunk, OpenChunk)
+    num_rows = NUM_SEGMENTS * ROWS_EACH
+    assert (chunk.num_left, chunk.counts.resumed, chunk.counts.ok) == (0, num_rows, num_rows)
+    for line, payload in enumerate(chunk.spool.payloads()):
+        assert payload == output_line(line)
+    chunk.close()
+    return peak
+
+
+def test_taking_up_segments_takes_the_memory_of_one_of_them(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    source, sha256 = put_chunk(tmp_path)
+    for index in range(NUM_SEGMENTS):
+        lines = range(index * ROWS_EACH, (index + 1) * ROWS_EACH)
+        rows = [FinishedRow(line=n, ok=True, output=codec.raw(output_line(n))) for n in lines]
+        write_segment(
+            run,
+            layout.segment_key("texts", 1, "w0", index),
+            encode_rows(rows)[0],
+            chunk_sha256=sha256,
+            fingerprint="f",
+        )
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+
+
+def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    source, sha256 = put_chunk(tmp_path)
+    num_rows = NUM_SEGMENTS * ROWS_EACH
+    built = build_output(scratch.new_path("output"), (output_line(n) for n in range(num_rows)))
+    marker = marker_record(
+        chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=num_rows - 1, rows_error=1
+    )
+    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+
+
+def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    sha256 = codec.sha256(data)
+    failed = b'{"_row":1,"status":"error","error":{"code":"c","message":"m"}}'
+    good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
+    bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
+    for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):
+        key = layout.segment_key("texts", 1, "w0", seq)
+        write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
+    built = build_output(scratch.new_path("output"), iter([output_line(0), failed, failed]))
+    marker = marker_record(chunk="texts.jsonl", chunk_sha256=sha256, rows_ok=1, rows_error=2)
+    publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    chunk = opener(run, source, scratch).open(ref, now=0.0)
+    assert isinstance(chunk, OpenChunk)
+    assert chunk.num_unread == 1
+    assert [row.line_index for row in chunk.read_rows(3, 100)] == [2]
+    assert (chunk.num_unread, chunk.counts.resumed, chunk.counts.ok) == (0, 2, 2)
+    chunk.close()
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_segments_that_vanish_while_they_are_read_mean_done_if_there_is_a_marker(
+    scratch: Scratch, tmp_path: Path, is_published: bool
+) -> None:
+    """Between the look for the marker and the reading of a segment, somebody publishes, which removes the segments."""
+    data = b"{}\n"
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    key = layout.segment_key("texts", 1, "w0", 1)
+
+    class OvertakenStore(LocalStore):
+        def get(self, asked: str) -> Object:
+            if asked == key:
+                if is_published:
+                    built = build_output(scratch.new_path("output"), iter([output_line(0)]))
+                    marker = marker_record(
+                        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=1
+                    )
+                    publisher(self).publish(built, marker, chunk="texts", leftovers=[key])
+                else:
+                    self.delete([key])
+            return super().get(asked)
+
+    run = OvertakenStore(tmp_path / "run")
+    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
+    write_segment(run, key, encode_rows([row])[0], chunk_sha256=codec.sha256(data), fingerprint="f")
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    opened = opener(run, source, scratch).open(ref, now=0.0)
+    assert not list(run.list(layout.CHECKPOINTS))
+    if is_published:
+        assert isinstance(opened, AlreadyDone)
+        assert opened.marker.rows_ok == 1
+    else:
+        assert isinstance(opened, OpenChunk)
+        assert (opened.num_left, opened.counts.resumed) == (1, 0)
+        opened.close()
+
+
+def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    row = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
+    write_segment(
+        run,
+        layout.segment_key("texts", 1, "w0", 1),
+        encode_rows([row])[0],
+        chunk_sha256=codec.sha256(data),
+        fingerprint=codec.fingerprint({}),
+    )
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    opens = Opener(
+        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
+    )
+    for num_resumed in (0, 1):
+        chunk = opens.open(ref, now=0.0)
+        assert isinstance(chunk, OpenChunk)
+        assert chunk.counts.resumed == num_resumed
+        chunk.close()
+        if not num_resumed:
+            record = Run(
+                format_version=1,
+                fingerprint=codec.fingerprint({}),
+                config={},
+                recorded={},
+                nonce="n",
+            )
+            run.create(layout.RUN_KEY, codec.encode(record))
+    with pytest.raises(InputError, match="was replaced while this worker started"):
+        opens.join("g")
+
+
+def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    """A line cut out of it moved all lines after it to other rows, and the repair vouched for them."""
+    data = b"{}\n" * 3
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", data)
+    failed = b'{"_row":0,"status":"error","error":{"code":"c","message":"m"}}'
+    lines = [failed, output_line(1), output_line(2)]
+    built = build_output(scratch.new_path("output"), iter(lines))
+    marker = marker_record(
+        chunk="texts.jsonl", chunk_sha256=codec.sha256(data), rows_ok=2, rows_error=1
+    )
+    published = publisher(run).publish(built, marker, chunk="texts", leftovers=[])
+    key = layout.output_key(published.marker.output)
+    run.delete([key])
+    run.create(key, b"\n".join([failed, output_line(2), b""]))
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
+    with pytest.raises(InputError, match="is not what its marker vouches for") as caught:
+        opener(run, source, scratch).open(ref, now=0.0)
+    assert "--redo texts" in caught.value.hint
+
+
+def test_a_disk_that_fails_is_said_in_a_line(scratch: Scratch, tmp_path: Path, run: Store) -> None:
+    """The worker ended with a traceback and exit 1, which no job manager starts again."""
+    source, _ = put_chunk(tmp_path)
+    chunk = opener(run, source, scratch).open(
+        ChunkRef(name="texts", root="job", key="texts.jsonl"), now=0.0
+    )
+    assert isinstance(chunk, OpenChunk)
+    chunk.local.path.unlink()
+    with pytest.raises(StorageError, match="cannot be used"):
+        chunk.read_rows(1, 1)
+    chunk.close()
+
+
+class HalfStore(LocalStore):
+    """Its downloads end half way."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Write the first half, then fail."""
+        data = self.get(key).data
+        path.write_bytes(data[: len(data) // 2])
+        raise StorageError("the connection was reset")
+
+
+def test_a_download_that_fails_leaves_nothing_on_the_disk(scratch: Scratch, tmp_path: Path) -> None:
+    """Each try has a file of its own, so a flaky network filled the disk."""
+    put_chunk(tmp_path)
+    store = HalfStore(tmp_path / "job")
+    with pytest.raises(StorageError, match="reset"):
+        fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl"), scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_a_compressed_file_that_was_cut_is_not_taken_for_a_whole_one(
+    scratch: Scratch, tmp_path: Path, kept: float
+) -> None:
+    """Nothing else vouches for a list from elsewhere: the rows behind the cut were lost, and the marker said all."""
+    packed = zstandard.compress(b"".join(b'{"n":%d}\n' % n for n in range(20_000)))
+    store = open_store(str(tmp_path / "job"))
+    store.create("texts.jsonl.zst", packed[: int(len(packed) * kept)])
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl.zst")
+    with pytest.raises(InputError, match=r"not readable as zstd.*ends early"):
+        fetch(store, ref, scratch)
+    assert [path.name for path in scratch.folder.iterdir()] == ["lock"]
+
+
+def test_a_compressed_file_that_is_nothing_but_repetition_takes_little_memory() -> None:
+    packed = zstandard.compress(b"x" * (200 << 20))
+    tracemalloc.start()
+    try:
+        with ZstdFile(io.BytesIO(packed)) as file:
+            num_bytes = sum(len(piece) for piece in iter(lambda: file.read(1 << 16), b""))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes == 200 << 20
+    assert peak < 80 << 20
+
+
+def test_a_disk_that_has_become_read_only_is_said_in_a_line(
+    scratch: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left of a download could not be removed either, and that error took the place of the first."""
+    put_chunk(tmp_path)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match="reset"):
+        fetch(
+            HalfStore(tmp_path / "job"),
+            ChunkRef(name="texts", root="job", key="texts.jsonl"),
+            scratch,
+        )
+
+
+def test_a_compressed_file_may_have_many_frames(scratch: Scratch, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "job"))
+    frames = [zstandard.compress(b'{"n":%d}\n' % n) for n in range(3)]
+    store.create("texts.jsonl.zst", b"".join(frames))
+    local = fetch(store, ChunkRef(name="texts", root="job", key="texts.jsonl.zst"), scratch)
+    assert local.path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":2}\n'

@@ -1,0 +1,180 @@
+"""When a worker's own record tells it to go on, and when to give up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
+    EngineLoadError,
+    Interrupted,
+    NoProgress,
+    StopRequested,
+    StorageError,
+)
+from batchinfer.core.records import Claim
+from fakes import worker_record
+from simulation.scheduler import Process
+from simulation.stage import Ending, Stage
+
+LEASE_SECONDS = 6.0
+OPTIONS = {"max_attempts": 2, "within_seconds": 1000.0}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with Stage([["mine"] * 5, ["theirs"] * 5]) as made:
+        yield made
+
+
+def let_another_hold(stage: Stage, *chunks: str) -> None:
+    """A worker whose heart beats for ever, with a row each time: ours, which is slower, does not help it."""
+    ours = worker_record(
+        id="w0", epoch=1, nonce="m", state="stopped", rows_done=1, busy_seconds=9.0
+    )
+    if layout.worker_key("w0") not in stage.objects(layout.WORKERS):
+        stage.put(layout.worker_key("w0"), codec.encode(ours))
+    for chunk in chunks:
+        stage.put(layout.claim_key(chunk), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+
+    def beat(count: int = 1) -> None:
+        record = worker_record(
+            id="w9",
+            epoch=1,
+            nonce="n",
+            lease_seconds=LEASE_SECONDS,
+            beat=count,
+            rows_done=count,
+            busy_seconds=float(count),
+        )
+        stage.put(layout.worker_key("w9"), codec.encode(record))
+        stage.scheduler.after(1.5, lambda: beat(count + 1))
+
+    beat()
+
+
+def run(stage: Stage, *, kill_after: float | None = None) -> Ending:
+    """One start that may be killed. Two are the most that finish no row."""
+
+    def hook(_number: int, _method: str, _key: str, process: Process) -> None:
+        nonlocal kill_after
+        if kill_after is not None:
+            stage.scheduler.after(kill_after, process.kill)
+            kill_after = None
+
+    return stage.run(hook=hook, lease_seconds=LEASE_SECONDS, **OPTIONS)
+
+
+def run_stopped(stage: Stage, error: Interrupted | StopRequested, seconds: float) -> Ending:
+    stage.scheduler.after(seconds, lambda: stage.stop(error))
+    return run(stage)
+
+
+class TestStartsWithoutARow:
+    def test_a_worker_that_is_preempted_while_it_waits_for_others_goes_on(
+        self, stage: Stage
+    ) -> None:
+        let_another_hold(stage, "part-00000", "part-00001")
+        for _ in range(4):
+            assert isinstance(run_stopped(stage, Interrupted("preempted"), 60.0).error, Interrupted)
+
+    def test_a_worker_that_is_stopped_while_it_loads_goes_on(self, stage: Stage) -> None:
+        stage.engine.load_seconds = 1e6
+        for error in [Interrupted("preempted"), StopRequested("stopped")] * 2:
+            assert run_stopped(stage, error, 20.0).error is error
+        stage.engine.load_seconds = 1.0
+        assert run(stage).is_success
+
+    def test_a_machine_that_vanishes_while_it_waits_for_others_is_replaced_without_end(
+        self, stage: Stage
+    ) -> None:
+        let_another_hold(stage, "part-00000", "part-00001")
+        for _ in range(4):
+            assert run(stage, kill_after=60.0).is_killed
+
+    def test_crashes_while_it_loads_come_to_an_end(self, stage: Stage) -> None:
+        let_another_hold(stage, "part-00000", "part-00001")
+        stage.engine.load_seconds = 1e6
+        for _ in range(2):
+            assert run(stage, kill_after=60.0).is_killed
+        assert isinstance(run(stage).error, NoProgress)
+
+    def test_engines_that_do_not_load_come_to_an_end_and_a_stop_between_changes_nothing(
+        self, stage: Stage
+    ) -> None:
+        stage.engine.fails_to_load = 1.0
+        assert isinstance(run(stage).error, EngineLoadError)
+        stage.engine.load_seconds = 1e6
+        assert isinstance(run_stopped(stage, Interrupted("preempted"), 20.0).error, Interrupted)
+        stage.engine.load_seconds = 1.0
+        assert isinstance(run(stage).error, EngineLoadError)
+        assert isinstance(run(stage).error, NoProgress)
+
+    def test_crashes_soon_after_a_long_wait_come_to_an_end(self, stage: Stage) -> None:
+        """That it has a chunk now is told at once, not with the next heartbeat."""
+        let_another_hold(stage, "part-00001")
+        stage.engine.row_seconds = 1e6
+        free = codec.encode(Claim(worker="", epoch=0, nonce="n"))
+        options = {"lease_seconds": 100.0, **OPTIONS}
+        for num_crashes in range(2):
+            let_another_hold(stage, "part-00000")
+            processes: list[Process] = []
+
+            def hook(
+                _number: int,
+                _method: str,
+                _key: str,
+                process: Process,
+                processes: list[Process] = processes,
+            ) -> None:
+                processes.append(process)
+
+            def kill_once_busy(
+                num_before: int = 5 * num_crashes, processes: list[Process] = processes
+            ) -> None:
+                if len(stage.taken) > num_before:
+                    stage.scheduler.after(1.0, processes[0].kill)
+                else:
+                    stage.scheduler.after(0.1, kill_once_busy)
+
+            stage.scheduler.after(60.0, lambda: stage.put(layout.claim_key("part-00000"), free))
+            kill_once_busy()
+            assert stage.run(hook=hook, **options).is_killed
+        assert isinstance(stage.run(**options).error, NoProgress)
+
+
+class TestHeart:
+    def test_heartbeats_that_take_longer_than_the_lease_end_the_worker(self) -> None:
+        """Each was written, so nothing was wrong, and nothing could ever be published."""
+        with Stage([["mine"] * 50]) as stage:
+
+            def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
+                is_beat = method == "put_object" and layout.WORKERS in key
+                return 8.0 if is_beat and stage.scheduler.now > 1 else None
+
+            ending = stage.run(hook=hook, lease_seconds=LEASE_SECONDS, within_seconds=200.0)
+            assert isinstance(ending.error, StorageError)
+            assert ending.error.exit_status == 34
+            assert "longer than its lease of 6 s" in ending.error.message
+            assert "--lease-seconds" in ending.error.hint
+
+    def test_heartbeats_that_were_slow_for_a_while_end_no_worker(self) -> None:
+        with Stage([["mine"] * 50]) as stage:
+
+            def hook(_number: int, method: str, key: str, _process: Process) -> float | None:
+                is_beat = method == "put_object" and layout.WORKERS in key
+                return 8.0 if is_beat and 1 < stage.scheduler.now < 40 else None
+
+            assert stage.run(
+                hook=hook, lease_seconds=LEASE_SECONDS, within_seconds=300.0
+            ).is_success

@@ -1,0 +1,87 @@
+"""Lanes of rows, one for each replica: what is next for whom, and that nobody waits while there are rows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.worker.ordering import Lanes
+
+
+def lanes_of(rows: list[int], number: int) -> Lanes[int]:
+    lanes: Lanes[int] = Lanes()
+    lanes.set_number(number)
+    lanes.extend(rows)
+    return lanes
+
+
+def drained(lanes: Lanes[int], index: int, count: int) -> list[int]:
+    return [lanes.pop(index) for _ in range(count)]
+
+
+def test_one_lane_is_a_queue() -> None:
+    lanes = lanes_of([1, 2, 3], 1)
+    lanes.put_back(0)
+    assert drained(lanes, 0, 4) == [0, 1, 2, 3]
+    assert not lanes
+
+
+def test_each_replica_gets_a_run_of_neighbours() -> None:
+    lanes = lanes_of(list(range(9)), 3)
+    assert [drained(lanes, index, 3) for index in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_who_has_no_rows_left_gets_the_last_ones_of_the_longest_lane() -> None:
+    lanes = lanes_of(list(range(8)), 2)
+    assert drained(lanes, 0, 6) == [0, 1, 2, 3, 7, 6]
+    assert lanes.head(0) == 5
+    assert drained(lanes, 1, 2) == [4, 5]
+
+
+def test_a_lane_that_is_behind_gets_less_of_the_next_window() -> None:
+    lanes = lanes_of(list(range(8)), 2)
+    drained(lanes, 0, 4)
+    lanes.extend(list(range(10, 18)))
+    assert list(lanes) == [10, 11, 12, 13, 14, 15, 4, 5, 6, 7, 16, 17]
+
+
+def test_with_a_replica_less_its_rows_go_to_the_others() -> None:
+    lanes = lanes_of(list(range(12)), 3)
+    lanes.set_number(2)
+    assert (drained(lanes, 0, 6), drained(lanes, 1, 6)) == (
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+    )
+
+
+def test_rows_that_nobody_wants_any_more_are_dropped() -> None:
+    lanes = lanes_of(list(range(6)), 2)
+    lanes.keep(lambda row: row % 2 == 0)
+    assert list(lanes) == [0, 2, 4]
+
+
+def test_it_has_what_is_asked_for_only_where_every_lane_has() -> None:
+    lanes = lanes_of(list(range(6)), 2)
+    assert lanes.has([3, 3])
+    assert not lanes.has([4, 2])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8))
+def test_every_row_comes_out_once_whoever_asks(seed: int, number: int) -> None:
+    rng = random.Random(seed)
+    lanes = lanes_of([], number)
+    given_in: list[int] = []
+    out: list[int] = []
+    for step in range(30):
+        rows = list(range(100 * step, 100 * step + rng.randrange(20)))
+        given_in += rows
+        lanes.extend(rows)
+        if rng.random() < 0.1:
+            number = rng.randint(1, 8)
+            lanes.set_number(number)
+        count = min(len(lanes), rng.randrange(20))
+        out += [lanes.pop(rng.randrange(number)) for _ in range(count)]
+    assert Counter(out + list(lanes)) == Counter(given_in)

@@ -1,0 +1,36 @@
+"""Which engine arguments the workers of one run must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import ConfigError, RunMismatch
+from making import make_job, run_worker_here
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    make_job(tmp_path / "job", rows=6, per_chunk=3)
+    return str(tmp_path / "job")
+
+
+@pytest.mark.parametrize("given", ["model=other", "trust_remote_code=true", "dtype=float16"])
+def test_an_option_by_the_name_of_its_engine_argument_is_refused_before_anything_is_made(
+    job: str, given: str
+) -> None:
+    """A worker with another model by --engine-arg joined without a word, and answered with it."""
+    with pytest.raises(ConfigError, match="has an option of its own"):
+        run_worker_here(job, f"{job}/runs/a", "--engine-arg", given)
+    assert not Path(job, "runs").exists()
+
+
+def test_engine_arguments_are_of_the_run_unless_they_only_suit_a_machine(job: str) -> None:
+    run = f"{job}/runs/a"
+    run_worker_here(job, run, "--engine-arg", "kv_cache_memory_bytes=1,tokenizer_mode=slow")
+    with pytest.raises(RunMismatch, match=r"engine_args\.code_revision"):
+        run_worker_here(job, run, "--engine-arg", "tokenizer_mode=slow,code_revision=abc")
+    with pytest.raises(RunMismatch, match=r"engine_args\.tokenizer_mode"):
+        run_worker_here(job, run)
+    run_worker_here(job, run, "--engine-arg", "kv_cache_memory_bytes=2,tokenizer_mode=slow")

@@ -1,0 +1,161 @@
+"""The stream of rows by itself: who is in the engine with whom, and rows that cannot be written as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling
+from batchinfer.formats import Encoder, encoder_for, read_line
+from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
+from batchinfer.storage.scratch import Spool
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.open_chunks import Shelf
+from batchinfer.worker.services import Limits, Services
+from batchinfer.worker.stream import RowStream
+from fakes import FakeClock
+
+PROMPT = PromptConfig(prompt_column="q", keep=["note"])
+
+
+class AtOnce:
+    """A background that has done everything already."""
+
+    def submit(self, work: Callable[[], Any], *, urgent: bool = False) -> Any:
+        value = work()
+        return SimpleNamespace(is_done=lambda: True, result=lambda: value)
+
+    def wait(self, timeout_seconds: float) -> None:
+        pass
+
+
+class OpenChunks:
+    """A shelf on which chunks are put by hand."""
+
+    is_closing = False
+    may_grow = False
+
+    def __init__(self, folder: Path) -> None:
+        self.open: dict[str, OpenChunk] = {}
+        self.finished: list[FinishedRow] = []
+        self._folder = folder
+
+    def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
+        path = self._folder / name
+        each = itertools.islice(itertools.cycle(texts), num_rows)
+        path.write_text("".join(f'{{"q":"{text}","note":[1]}}\n' for text in each))
+        ref = ChunkRef(name=name, root="job", key=f"{name}.jsonl")
+        spool = Spool(self._folder / f"{name}.spool", num_rows)
+        local = LocalChunk(path, num_rows, "")
+        self.open[name] = OpenChunk(ref, local, spool, num_rows=num_rows, started=0.0)
+        return self.open[name]
+
+    @property
+    def num_unread(self) -> int:
+        return sum(chunk.num_unread for chunk in self.open.values())
+
+    def tick(self, **_: Any) -> list[str]:
+        return []
+
+    def finish(self, name: str, rows: list[FinishedRow]) -> None:
+        self.finished += self.open[name].finish(rows)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[OpenChunks]:
+    chunks = OpenChunks(tmp_path)
+    yield chunks
+    for chunk in chunks.open.values():
+        chunk.close()
+
+
+def stream_over(
+    shelf: OpenChunks, encoder: Encoder | None = None, *, prefix_window: int = 0
+) -> RowStream:
+    observer = SimpleNamespace(row_failed=lambda *_: None)
+    services = SimpleNamespace(clock=FakeClock(), background=AtOnce(), observer=observer)
+    return RowStream(
+        cast("Services", services),
+        cast("Shelf", shelf),
+        PromptBuilder(PROMPT, Sampling(), None, None, None),
+        encoder or encoder_for(PROMPT),
+        Limits(row_attempts=3, prefix_window=prefix_window),
+        max_in_flight=4,
+    )
+
+
+def take(stream: RowStream) -> list[Request]:
+    requests = list(stream.take(4) or [])
+    return requests or list(stream.take(4) or [])
+
+
+def answer(request: Request) -> Completion:
+    return Completion(key=request.key, choices=[Choice(index=0, text="said")])
+
+
+def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(shelf: OpenChunks) -> None:
+    """The engine was busy, and the second try went in among the rows of the next chunk."""
+    shelf.put("first", 2).deaths = {0: 2}
+    stream = stream_over(shelf)
+    [harmless] = take(stream)
+    stream.handle([answer(harmless)])
+    [suspect] = take(stream)
+    assert (harmless.key, suspect.key) == (("first", 1), ("first", 0))
+    shelf.put("second", 2)
+    stream.tick()
+    busy = Failure(code="engine_busy", message="busy", transient=True)
+    stream.handle([Completion(key=suspect.key, failure=busy)])
+    assert [request.key for request in take(stream)] == [suspect.key]
+    assert not take(stream)
+    stream.handle([answer(suspect)])
+    assert [request.key for request in take(stream)] == [("second", 0), ("second", 1)]
+
+
+def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(shelf: OpenChunks) -> None:
+    """Reading had gone just deep enough; writing did not, and ended every worker that came to the row."""
+    encoder = encoder_for(PROMPT)
+
+    class Shallow:
+        def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
+            if prepared.source is not None:
+                raise RecursionError("maximum recursion depth exceeded")
+            return encoder.encode(prepared, completion)
+
+    shelf.put("first", 1)
+    stream = stream_over(shelf, Shallow())
+    stream.handle([answer(request) for request in take(stream)])
+    [row] = shelf.finished
+    assert (row.ok, row.code) == (False, "invalid_json")
+    assert not read_line(bytes(row.output)).is_ok
+
+
+def texts_for(stream: RowStream, *rooms: int) -> str:
+    return "".join(request.text or "" for request in stream.take(sum(rooms), rooms) or [])
+
+
+def test_with_a_window_each_replica_gets_rows_that_begin_alike(shelf: OpenChunks) -> None:
+    """The sorted rows were dealt out: two replicas computed nearly every prefix of the window, eight all the more."""
+    shelf.put("first", 16, texts="abcd")
+    stream = stream_over(shelf, prefix_window=16)
+    stream.tick()
+    assert texts_for(stream, 2, 2) == "aacc"
+    assert texts_for(stream, 0, 3) == "ccd"
+    assert texts_for(stream, 3, 0) == "aab"
+    assert texts_for(stream, 1, 4) == "b" + "dddb", "who has none left gets another's last ones"
+    assert texts_for(stream, 5) == "b", "and one that is alone now all that is left"
+
+
+def test_without_a_window_the_rooms_change_no_order(shelf: OpenChunks) -> None:
+    shelf.put("first", 8, texts="abcd")
+    stream = stream_over(shelf)
+    stream.tick()
+    assert texts_for(stream, 0, 3) == "abc"
+    assert texts_for(stream, 2, 3) == "dabcd"

@@ -1,0 +1,308 @@
+"""What a worker's record holds: right over restarts, bounded whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core import codec
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Minute, Worker
+from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.storage.scratch import Spool
+from batchinfer.worker import tally
+from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.tally import MAX_CODES, MAX_MESSAGE, MAX_MINUTES, OTHER, merge_minutes
+from batchinfer.worker.telemetry import MAX_SPANS, MAX_STARTS, Telemetry
+from fakes import FakeClock
+
+
+def minute(number: int, rows: int = 1) -> Minute:
+    return Minute(
+        minute=number, rows=rows, prompt_tokens=2 * rows, completion_tokens=3 * rows, errors=0
+    )
+
+
+def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> FinishedRow:
+    return FinishedRow(
+        line=line,
+        ok=not code,
+        code=code,
+        finish_reason=finish_reason,
+        prompt_tokens=10,
+        completion_tokens=20,
+        output=msgspec.Raw(b"{}"),
+    )
+
+
+def make_telemetry(clock: FakeClock) -> Telemetry:
+    return Telemetry("w0", clock, host={"cloud": "aws"}, num_chunks=1)
+
+
+def open_chunk(folder: Path, name: str, num_rows: int, started: float) -> OpenChunk:
+    return OpenChunk(
+        ChunkRef(name=name, root="job", key=f"chunks/{name}.jsonl"),
+        LocalChunk(folder / name, num_rows, ""),
+        Spool(folder / f"{name}.spool", num_rows),
+        num_rows=num_rows,
+        started=started,
+    )
+
+
+# --------------------------------------------------------------------------- minutes
+
+
+def test_the_same_minute_of_two_epochs_is_one_point() -> None:
+    assert merge_minutes([minute(7, 3)], {7: [2, 4, 6, 1]}) == [
+        Minute(minute=7, rows=5, prompt_tokens=10, completion_tokens=15, errors=1)
+    ]
+
+
+def test_minutes_come_out_in_order() -> None:
+    merged = merge_minutes([minute(9)], {3: [1, 1, 1, 0], 5: [1, 1, 1, 0]})
+    assert [point.minute for point in merged] == [3, 5, 9]
+
+
+@given(st.lists(st.integers(0, 20_000), max_size=4000, unique=True), st.integers(0, 3))
+def test_thinning_keeps_sums_bounds_and_order(numbers: list[int], rounds: int) -> None:
+    merged = merge_minutes([], {number: [1, 2, 3, 1] for number in numbers})
+    for _ in range(rounds):  # a record that was thinned before is thinned again
+        merged = merge_minutes(merged, {})
+    assert len(merged) <= MAX_MINUTES
+    assert sum(point.rows for point in merged) == len(numbers)
+    assert sum(point.completion_tokens for point in merged) == 3 * len(numbers)
+    assert sum(point.errors for point in merged) == len(numbers)
+    for before, after in itertools.pairwise(merged):
+        assert before.minute + before.length <= after.minute
+
+
+def test_a_joined_point_says_how_many_minutes_it_stands_for() -> None:
+    merged = merge_minutes([], {number: [1, 0, 0, 0] for number in range(MAX_MINUTES + 10)})
+    assert merged[0].length == 2
+    assert merged[0].rows == 2
+    assert merged[-1].length == 1
+
+
+def test_the_newest_minutes_are_not_joined() -> None:
+    merged = merge_minutes([], {number: [1, 0, 0, 0] for number in range(3 * MAX_MINUTES)})
+    assert [point.minute for point in merged[-100:]] == list(
+        range(3 * MAX_MINUTES - 100, 3 * MAX_MINUTES)
+    )
+
+
+# --------------------------------------------------------------------------- over epochs
+
+
+def test_closing_the_engine_is_not_time_in_which_it_worked() -> None:
+    """It takes vLLM's own processes five seconds to end, and rows a second came out too low by that."""
+    clock = FakeClock()
+    telemetry = make_telemetry(clock)
+    telemetry.begin(None)
+    telemetry.engine_ready(
+        EngineInfo(
+            name="echo", version="", model="m", max_model_len=1, max_num_seqs=1, max_in_flight=1
+        )
+    )
+    clock.seconds += 20
+    assert telemetry.busy_seconds == 20
+    telemetry.set_state("done")
+    clock.seconds += 5
+    assert telemetry.busy_seconds == telemetry.snapshot().busy_seconds == 20
+
+
+def test_counters_add_up_over_epochs() -> None:
+    clock = FakeClock()
+    first = make_telemetry(clock)
+    first.begin(None)
+    first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
+    before = first.snapshot()
+    clock.seconds += 600
+    second = make_telemetry(clock)
+    second.begin(before)
+    second.rows_finished([finished(2)])
+    record = second.snapshot()
+    assert (record.rows_done, record.rows_ok, record.rows_error) == (3, 2, 1)
+    assert (record.prompt_tokens, record.completion_tokens) == (30, 60)
+    assert record.errors == {"prompt_too_long": 1}
+    assert record.finish_reasons == {"stop": 2}
+    assert len(record.starts) == 2
+    assert second.rows_done == 1, "the log and the result tell of this start alone"
+
+
+def test_time_up_leaves_out_the_time_between_starts() -> None:
+    clock = FakeClock()
+    first = make_telemetry(clock)
+    first.begin(None)
+    clock.seconds += 100
+    before = first.snapshot()
+    clock.seconds += 5000  # the machine was gone
+    second = make_telemetry(clock)
+    second.begin(before)
+    clock.seconds += 10
+    assert second.snapshot().up_seconds == 110
+
+
+def test_chunks_open_at_a_kill_become_killed_spans(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = make_telemetry(clock)
+    first.begin(None)
+    chunk = open_chunk(tmp_path, "part-00000", 4, clock.seconds)
+    first.chunk_opened(chunk)
+    chunk.finish([finished(0)])
+    clock.seconds += 50
+    before = msgspec.structs.replace(first.snapshot(), heartbeat=clock.seconds, state="running")
+    assert [(span.chunk, span.rows, span.outcome) for span in before.open_spans] == [
+        ("part-00000", 1, "open")
+    ]
+    clock.seconds += 900
+    record = make_telemetry(clock).begin(before)
+    assert [(span.outcome, span.end) for span in record.spans] == [("killed", before.heartbeat)]
+    assert record.open_spans == []
+    assert record.ends == [(before.heartbeat, "running")]
+    assert len(record.starts) == 2
+    chunk.close()
+
+
+def test_a_start_that_ended_by_itself_leaves_no_killed_span(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = make_telemetry(clock)
+    first.begin(None)
+    chunk = open_chunk(tmp_path, "part-00000", 1, clock.seconds)
+    first.chunk_opened(chunk)
+    first.chunk_closed(chunk, "released")
+    first.set_state("stopped")
+    record = make_telemetry(clock).begin(first.snapshot())
+    assert [span.outcome for span in record.spans] == ["released"]
+    assert record.ends[0][1] == "stopped"
+    chunk.close()
+
+
+def test_the_gpu_is_in_the_record() -> None:
+    clock = FakeClock()
+    telemetry_ = make_telemetry(clock)
+    telemetry_.begin(None)
+    info = EngineInfo(
+        name="vllm",
+        version="1",
+        model="m",
+        max_model_len=10,
+        max_num_seqs=1,
+        max_in_flight=1,
+        device="NVIDIA L4",
+        load_seconds=12.0,
+    )
+    telemetry_.engine_ready(info)
+    record = telemetry_.snapshot()
+    assert record.engine["device"] == "NVIDIA L4"
+    assert record.load_seconds == 12.0
+
+
+def test_the_first_rows_say_where_the_seconds_since_the_start_went(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock = FakeClock()
+    telemetry_ = make_telemetry(clock)
+    telemetry_.begin(None)
+    clock.seconds += 2
+    telemetry_.engine_loading()
+    clock.seconds += 20
+    facts = {"name": "vllm", "version": "1", "model": "m"}
+    sizes = {"max_model_len": 10, "max_num_seqs": 1, "max_in_flight": 1}
+    info = {**facts, **sizes, "import_seconds": 11.0, "model_seconds": 8.0}
+    telemetry_.engine_ready(msgspec.convert(info, EngineInfo))
+    caplog.clear()
+    telemetry_.rows_in_engine(0)
+    clock.seconds += 1
+    telemetry_.rows_in_engine(5)
+    clock.seconds += 1
+    telemetry_.rows_in_engine(9)
+    (record,) = caplog.records
+    assert record.event == "first_rows"
+    assert record.fields == {
+        "seconds": 23.0,
+        "reading_seconds": 2.0,
+        "loading_seconds": 20.0,
+        "import_seconds": 11.0,
+        "model_seconds": 8.0,
+        "building_seconds": 1.0,
+    }
+    assert "23.0 s after the start" in record.getMessage()
+    assert "20.0 s to load the engine (11.0 s imports, 8.0 s the model)" in record.getMessage()
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def test_a_record_is_bounded_whatever_happens(tmp_path: Path) -> None:
+    clock = FakeClock()
+    record: Worker | None = None
+    for _ in range(MAX_STARTS + 5):
+        telemetry_ = make_telemetry(clock)
+        record = telemetry_.begin(record)
+    for index in range(MAX_SPANS + 50):
+        chunk = open_chunk(tmp_path, f"part-{index:05d}", 1, clock.seconds)
+        telemetry_.chunk_opened(chunk)
+        telemetry_.chunk_closed(chunk, "done")
+        chunk.close()
+    for index in range(3 * MAX_CODES):
+        code = f"code_{index}"
+        telemetry_.row_failed("part-00000", index, Failure(code=code, message="x" * 10_000))
+        telemetry_.rows_finished([finished(index, code=code)])
+        telemetry_.rows_finished([finished(index, finish_reason=f"reason {index}")])
+    for _ in range(3000):
+        clock.seconds += 60
+        telemetry_.rows_finished([finished(0)])
+    record = telemetry_.snapshot()
+    assert len(record.starts) == MAX_STARTS
+    assert len(record.ends) == MAX_STARTS - 1
+    assert len(record.spans) == MAX_SPANS
+    assert len(record.examples) == MAX_CODES
+    assert all(len(example.message) <= MAX_MESSAGE for example in record.examples.values())
+    assert len(record.errors) <= MAX_CODES + 1
+    assert record.errors[OTHER] == 3 * MAX_CODES - MAX_CODES
+    assert len(record.finish_reasons) <= MAX_CODES + 1
+    assert len(record.minutes) <= MAX_MINUTES
+    assert record.rows_done == 6 * MAX_CODES + 3000, "no row is lost by thinning"
+    assert len(codec.encode(record)) < 400_000
+
+
+def test_codes_of_earlier_epochs_do_not_push_the_bound() -> None:
+    before = {f"old_{index}": 1 for index in range(MAX_CODES)}
+    total = tally._sum(before, tally.Counter({"new": 2}))
+    assert total[OTHER] == 2
+    assert len(total) == MAX_CODES + 1
+
+
+def test_an_older_record_without_the_new_fields_is_read() -> None:
+    old = b'{"id":"w","epoch":1,"nonce":"n","state":"running","started":1.0,"heartbeat":2.0,"minutes":[[5,1,2,3,0]]}'
+    record = codec.decode(old, Worker, name="workers/w.json")
+    assert record.minutes[0].length == 1
+    assert record.open_spans == []
+
+
+def test_replicas_lost_are_those_of_this_start() -> None:
+    """A new start loads all of them again."""
+    first = make_telemetry(FakeClock())
+    first.begin(None)
+    first.engine_stats(EngineStats(replicas_lost=1))
+    before = first.snapshot()
+    assert before.replicas_lost == 1
+    second = make_telemetry(FakeClock())
+    assert second.begin(before).replicas_lost == 0
+
+
+def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry_ = make_telemetry(FakeClock())
+    for preemptions in (0, 3, 9):
+        telemetry_.engine_stats(EngineStats(steps=10, preemptions=preemptions))
+    (record,) = caplog.records
+    assert (record.levelname, record.event) == ("WARNING", "engine_preempted")
+    assert "--max-num-seqs" in record.getMessage()
+    assert telemetry_.stats.preemptions == 9

@@ -1,0 +1,764 @@
+"""The worker over the echo engine: every row once and in place, whatever is thrown at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.cli.main import main
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import (
+    AccessDenied,
+    ConfigError,
+    ErrorRateExceeded,
+    InputError,
+    Interrupted,
+    NoProgress,
+    RunMismatch,
+    StorageError,
+)
+from batchinfer.core.records import Sampling, Worker
+from batchinfer.engines.config import EngineConfig
+from batchinfer.prompts import PromptConfig
+from batchinfer.storage import Object, ObjectInfo, Store
+from batchinfer.storage.local import LocalStore
+from batchinfer.storage.opening import open_store
+from batchinfer.worker.schedule import finished_chunks
+from batchinfer.worker.start import run_worker
+from batchinfer.worker.world import WorkerConfig, real_world
+from making import (
+    ECHO,
+    default_row,
+    finish_process,
+    make_job,
+    put_raw,
+    read_marker,
+    run_worker_here,
+    run_worker_process,
+    start_process,
+    worker_arguments,
+)
+
+FAST = ("--lease-seconds", "4", "--checkpoint-seconds", "0.3")
+
+
+def outputs(run: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """Lines of every output that a marker vouches for, by chunk; what it says of them is checked."""
+    store = open_store(str(run))
+    found = {}
+    for name, generation in finished_chunks(store).items():
+        marker = read_marker(store, name, generation)
+        data = store.get(layout.output_key(marker.output)).data
+        assert (len(data), codec.sha256(data)) == (marker.output_bytes, marker.output_sha256)
+        lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
+        assert len(lines) == marker.rows_ok + marker.rows_error
+        found[name] = lines
+    return found
+
+
+def all_lines(run: str | Path) -> list[dict[str, Any]]:
+    """Every line of the run, chunk after chunk."""
+    return [line for _, lines in sorted(outputs(run).items()) for line in lines]
+
+
+def assert_every_row_once(run: str | Path, rows: int) -> None:
+    """Promise P1, with the echo engine's answers as the check of alignment."""
+    lines = all_lines(run)
+    assert [line["_row"] for line in lines] == list(range(rows))
+    for line in lines:
+        assert line["choices"][0]["text"] == default_row(line["_row"])["prompt"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    url = str(tmp_path / "job")
+    make_job(url, rows=95, per_chunk=10, workers=2)
+    return url
+
+
+class TestTheMainJob:
+    def test_every_row_comes_out_once_and_in_order(self, job: str) -> None:
+        result = run_worker_here(job, f"{job}/runs/a")
+        assert_every_row_once(f"{job}/runs/a", 95)
+        assert (result["status"], result["request_count"], result["chunks_done"]) == (
+            "SUCCESS",
+            95,
+            10,
+        )
+
+    def test_nothing_is_left_behind_but_outputs_markers_and_records(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", *FAST)
+        keys = {info.key.split("/")[0] for info in open_store(f"{job}/runs/a").list("")}
+        assert keys == {"outputs", "run.json", "workers"}
+
+    def test_compressed_chunks_give_plain_outputs(self, tmp_path: Path) -> None:
+        make_job(tmp_path / "job", rows=25, per_chunk=10, compression="zstd")
+        run_worker_here(tmp_path / "job", tmp_path / "run")
+        assert_every_row_once(tmp_path / "run", 25)
+
+    def test_rows_of_several_chunks_are_in_the_engine_at_once(self, job: str) -> None:
+        result = run_worker_here(
+            job, f"{job}/runs/a", "--echo-latency-seconds", "0.05", "--max-num-seqs", "64"
+        )
+        steps_chunk_by_chunk = 10 * result["engine_steps"] / 95
+        assert steps_chunk_by_chunk < 10, "each chunk of ten would need steps of its own"
+        spans = codec.decode(
+            open_store(f"{job}/runs/a").get(f"workers/{result['worker']}.json").data,
+            dict[str, Any],
+            name="w",
+        )["spans"]
+        starts, ends = sorted(span[1] for span in spans), sorted(span[2] for span in spans)
+        assert starts[1] < ends[0], "the second chunk was opened before the first ended"
+
+    def test_a_worker_helps_with_what_others_have_not_begun(self, job: str) -> None:
+        result = run_worker_here(job, f"{job}/runs/a", index=0)
+        assert_every_row_once(f"{job}/runs/a", 95)
+        assert (result["chunks_total"], result["chunks_done"]) == (5, 10)
+
+    def test_without_stealing_a_worker_keeps_to_its_manifest(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=1)
+        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+
+    def test_a_second_start_skips_what_is_done(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--no-steal", index=0)
+        result = run_worker_here(job, f"{job}/runs/a")
+        assert (result["chunks_skipped"], result["chunks_done"], result["request_count"]) == (
+            5,
+            5,
+            45,
+        )
+
+    def test_a_finished_run_is_left_as_it_is(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a")
+        before = list(open_store(f"{job}/runs/a").list("outputs/"))
+        result = run_worker_here(job, f"{job}/runs/a")
+        assert (result["status"], result["request_count"]) == ("SUCCESS", 0)
+        assert list(open_store(f"{job}/runs/a").list("outputs/")) == before
+
+    def test_a_finished_run_does_not_wait_for_the_engine(self, job: str) -> None:
+        """A restart of a worker whose work is done must not pay for loading the model."""
+        run_worker_here(job, f"{job}/runs/a")
+        result = run_worker_here(job, f"{job}/runs/a", "--echo-load-seconds", "200")
+        assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
+
+    def test_a_limit_takes_the_first_rows_of_the_job(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--limit", "23")
+        assert_every_row_once(f"{job}/runs/a", 23)
+
+    def test_by_rank_every_manifest_has_one_taker(
+        self, job: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from batchinfer.worker.command import command
+
+        for rank in ("1", "0"):
+            monkeypatch.setenv("SKYPILOT_JOB_RANK", rank)
+            monkeypatch.setenv("SKYPILOT_NUM_JOBS", "2")
+            arguments = [
+                "--job",
+                job,
+                "--output",
+                f"{job}/runs/{rank}",
+                "--no-steal",
+                "--engine",
+                "echo",
+            ]
+            command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
+        assert sorted([*outputs(f"{job}/runs/0"), *outputs(f"{job}/runs/1")]) == sorted(
+            f"part-{index:05d}" for index in range(10)
+        )
+
+    def test_a_copied_manifest_finds_its_job_above_the_run(self, job: str, tmp_path: Path) -> None:
+        """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
+        from batchinfer.worker.command import command
+
+        copy = tmp_path / "3.txt"
+        copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
+        arguments = [
+            "--manifest",
+            str(copy),
+            "--output",
+            f"{job}/runs/a",
+            "--no-steal",
+            "--engine",
+            "echo",
+        ]
+        command.main([*arguments, "--prompt-column", "prompt"], standalone_mode=False)
+        assert sorted(outputs(f"{job}/runs/a")) == [f"part-{index:05d}" for index in range(5, 10)]
+
+    def test_several_answers_a_row(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--n", "3")
+        assert {len(line["choices"]) for line in all_lines(f"{job}/runs/a")} == {3}
+
+    @pytest.mark.s3
+    def test_the_same_on_s3(self, s3_url: Any) -> None:
+        bucket = s3_url()
+        make_job(f"{bucket}/job", rows=45, per_chunk=10)
+        result = run_worker_process(f"{bucket}/job", f"{bucket}/run", *FAST)
+        assert result.status == 0, result.stderr
+        assert_every_row_once(f"{bucket}/run", 45)
+
+
+class TestStoppedAndStartedAgain:
+    SLOW = (*FAST, "--echo-latency-seconds", "0.5", "--max-num-seqs", "8", "--worker-id", "w0")
+
+    def wait_for(self, store: Store, prefix: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(True for _ in store.list(prefix)):
+            assert time.monotonic() < deadline, f"nothing appeared below {prefix}"
+            time.sleep(0.05)
+
+    def test_a_killed_worker_goes_on_from_its_checkpoints(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        process = start_process(worker_arguments(job, run, *self.SLOW))
+        self.wait_for(open_store(run), layout.CHECKPOINTS)
+        process.kill()
+        finish_process(process)
+        again = run_worker_process(job, run, *FAST, "--worker-id", "w0")
+        assert again.status == 0, again.stderr
+        assert again.result["rows_resumed"] > 0
+        assert_every_row_once(run, 95)
+
+    def test_another_worker_takes_over_from_one_that_is_gone(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        process = start_process(worker_arguments(job, run, *self.SLOW))
+        self.wait_for(open_store(run), layout.CHECKPOINTS)
+        process.kill()
+        finish_process(process)
+        other = run_worker_process(job, run, *FAST, "--worker-id", "w1")
+        assert other.status == 0, other.stderr
+        assert_every_row_once(run, 95)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_ends_it_with_75_and_every_finished_row_kept(
+        self, job: str, number: signal.Signals
+    ) -> None:
+        run = f"{job}/runs/a"
+        process = start_process(
+            worker_arguments(job, run, *self.SLOW, "--checkpoint-seconds", "600")
+        )
+        self.wait_for(open_store(run), layout.CLAIMS)
+        time.sleep(1)
+        process.send_signal(number)
+        stopped = finish_process(process, timeout_seconds=30)
+        assert stopped.status == 75, stopped.stderr
+        assert "Traceback" not in stopped.stderr
+        again = run_worker_process(job, run, *FAST)
+        done_before = stopped.result["request_count"]
+        assert again.result["request_count"] == 95 - done_before
+        assert_every_row_once(run, 95)
+
+    def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(self, tmp_path: Path) -> None:
+        """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
+        make_job(tmp_path / "job", rows=1, per_chunk=1)
+        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+
+        class Away(LocalStore):
+            def replace(self, key: str, data: bytes, etag: str) -> str:
+                if '"state":"done"' in data.decode():
+                    time.sleep(60)
+                return super().replace(key, data, etag)
+
+        config = WorkerConfig(
+            manifests=[f"{tmp_path}/job/manifests/all.txt"],
+            output=str(tmp_path / "run"),
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+        )
+        begin = time.monotonic()
+        result = run_worker(
+            config, dataclasses.replace(world, open_store=lambda url: Away(Path(url)))
+        )
+        assert result["request_count"] == 1
+        assert time.monotonic() - begin < 40
+
+    def test_a_signal_while_the_engine_loads_ends_it_at_once(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        process = start_process(worker_arguments(job, run, "--echo-load-seconds", "300"))
+        self.wait_for(open_store(run), layout.WORKERS)
+        process.terminate()
+        assert finish_process(process, timeout_seconds=20).status == 75
+
+    @pytest.mark.s3
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize(
+        "place", [("--manifest", "s3://b/job/manifests/all.txt"), ("--job", "s3://b/job")]
+    )
+    def test_a_signal_while_storage_is_silent_at_the_start_ends_it_soon(
+        self, s3_environment: str, place: tuple[str, str], number: signal.Signals
+    ) -> None:
+        """The main thread waited for each answer itself, for minutes, and with --job signals were not even heard."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.settimeout(60)
+            endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            process = start_process(
+                ["worker", *place, *ECHO, "--grace-seconds", "2"],
+                environment={"AWS_ENDPOINT_URL": endpoint},
+            )
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(number)
+                stopped = finish_process(process, timeout_seconds=30)
+        assert stopped.status == 75, stopped.stderr
+        assert number.name in stopped.stderr
+        assert "Traceback" not in stopped.stderr
+
+    @pytest.mark.parametrize(
+        ("verb", "key"),
+        [
+            ("get", "all.txt"),
+            ("stat", layout.STOP_KEY),
+            ("get", layout.RUN_KEY),
+            ("create", layout.PROBES),
+            ("create", layout.WORKERS),
+            ("create", layout.RUN_KEY),
+        ],
+    )
+    def test_no_request_of_the_set_up_keeps_it_from_ending(
+        self, job: str, verb: str, key: str
+    ) -> None:
+        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+        silence = threading.Event()
+
+        class Silent(LocalStore):
+            def _wait(self, what: str, asked: str) -> None:
+                if what == verb and asked.startswith(key):
+                    world.stopper.request(Interrupted("stopped by the test"))
+                    silence.wait(60)
+
+            def get(self, key: str) -> Object:
+                self._wait("get", key)
+                return super().get(key)
+
+            def stat(self, key: str) -> ObjectInfo:
+                self._wait("stat", key)
+                return super().stat(key)
+
+            def create(self, key: str, data: bytes) -> str:
+                self._wait("create", key)
+                return super().create(key, data)
+
+        config = WorkerConfig(
+            manifests=[f"{job}/manifests/all.txt"],
+            output=f"{job}/runs/a",
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+        )
+        begin = time.monotonic()
+        try:
+            with pytest.raises(Interrupted):
+                run_worker(
+                    config, dataclasses.replace(world, open_store=lambda url: Silent(Path(url)))
+                )
+            assert time.monotonic() - begin < 30
+        finally:
+            silence.set()
+        assert not outputs(f"{job}/runs/a")
+
+    def test_a_record_that_is_just_being_taken_is_closed(self, job: str) -> None:
+        """Who looks at the run, or starts the worker again, learns that it was stopped; it did not vanish."""
+        world = real_world(grace_seconds=20, progress=lambda *_: None)
+
+        class Slow(LocalStore):
+            def create(self, key: str, data: bytes) -> str:
+                if key.startswith(layout.WORKERS):
+                    world.stopper.request(Interrupted("stopped by the test"))
+                    time.sleep(0.5)
+                return super().create(key, data)
+
+        config = WorkerConfig(
+            manifests=[f"{job}/manifests/all.txt"],
+            output=f"{job}/runs/a",
+            engine=EngineConfig(engine="echo"),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=Sampling(),
+            worker_id="w0",
+        )
+        with pytest.raises(Interrupted):
+            run_worker(config, dataclasses.replace(world, open_store=lambda url: Slow(Path(url))))
+        record = codec.decode(
+            open_store(f"{job}/runs/a").get(layout.worker_key("w0")).data, Worker, name="w0"
+        )
+        assert (record.state, record.epoch) == ("stopped", 1)
+
+    def test_two_workers_on_one_manifest_share_it(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
+        results = [finish_process(process) for process in processes]
+        assert [result.status for result in results] == [0, 0], results
+        assert sum(result.result["request_count"] for result in results) == 95, (
+            "no row was generated twice"
+        )
+        assert_every_row_once(run, 95)
+
+    def test_without_claims_two_workers_double_work_but_not_rows(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        slow = ("--no-claims", "--echo-latency-seconds", "0.2", "--max-num-seqs", "4")
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
+        assert [finish_process(process).status for process in processes] == [0, 0]
+        assert_every_row_once(run, 95)
+
+    def test_starts_without_a_new_row_end_in_3(self, job: str) -> None:
+        run = f"{job}/runs/a"
+        for _ in range(2):
+            process = start_process(
+                worker_arguments(
+                    job,
+                    run,
+                    "--worker-id",
+                    "w0",
+                    "--max-attempts",
+                    "2",
+                    "--echo-load-seconds",
+                    "300",
+                )
+            )
+            deadline = time.monotonic() + 60
+            while codec_epoch(run) <= _ and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.kill()
+            finish_process(process)
+        with pytest.raises(NoProgress, match="2 starts in a row"):
+            run_worker_here(job, run, "--worker-id", "w0", "--max-attempts", "2")
+
+
+def codec_epoch(run: str) -> int:
+    """Epoch in the record of worker w0, 0 if there is none."""
+    try:
+        record: dict[str, Any] = json.loads(open_store(run).get("workers/w0.json").data)
+    except StorageError:
+        return 0
+    return int(record["epoch"])
+
+
+class TestBadRows:
+    def rows(self, tmp_path: Path, lines: list[bytes], *options: str) -> list[dict[str, Any]]:
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in/part.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+        (tmp_path / "in/list.txt").write_text("part.jsonl\n")
+        arguments = ["--manifest", str(tmp_path / "in/list.txt"), "--output", str(tmp_path / "run")]
+        from batchinfer.worker.command import command
+
+        command.main(
+            [*arguments, "--engine", "echo", "--prompt-column", "prompt", *options],
+            standalone_mode=False,
+        )
+        return all_lines(tmp_path / "run")
+
+    def test_each_bad_row_is_an_error_line_and_its_neighbours_are_fine(
+        self, tmp_path: Path
+    ) -> None:
+        lines = self.rows(
+            tmp_path,
+            [
+                b'{"prompt": "fine"}',
+                b'{"prompt": "broken',
+                b"",
+                b'{"other": 1}',
+                b"[1, 2]",
+                b'{"prompt": ""}',
+                b'{"prompt": "\\ud800"}',
+                b'{"prompt": "fine too"}',
+            ],
+        )
+        assert [line["_row"] for line in lines] == list(range(8))
+        assert [line["status"] for line in lines] == ["ok", *["error"] * 6, "ok"]
+        assert all(line["error"]["code"] and line["error"]["message"] for line in lines[1:-1])
+
+    def test_text_that_breaks_naive_readers_stays_on_its_line(self, tmp_path: Path) -> None:
+        texts = ["a\u2028b", "c\u0085d", "nul\x00nul", "tab\tand\rreturn", "x" * 10_000_000]
+        lines = self.rows(
+            tmp_path, [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]
+        )
+        assert [line["choices"][0]["text"] for line in lines] == texts
+
+    def test_a_list_from_elsewhere_needs_no_row_numbers(self, tmp_path: Path) -> None:
+        lines = self.rows(tmp_path, [b'{"prompt": "a"}', b'{"prompt": "b"}'])
+        assert [(line["_row"], line["_id"]) for line in lines] == [(0, "0"), (1, "1")]
+
+    def test_too_many_errors_end_the_worker_with_the_commonest(self, tmp_path: Path) -> None:
+        lines = [b'{"prompt": "fine"}'] * 10 + [b"broken"] * 30 + [b'{"other": 1}'] * 5
+        with pytest.raises(ErrorRateExceeded) as caught:
+            self.rows(tmp_path, lines, "--max-error-rate", "0.5")
+        assert caught.value.exit_status == 3
+        assert "30 x invalid_json, e.g. part line 10" in caught.value.message
+
+    def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(
+            job,
+            rows=20,
+            per_chunk=10,
+            make_row=lambda row: {"prompt": "" if row == 13 else f"row {row}"},
+        )
+        run_worker_here(job, run)
+        store = open_store(str(run))
+        assert read_marker(store, "part-00001").errors == {"empty_prompt": 1}
+        result = run_worker_here(job, run, "--retry-errors")
+        assert (result["request_count"], result["rows_resumed"], result["chunks_skipped"]) == (
+            1,
+            9,
+            1,
+        )
+        again = read_marker(store, "part-00001", 1)
+        assert (again.generation, again.rows_ok, again.rows_error) == (1, 9, 1)
+        assert finished_chunks(store) == {"part-00000": 0, "part-00001": 1}
+        assert [line["_row"] for line in all_lines(run)] == list(range(20))
+
+    def test_a_repair_that_was_stopped_goes_on_with_what_it_has_not_reached(
+        self, tmp_path: Path
+    ) -> None:
+        """Rows that always fail made every start begin with the first chunk again; the last ones were never reached."""
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(
+            job,
+            rows=40,
+            per_chunk=10,
+            workers=4,
+            make_row=lambda row: {"prompt": "" if row % 10 == 3 and row < 30 else f"row {row}"},
+        )
+        run_worker_here(job, run)
+        store = open_store(str(run))
+        # As a repair leaves it that reached one chunk only.
+        assert run_worker_here(job, run, "--retry-errors", index=0)["request_count"] == 1
+        assert finished_chunks(store)["part-00000"] == 1
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 2
+        reached = {"part-00000": 1, "part-00001": 1, "part-00002": 1, "part-00003": 0}
+        assert finished_chunks(store) == reached
+        # It is through: the next one begins anew.
+        assert run_worker_here(job, run, "--retry-errors")["request_count"] == 3
+        assert finished_chunks(store) == reached | dict.fromkeys(list(reached)[:3], 2)
+        assert [line["_row"] for line in all_lines(run)] == list(range(40))
+
+
+class TestBadInput:
+    def test_another_configuration_is_refused_with_the_difference(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--temperature", "0.5")
+        with pytest.raises(RunMismatch) as caught:
+            run_worker_here(job, f"{job}/runs/a", "--temperature", "0.7")
+        assert "sampling.temperature: the run has 0.5, this worker 0.7" in caught.value.message
+        assert "--output" in caught.value.hint
+
+    @pytest.mark.parametrize("from_within", [False, True])
+    def test_another_data_set_in_the_same_run_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_within: bool
+    ) -> None:
+        """Lists from elsewhere have no job.json; files of one name must not pass for each other's answers."""
+        from batchinfer.worker.command import command
+
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "data.jsonl").write_text(json.dumps({"prompt": folder}) + "\n")
+            (tmp_path / folder / "list.txt").write_text("data.jsonl\n")
+        arguments = [
+            "--output",
+            str(tmp_path / "run"),
+            "--engine",
+            "echo",
+            "--prompt-column",
+            "prompt",
+        ]
+
+        def work_on(folder: str) -> Any:
+            monkeypatch.chdir(tmp_path / folder)
+            manifest = "list.txt" if from_within else str(tmp_path / folder / "list.txt")
+            return command.main(["--manifest", manifest, *arguments], standalone_mode=False)
+
+        work_on("a")
+        with pytest.raises(RunMismatch, match="folders"):
+            work_on("b")
+        # The same one is the same, however it is named.
+        monkeypatch.chdir(tmp_path)
+        result = command.main(["--manifest", "a/list.txt", *arguments], standalone_mode=False)
+        assert result["chunks_skipped"] == 1
+
+    def test_two_workers_that_give_up_different_chunks_do_not_wait_for_each_other(
+        self, job: str
+    ) -> None:
+        """A claim that was kept on a chunk given up held the other worker for ever."""
+        for index in (0, 1):
+            path = Path(job) / f"chunks/part-{index:05d}.jsonl"
+            path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+        run = f"{job}/runs/a"
+        slow = (*FAST, "--echo-latency-seconds", "0.3", "--max-num-seqs", "4")
+        processes = [
+            start_process(worker_arguments(job, run, *slow, "--worker-id", name)) for name in "ab"
+        ]
+        results = [finish_process(process, timeout_seconds=90) for process in processes]
+        assert [result.status for result in results] == [34, 34], results
+        assert len(outputs(run)) == 8
+
+    @pytest.mark.parametrize("place", ["", "/chunks", "/manifests"])
+    def test_a_run_in_the_jobs_own_place(self, job: str, place: str) -> None:
+        with pytest.raises(ConfigError, match="the job's own place"):
+            run_worker_here(job, job + place)
+
+    def test_a_manifest_that_names_a_missing_chunk(self, job: str, tmp_path: Path) -> None:
+        (tmp_path / "m.txt").write_text("chunks/part-00000.jsonl\nchunks/part-00077.jsonl\n")
+        from batchinfer.worker.command import command
+
+        arguments = [
+            "--manifest",
+            str(tmp_path / "m.txt"),
+            "--job",
+            job,
+            "--output",
+            f"{job}/runs/a",
+        ]
+        with pytest.raises(InputError, match=r"part-00077"):
+            command.main(
+                [*arguments, "--engine", "echo", "--prompt-column", "prompt"], standalone_mode=False
+            )
+        assert not list(open_store(f"{job}/runs/a").list("")), "nothing was written"
+
+    def test_a_chunk_that_was_changed_is_reported_after_all_the_rest(self, job: str) -> None:
+        path = Path(job) / "chunks/part-00003.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"hello", b"jello"))
+        with pytest.raises(StorageError) as caught:
+            run_worker_here(job, f"{job}/runs/a")
+        assert caught.value.exit_status == 34
+        assert "part-00003" in caught.value.message
+        assert "sha256" in caught.value.message
+        assert len(outputs(f"{job}/runs/a")) == 9
+
+    def test_no_prompt_option_at_all(self, job: str) -> None:
+        from batchinfer.worker.command import command
+
+        arguments = [
+            "--manifest",
+            f"{job}/manifests/all.txt",
+            "--output",
+            f"{job}/runs/a",
+            "--engine",
+            "echo",
+        ]
+        with pytest.raises(ConfigError, match="prompt"):
+            command.main(arguments, standalone_mode=False)
+
+    def test_an_output_that_cannot_be_written(self, job: str, tmp_path: Path, as_user: Any) -> None:
+        (tmp_path / "closed").mkdir(mode=0o555)
+        with as_user(), pytest.raises(AccessDenied) as caught:
+            run_worker_here(job, str(tmp_path / "closed/run"))
+        assert caught.value.exit_status == 2
+
+    def test_an_orphan_output_is_never_adopted(self, job: str) -> None:
+        store = open_store(f"{job}/runs/a")
+        store.create("outputs/part-00002.jsonl", b"half a li")
+        run_worker_here(job, f"{job}/runs/a")
+        assert_every_row_once(f"{job}/runs/a", 95)
+        assert read_marker(store, "part-00002").output != "part-00002.jsonl"
+        assert store.get("outputs/part-00002.jsonl").data == b"half a li"
+
+    def test_an_empty_marker_counts_for_nothing(self, job: str) -> None:
+        store = open_store(f"{job}/runs/a")
+        put_raw(store, layout.marker_key("part-00002"), b"")
+        run_worker_here(job, f"{job}/runs/a")
+        assert_every_row_once(f"{job}/runs/a", 95)
+
+    def test_a_worker_id_that_could_leave_its_folder(self, job: str) -> None:
+        with pytest.raises(InputError, match="worker id"):
+            run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
+
+    def test_a_mistake_is_no_traceback(self, job: str) -> None:
+        finished = run_worker_process(f"{job}-not-there", f"{job}/runs/a")
+        assert finished.status == 2
+        assert "Traceback" not in finished.stderr
+        assert "hint:" in finished.stderr
+
+
+@pytest.fixture
+def as_user() -> Iterator[Any]:
+    """Without root's rights for a while: root may write anywhere."""
+    import contextlib
+    import os
+
+    @contextlib.contextmanager
+    def lower() -> Iterator[None]:
+        if os.geteuid() != 0:
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return lower
+
+
+class TestOutputOptions:
+    def test_without_timing_equal_answers_are_equal_bytes(self, job: str) -> None:
+        for name in ("a", "b"):
+            run_worker_here(job, f"{job}/runs/{name}", "--no-timing")
+        first, second = (outputs(f"{job}/runs/{name}") for name in "ab")
+        assert first == second
+        assert all("timing" not in line for lines in first.values() for line in lines)
+
+    def test_ids_can_come_from_a_column(self, job: str) -> None:
+        run_worker_here(job, f"{job}/runs/a", "--id-column", "prompt")
+        for line in all_lines(f"{job}/runs/a"):
+            assert line["_id"] == default_row(line["_row"])["prompt"]
+
+    def test_every_prompt_setting_can_be_given_on_the_command_line(self) -> None:
+        from batchinfer.prompts import PromptConfig
+        from batchinfer.worker.command import command
+
+        names = {parameter.name for parameter in command.params}
+        # The engine's own limit, the only task there is, and a limit that nobody needed to change.
+        fixed = {"max_logprobs", "task", "max_n"}
+        assert set(PromptConfig.__struct_fields__) - names == fixed
+
+
+@pytest.mark.parametrize(
+    ("said", "host"),
+    [("1", {"spot": True}), ("false", {"spot": False}), ("", {}), ("perhaps", {})],
+)
+def test_a_worker_says_whether_its_machine_is_a_spot_machine_only_where_it_was_told(
+    said: str, host: dict[str, bool]
+) -> None:
+    from batchinfer.worker.command import describe_host
+
+    assert describe_host({"BATCHINFER_SPOT": said}) == host
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--engine", "foo", "--model", "x"], "'foo' is not an engine"),
+        (["--engine", "vllm"], "--model: is missing"),
+    ],
+)
+def test_a_missing_model_or_unknown_engine_is_named_as_what_it_is(
+    options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path / "job", rows=2, per_chunk=1)
+    rest = ["--output", str(tmp_path / "run"), "--prompt-column", "prompt"]
+    assert main(["worker", "--job", str(tmp_path / "job"), *rest, *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_column_ends_before_the_run_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\nhello,1\n")
+    job = str(tmp_path / "job")
+    assert main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"]) == 0
+    assert main(["worker", "--job", job, "--engine", "echo", "--prompt-column", "promt"]) == 2
+    assert "did you mean --prompt-column prompt?" in capsys.readouterr().err
+    assert not (tmp_path / "job/runs").exists()
