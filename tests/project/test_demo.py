@@ -384,13 +384,8 @@ def fake_worker(demo, tmp_path, monkeypatch):
     script.write_text(FAKE_WORKER)
 
     def command(settings, worker_id):
-        places = [
-            settings.job,
-            settings.run,
-            settings.rows,
-            SCRIPTS,
-            Path(__file__).resolve().parents[1],
-        ]
+        here = Path(__file__).resolve().parent
+        places = [settings.job, settings.run, settings.rows, SCRIPTS, here, here.parent]
         return [sys.executable, str(script), worker_id, *map(str, places)]
 
     monkeypatch.setattr(demo, "worker_command", command)
