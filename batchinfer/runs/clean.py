@@ -63,7 +63,7 @@ class _KeepsUploads(Protocol):
 
 
 @dataclass(slots=True)
-class Plan:
+class Removals:
     """What would be removed, by what it is, and which claims would be released."""
 
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
@@ -107,16 +107,16 @@ def run_clean(
     if inventory.is_empty:
         raise no_run(store)
     # Looking must not write: a dry run takes the store's word for granted.
-    plan = make_plan(inventory, config, is_safe=not config.yes or probe(store).is_safe)
-    for what, infos in plan.removed.items():
+    removals = find_removals(inventory, config, is_safe=not config.yes or probe(store).is_safe)
+    for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
-    if plan.num_kept_orphans:
+    if removals.num_kept_orphans:
         show(
-            f"orphan outputs: {plan.num_kept_orphans} stay, since this store ignores preconditions and a worker that "
-            "wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
+            f"orphan outputs: {removals.num_kept_orphans} stay, since this store ignores preconditions and a worker "
+            "that wakes up could still name them; --older-than 0 removes them, once no worker can run any more"
         )
-    if plan.released:
-        show(f"claims of workers that are gone, released: {len(plan.released)}")
+    if removals.released:
+        show(f"claims of workers that are gone, released: {len(removals.released)}")
     age_seconds = config.older_than_seconds
     if inventory.living():  # one of them may be uploading right now, and that takes its time
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
@@ -124,20 +124,20 @@ def run_clean(
     if num_temps:
         show(f"unfinished uploads: {num_temps}")
     if config.yes:
-        store.delete(plan.keys())
-        for key in plan.released:
+        store.delete(removals.keys())
+        for key in removals.released:
             _release(store, key, inventory)
         num_temps = _remove_temps(store, age_seconds)
     return {
         "status": "SUCCESS",
         "run": store.url,
         "is_dry_run": not config.yes,
-        "removed": {what: len(infos) for what, infos in plan.removed.items()},
-        "removed_bytes": sum(info.bytes for infos in plan.removed.values() for info in infos),
-        "claims_released": len(plan.released),
+        "removed": {what: len(infos) for what, infos in removals.removed.items()},
+        "removed_bytes": sum(info.bytes for infos in removals.removed.values() for info in infos),
+        "claims_released": len(removals.released),
         "uploads_aborted": num_temps,
-        "kept_young": plan.num_kept_young,
-        "kept_orphans": plan.num_kept_orphans,
+        "kept_young": removals.num_kept_young,
+        "kept_orphans": removals.num_kept_orphans,
     }
 
 
@@ -161,12 +161,12 @@ def _time_of(store: Store, clock: Clock) -> float:
         store.delete([key])
 
 
-def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Plan:
+def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Removals:
     """Decide what goes. Pure.
 
     `is_safe`: the store honours preconditions, so that a marker once written stays the one that counts.
     """
-    plan = Plan()
+    removals = Removals()
     nobody_lives = not inventory.living()
     is_told_none_runs = not config.older_than_seconds
 
@@ -178,16 +178,16 @@ def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Pl
 
     def consider(what: str, info: ObjectInfo) -> None:
         if is_old(info):
-            plan.add(what, info)
+            removals.add(what, info)
         else:
-            plan.num_kept_young += 1
+            removals.num_kept_young += 1
 
     def is_in_hand(name: str) -> bool:
         owner = inventory.claims.get(name)
         return owner is not None and owner.is_alive
 
     for name in dict.fromkeys(config.redo):
-        _redo(inventory, name, plan)
+        _redo(inventory, name, removals)
     for name, info in inventory.orphans():
         # What an unreadable marker names is not known: its output stays until the chunk is done again.
         is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
@@ -197,7 +197,7 @@ def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Pl
         if is_safe or is_told_none_runs:
             consider("orphan outputs", info)
         else:
-            plan.num_kept_orphans += 1
+            removals.num_kept_orphans += 1
     for name, infos in inventory.segments.items():
         if name in config.redo or is_in_hand(name) or inventory.standing(name) is None:
             continue
@@ -205,30 +205,30 @@ def make_plan(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Pl
             # Of a chunk with error rows they may be the repair's, begun and not ended.
             if is_told_none_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
-    _consider_claims(inventory, consider, plan)
-    _add_unreadable(inventory, plan)
-    _consider_probes(inventory, config.older_than_seconds, plan)
-    return plan
+    _consider_claims(inventory, consider, removals)
+    _add_unreadable(inventory, removals)
+    _consider_probes(inventory, config.older_than_seconds, removals)
+    return removals
 
 
-def _add_unreadable(inventory: Inventory, plan: Plan) -> None:
+def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
     """Records that nobody can read are of no use at any age: live workers write theirs whole."""
     for damaged in inventory.damaged_claims.values():
-        plan.add("unreadable claims", damaged.info)
+        removals.add("unreadable claims", damaged.info)
     for damaged in inventory.damaged_workers.values():
-        plan.add("unreadable worker records", damaged.info)
+        removals.add("unreadable worker records", damaged.info)
 
 
-def _consider_probes(inventory: Inventory, older_than_seconds: float, plan: Plan) -> None:
+def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:
     for info in inventory.probes:
         # A worker that probes the store has no record yet, so nobody can say that none lives.
         if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
-            plan.add("probes", info)
+            removals.add("probes", info)
         else:
-            plan.num_kept_young += 1
+            removals.num_kept_young += 1
 
 
-def _redo(inventory: Inventory, name: str, plan: Plan) -> None:
+def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
     """Make a chunk as if it had never been done. Its outputs become orphans, and go when they are old."""
     markers = inventory.marker_infos.get(name, {})
     segments = inventory.segments.get(name, [])
@@ -238,13 +238,13 @@ def _redo(inventory: Inventory, name: str, plan: Plan) -> None:
             hint="start the workers again",
         )
     for info in segments:
-        plan.add("segments of chunks to do again", info)
+        removals.add("segments of chunks to do again", info)
     for info in markers.values():
-        plan.add("markers", info)
+        removals.add("markers", info)
 
 
 def _consider_claims(
-    inventory: Inventory, consider: Callable[[str, ObjectInfo], None], plan: Plan
+    inventory: Inventory, consider: Callable[[str, ObjectInfo], None], removals: Removals
 ) -> None:
     for name, owner in inventory.claims.items():
         if owner.is_alive:
@@ -252,7 +252,7 @@ def _consider_claims(
         if inventory.standing(name) is not None:
             consider("claims of done chunks", owner.info)
         elif owner.claim.worker:
-            plan.released.append(owner.info.key)
+            removals.released.append(owner.info.key)
 
 
 def _release(store: Store, key: str, inventory: Inventory) -> None:

@@ -14,9 +14,8 @@ from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record
 from batchinfer.ledger.snapshot import RunReader
-from batchinfer.runs.overview import Overview, overview
+from batchinfer.runs.overview import Overview, WorkerView, overview
 from batchinfer.runs.prices import PriceSource, price_options, price_source
-from batchinfer.runs.worker_views import WorkerView
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:

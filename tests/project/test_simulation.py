@@ -160,11 +160,11 @@ class TestCleaning:
 
     def test_it_removes_and_it_spares(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Things of both sides of the age come before it, while workers are alive."""
-        real, removed, kept = clean.make_plan, set[str](), 0
+        real, removed, kept = clean.find_removals, set[str](), 0
 
-        def make_plan(
+        def find_removals(
             inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
-        ) -> clean.Plan:
+        ) -> clean.Removals:
             nonlocal kept
             plan = real(inventory, config, is_safe=is_safe)
             if config.older_than_seconds and inventory.living():
@@ -172,7 +172,7 @@ class TestCleaning:
                 kept += plan.num_kept_young
             return plan
 
-        monkeypatch.setattr(clean, "make_plan", make_plan)
+        monkeypatch.setattr(clean, "find_removals", find_removals)
         assert all(not simulate(seed, is_cleaned=True).violation for seed in range(120))
         assert removed >= {"orphan outputs", "segments of done chunks", "claims of done chunks"}
         assert kept

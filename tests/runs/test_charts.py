@@ -14,8 +14,7 @@ from batchinfer.core import units
 from batchinfer.core.records import Minute, Span
 from batchinfer.ledger.snapshot import SeenWorker
 from batchinfer.runs import charts
-from batchinfer.runs.charts import Band, Count
-from batchinfer.runs.series import Extent, bins_by_worker, bins_of, lanes_of, life_of
+from batchinfer.runs.charts import Band, Count, Extent, bins_by_worker, bins_of, lanes_of, life_of
 from fakes import worker_record
 
 BEGIN = 1_790_000_040.0

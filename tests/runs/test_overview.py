@@ -10,9 +10,8 @@ import pytest
 from batchinfer.core import codec
 from batchinfer.core.records import Job, Minute, Run, Span, Worker
 from batchinfer.ledger.snapshot import SeenMarker, SeenWorker, Snapshot
-from batchinfer.runs.overview import Overview, overview
+from batchinfer.runs.overview import RECENT_MINUTES, STALL_SECONDS, Overview, overview
 from batchinfer.runs.prices import FixedPrice, price_source
-from batchinfer.runs.worker_views import RECENT_MINUTES, STALL_SECONDS
 from big_run import Shape, make_job, make_run, make_workers
 from fakes import worker_record
 

@@ -261,14 +261,16 @@ def lost_reply_is_a_loss() -> Defect:
 
 def clean_takes_every_orphan() -> Defect:
     """`clean` removes outputs without a marker, however young, and whether or not their chunk is done."""
-    real = clean.make_plan
+    real = clean.find_removals
 
-    def make_plan(inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool) -> clean.Plan:
+    def find_removals(
+        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
+    ) -> clean.Removals:
         plan = real(inventory, config, is_safe=is_safe)
         plan.removed["orphan outputs"] = [info for _, info in inventory.orphans()]
         return plan
 
-    return mock.patch.object(clean, "make_plan", make_plan)
+    return mock.patch.object(clean, "find_removals", find_removals)
 
 
 def clean_goes_by_its_own_clock() -> Defect:
