@@ -32,6 +32,7 @@ can.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 from batchinfer.core.redaction import redact
@@ -62,6 +63,7 @@ __all__ = [
     "StorageError",
     "Superseded",
     "UsageError",
+    "near",
 ]
 
 
@@ -199,3 +201,13 @@ class RowError(BatchinferError):
         self.message = message  # goes to the row's own author, addresses and all
         self.args = (message,)
         self.code = code
+
+
+def near(name: str, options: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest option, else an empty string.
+
+    >>> near("promt", ["prompt", "answer"])
+    "; did you mean 'prompt'?"
+    """
+    matches = difflib.get_close_matches(name, list(options), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.formats.answers import Encoder
 from batchinfer.formats.completions import CompletionsEncoder
 from batchinfer.formats.native import NativeEncoder
 from batchinfer.formats.openai import OpenAIBatchEncoder
 from batchinfer.formats.reading import OutputSummary, read_line
 from batchinfer.prompts import PromptConfig
-from batchinfer.prompts.codes import near
 
 OUTPUT_FORMATS = ("native", "openai-batch", "completions")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.codes import Code
+from batchinfer.prompts.parameters import make_sampling, read_pairs
 from batchinfer.prompts.templates import NamedTemplate, list_templates
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
     REQUEST_FORMATS,
     TRUNCATIONS,
+    Code,
     Prepared,
     PromptConfig,
     RawRow,
@@ -29,4 +30,6 @@ __all__ = [
     "RawRow",
     "Tokenizer",
     "list_templates",
+    "make_sampling",
+    "read_pairs",
 ]

@@ -9,24 +9,23 @@ import jinja2
 import msgspec
 
 from batchinfer.core import codec
-from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.core.errors import ConfigError, RowError, near
 from batchinfer.core.records import Failure, Request, RowKey, Sampling
 from batchinfer.prompts import conversation
-from batchinfer.prompts.codes import Code, near
-from batchinfer.prompts.fit import fit, too_long
 from batchinfer.prompts.from_columns import RowsReader
 from batchinfer.prompts.from_requests import RequestsReader
-from batchinfer.prompts.parameters import Limits, check_run_sampling
+from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
 from batchinfer.prompts.sandbox import compile_template
 from batchinfer.prompts.types import (
     REQUEST_FORMATS,
     TRUNCATIONS,
+    Code,
     Draft,
     Prepared,
     PromptConfig,
     RawRow,
-    Reader,
     RowProblem,
+    RowReader,
     Tokenizer,
 )
 
@@ -60,7 +59,7 @@ class PromptBuilder:
         _check_values(config)
         try:
             check_run_sampling(
-                sampling, Limits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+                sampling, RequestLimits(max_n=config.max_n, max_logprobs=config.max_logprobs)
             )
         except RowProblem as error:
             raise ConfigError(
@@ -72,7 +71,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._has_prompt = config.keep_prompt or config.output_format in _OUTPUTS_WITH_PROMPT
-        self._reader: Reader
+        self._reader: RowReader
         if config.request_format == "rows":
             eos_token = tokenizer.eos_token if tokenizer is not None else ""
             reader = RowsReader(config, eos_token=eos_token)
@@ -227,7 +226,7 @@ class PromptBuilder:
             return False
         _fail(
             draft,
-            too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len),
+            _too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len),
         )
         return True
 
@@ -235,7 +234,7 @@ class PromptBuilder:
         token_ids = draft.token_ids or []
         sampling = draft.sampling or self._sampling
         try:
-            draft.token_ids = fit(
+            draft.token_ids = fit_prompt(
                 token_ids,
                 max_model_len=max_model_len,
                 max_tokens=sampling.max_tokens,
@@ -316,3 +315,49 @@ def _check_values(config: PromptConfig) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"{option}: holds bytes that are no text, expected UTF-8") from error
+
+
+def fit_prompt(
+    token_ids: list[int], *, max_model_len: int, max_tokens: int | None, mode: str
+) -> list[int]:
+    """Return the prompt, cut where `mode` says so.
+
+    A prompt must leave room for one token. One that is to be cut is cut to leave room for `max_tokens`,
+    though never below half of the model's length.
+
+    Args:
+        token_ids: The prompt.
+        max_model_len: Tokens of prompt and answer together.
+        max_tokens: Tokens wanted for the answer; None: one will do.
+        mode: ``error``, or the end that loses tokens: ``left``, ``right`` or ``middle``.
+
+    Raises:
+        RowProblem: too long, and `mode` is ``error``.
+
+    >>> fit_prompt([1, 2, 3, 4, 5, 6], max_model_len=5, max_tokens=1, mode="middle")
+    [1, 2, 5, 6]
+    """
+    room = max_model_len - 1
+    if mode == "error":
+        if len(token_ids) > room:
+            raise _too_long(f"{len(token_ids)} tokens", max_model_len)
+        return token_ids
+    room = max(max_model_len - max(max_tokens or 1, 1), max_model_len // 2, 1)
+    if len(token_ids) <= room:
+        return token_ids
+    if mode == "left":
+        return token_ids[-room:]
+    if mode == "right":
+        return token_ids[:room]
+    head = (room + 1) // 2
+    tail = room - head
+    return token_ids[:head] + (token_ids[-tail:] if tail else [])
+
+
+def _too_long(length: str, max_model_len: int) -> RowProblem:
+    """Make the error of a prompt that leaves no room."""
+    return RowProblem(
+        Code.PROMPT_TOO_LONG,
+        f"the prompt has {length}, expected at most {max_model_len - 1} of the model's "
+        f"{max_model_len} (--max-model-len, --truncate-prompt)",
+    )

@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.prompts.codes import Code
 from batchinfer.prompts.json_lines import json_type
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import Code, RowProblem
 
 # ShareGPT and its relatives name the speaker, not the role.
 SPEAKERS = {

@@ -9,10 +9,9 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import conversation, json_lines
-from batchinfer.prompts.codes import Code
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
-from batchinfer.prompts.types import Draft, PromptConfig, RowProblem
+from batchinfer.prompts.types import Code, Draft, PromptConfig, RowProblem
 
 _UNSET = msgspec.UNSET
 _MANY_TOKENS = 2**32

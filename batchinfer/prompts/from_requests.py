@@ -6,20 +6,20 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Sampling
 from batchinfer.prompts import conversation, json_lines
-from batchinfer.prompts.codes import Code, near
 from batchinfer.prompts.from_columns import token_ids
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
-from batchinfer.prompts.parameters import Limits, Wishes, read_parameters
+from batchinfer.prompts.parameters import RequestLimits, RequestOptions, read_parameters
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
+    Code,
     Draft,
+    EchoView,
     PromptConfig,
     RowProblem,
-    View,
 )
 
 # Endpoints that an OpenAI batch may name, by the task that a run would need.
@@ -52,8 +52,8 @@ class RequestsReader:
         _refuse_row_options(config)
         self._config = config
         self._sampling = sampling
-        self._limits = Limits(max_n=config.max_n, max_logprobs=config.max_logprobs)
-        self._plans: dict[tuple[bool, bytes], tuple[Sampling, View | None, Wishes]] = {}
+        self._limits = RequestLimits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+        self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
         self._is_batch = config.request_format == "openai-batch"
 
     def fill(self, draft: Draft, data: bytes) -> None:
@@ -181,17 +181,19 @@ class RequestsReader:
         key = (is_chat, _encode(parameters))
         plan = self._plans.get(key)
         if plan is None:
-            sampling, wishes = read_parameters(
+            sampling, options = read_parameters(
                 parameters, self._sampling, self._limits, is_chat=is_chat
             )
-            view = View(echo=True, is_prompt_only=wishes.is_prompt_only) if wishes.echo else None
-            plan = sampling, view, wishes
+            view = (
+                EchoView(echo=True, is_prompt_only=options.is_prompt_only) if options.echo else None
+            )
+            plan = sampling, view, options
             if len(self._plans) < _MAX_PLANS:
                 self._plans[key] = plan
-        draft.sampling, draft.view, wishes = plan
-        draft.continue_final = wishes.continue_final
-        draft.chat_template_kwargs = wishes.chat_template_kwargs
-        draft.is_open_ended = wishes.is_open_ended
+        draft.sampling, draft.view, options = plan
+        draft.continue_final = options.continue_final
+        draft.chat_template_kwargs = options.chat_template_kwargs
+        draft.is_open_ended = options.is_open_ended
 
 
 def _refuse_row_options(config: PromptConfig) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.prompts.codes import Code, near
-from batchinfer.prompts.types import Draft, RowProblem
+from batchinfer.core.errors import near
+from batchinfer.prompts.types import Code, Draft, RowProblem
 
 ROW_FIELD = "_row"
 ID_FIELD = "_id"

@@ -21,8 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts.codes import Code
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import Code, RowProblem
 
 MAX_STEPS = 200_000
 """Loop rounds plus calls of one render."""

@@ -7,11 +7,10 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record
-from batchinfer.prompts.codes import Code, near
 from batchinfer.prompts.sandbox import BoundedEnvironment, compile_template
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import Code, RowProblem
 
 # The Alpaca format's fixed wording: models trained on it expect it letter by letter.
 _ALPACA = """\

@@ -1,21 +1,62 @@
-"""What goes into the prompt builder and what comes out."""
+"""What goes into the prompt builder and what comes out, and the codes of rows that cannot become requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import Failure, Record, Request, RowKey, Sampling
-from batchinfer.prompts.codes import Code
 
 REQUEST_FORMATS = ("rows", "completions", "openai-batch")
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+
+
+class Code(StrEnum):
+    """One way in which a row or its request can be bad; `explanation` is the line in docs/format.md.
+
+    Stable: users' scripts compare these words.
+    """
+
+    explanation: str
+
+    def __new__(cls, value: str, explanation: str) -> Self:
+        """Make a member that is its code and carries its explanation."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.explanation = explanation
+        return member
+
+    # The line
+    INVALID_JSON = "invalid_json", "The line is not JSON (a blank line included)."
+    INVALID_TEXT = "invalid_text", "The line holds bytes or escapes that are no Unicode text."
+    NOT_AN_OBJECT = "not_an_object", "The line is JSON, but no object."
+    ROW_MISMATCH = "row_mismatch", "The line's `_row` is not the number that its place gives."
+    MISSING_COLUMN = "missing_column", "A column that the prompt needs is not in the row."
+    # The prompt
+    INVALID_MESSAGES = "invalid_messages", "The conversation has no known shape."
+    EMPTY_CONVERSATION = "empty_conversation", "The conversation has no user message with text."
+    MISSING_CONTENT = "missing_content", "A message has no content."
+    UNKNOWN_ROLE = "unknown_role", "A message's role is missing or unknown."
+    UNSUPPORTED_CONTENT = "unsupported_content", "A message holds parts other than text."
+    NOTHING_TO_CONTINUE = "nothing_to_continue", "No answer's beginning to continue."
+    INVALID_PROMPT = "invalid_prompt", "The prompt is neither text nor a list of token ids."
+    EMPTY_PROMPT = "empty_prompt", "The prompt is empty."
+    TEMPLATE_ERROR = "template_error", "The template failed on this row, or went over its limits."
+    TOKENIZER_ERROR = "tokenizer_error", "The tokenizer refused the prompt."
+    PROMPT_TOO_LONG = "prompt_too_long", "The prompt leaves the model no room for a token."
+    # The request
+    INVALID_REQUEST = "invalid_request", "The request's frame is wrong: custom_id, method or body."
+    UNKNOWN_URL = "unknown_url", "The request's url is none that can be answered."
+    WRONG_TASK = "wrong_task", "The request's url belongs to another task than the run's."
+    INVALID_PARAMETER = "invalid_parameter", "A parameter's value is wrong, or contradicts another."
+    UNSUPPORTED_PARAMETER = "unsupported_parameter", "A parameter that is not supported."
 
 
 class PromptConfig(Record, frozen=True, kw_only=True):
@@ -71,7 +112,7 @@ class RawRow(msgspec.Struct, frozen=True, gc=False):
     data: bytes
 
 
-class View(Record, frozen=True, kw_only=True, omit_defaults=True):
+class EchoView(Record, frozen=True, kw_only=True, omit_defaults=True):
     """What a request wants to see, where that is not simply the engine's answer."""
 
     echo: bool = False
@@ -101,7 +142,7 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The prompt is a conversation."""
     param: str | None = None
     """The parameter that a failure is about."""
-    view: View | None = None
+    view: EchoView | None = None
 
 
 class Draft(msgspec.Struct, gc=False):
@@ -119,7 +160,7 @@ class Draft(msgspec.Struct, gc=False):
     source: dict[str, Any] | None = None
     body: dict[str, Any] | None = None
     url: str = ""
-    view: View | None = None
+    view: EchoView | None = None
     is_open_ended: bool = False
     """The answer may be as long as the model allows."""
     is_cut: bool = False
@@ -135,7 +176,7 @@ class RowProblem(RowError):
         self.param = param
 
 
-class Reader(Protocol):
+class RowReader(Protocol):
     """One request format: fills a draft from a line."""
 
     def fill(self, draft: Draft, data: bytes) -> None:

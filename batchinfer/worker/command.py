@@ -28,8 +28,7 @@ from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.jobs import load_job, rank_manifests
-from batchinfer.prompts import PromptConfig
-from batchinfer.prompts.sampling import make_sampling, read_pairs
+from batchinfer.prompts import PromptConfig, make_sampling, read_pairs
 from batchinfer.worker import preview
 from batchinfer.worker.background import unless_stopped
 from batchinfer.worker.notices import find_service, watch

@@ -42,7 +42,7 @@ def test_every_code_is_documented_and_every_documented_one_exists() -> None:
             text = ast.unparse(code)
             assert re.fullmatch(r"Code\.[A-Z_]+(\.value)?|(self\.)?(error\.)?code", text), (place, text)  # fmt: skip
     assert {"engine_crash", "internal_error", "engine_error"} <= set(written)
-    found = {**written, **{code.value: "batchinfer/prompts/codes.py" for code in Code}}
+    found = {**written, **{code.value: "batchinfer/prompts/types.py" for code in Code}}
     assert found.keys() <= DOCUMENTED, {
         code: found[code] for code in sorted(found.keys() - DOCUMENTED)
     }

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
-from batchinfer.prompts.sampling import ALIASES, make_sampling, read_pairs
+from batchinfer.prompts.parameters import ALIASES, make_sampling, read_pairs
 
 # The generation config of a batch guide for transformers, as it is.
 COPIED = (
