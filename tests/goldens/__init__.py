@@ -1,0 +1,330 @@
+"""Recorded runs: every byte that a dozen small runs write and print, so that a change of any of it is seen.
+
+A scene is a list of commands, run in this process with the echo engine in an empty folder. Its recording holds each
+command's exit status and last line of stdout, then every object that the commands left, with times, nonces and the
+like replaced by words. `python -m goldens` (from tests/) records all scenes anew; a difference in the recording is a
+change of the format and needs a line in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import decimal
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo import EchoEngine
+
+FOLDER = Path(__file__).parent
+
+DEATH = "the engine dies of this"
+ECHO = ["--engine", "echo", "--worker-id", "w0", "--no-timing"]
+
+
+class Scene(NamedTuple):
+    """Files to make and commands to run, in an empty folder."""
+
+    make: Callable[[], None]
+    commands: list[list[str]]
+
+
+def make_prompts() -> None:
+    """Ten rows with two columns."""
+    rows = [{"prompt": f"say {index}\u2028é", "k": f"id{index}"} for index in range(10)]
+    write_lines("a.jsonl", rows)
+
+
+def write_lines(path: str, rows: list[object]) -> None:
+    """JSON Lines; text rows go as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def make_table() -> None:
+    """A parquet file with a column of every type that docs/format.md names."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    moment = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=datetime.UTC)
+    columns = {
+        "text": pa.array(["one", "two\u2028lines\n", None]),
+        "whole": pa.array([1, -(2**63), 2**63 - 1]),
+        "huge": pa.array([0, 2**64 - 1, None], pa.uint64()),
+        "real": pa.array([1.5, float("nan"), float("inf")]),
+        "flag": pa.array([True, None, False]),
+        "money": pa.array([decimal.Decimal("1.10"), None, decimal.Decimal("-0.01")]),
+        "bytes": pa.array([b"\x00\xff", b"", None]),
+        "day": pa.array([datetime.date(2026, 1, 2), None, datetime.date(1969, 12, 31)]),
+        "time": pa.array([datetime.time(1, 2, 3), None, datetime.time(0)]),
+        "micros": pa.array([moment, None, moment.astimezone(zone)], pa.timestamp("us", tz="UTC")),
+        "nanos": pa.array([1, None, 1_767_323_045_678_901_234], pa.timestamp("ns")),
+        "zoned": pa.array([1_767_323_045_678, None, 0], pa.timestamp("ms", tz="Europe/Berlin")),
+        "span": pa.array([datetime.timedelta(seconds=90), None, datetime.timedelta(0)]),
+        "list": pa.array([[1, 2], [], None]),
+        "nested": pa.array([{"a": [{"b": 1}]}, {"a": None}, None]),
+        "map": pa.array([[("x", 1), ("y", None)], [], None], pa.map_(pa.string(), pa.int32())),
+        "word": pa.array(["red", "blue", "red"]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), "t.parquet", row_group_size=2)
+
+
+def make_csv() -> None:
+    """Quoted cells, an empty cell, a line break within a cell."""
+    Path("a.csv").write_text('id,text\n1,"a, b"\n2,\n3,"two\nlines"\n', encoding="utf-8")
+
+
+def make_requests() -> None:
+    """Batch files of both request formats, bad lines among them."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    bad = {**line, "custom_id": "two", "body": {**chat, "temperature": -1}}
+    write_lines("batch.jsonl", [line, bad, "{not json", {**line, "custom_id": "three"}])
+    completion = {"prompt": "say it", "max_tokens": 3, "n": 2, "best_of": 2, "echo": True}
+    write_lines("completions.jsonl", [completion, {"prompt": 5}, {**completion, "stop": ["it"]}])
+
+
+def make_template() -> None:
+    """Prompts, a template that fails for one of them, and a settings file."""
+    make_prompts()
+    Path("t.jinja").write_text("{{ prompt|upper }}{{ 1 // (k|length - 3) if k == 'id9' }}!")
+    Path("run.yaml").write_text("worker:\n  max_tokens: 5\n  keep: k\n")
+
+
+def make_broken() -> None:
+    """Good lines and bad ones, in files that no `split` made."""
+    write_lines("x.jsonl", [{"prompt": "one", "k": 1}, "", "{", {"other": 1}, {"prompt": "five"}])
+    write_lines("y.jsonl", [{"prompt": "six", "k": 6}])
+    Path("list.txt").write_text("x.jsonl\ny.jsonl\n")
+
+
+def make_late_death() -> None:
+    """Some good rows, one at which the engine dies, and more good ones: a worker ends within a chunk."""
+    rows: list[object] = [{"prompt": f"say {index}"} for index in range(60)]
+    write_lines("a.jsonl", [*rows[:20], {"prompt": DEATH}, *rows[20:]])
+
+
+SPLIT = ["split", "a.jsonl", "--output", "job", "--num-chunks", "3", "--num-workers", "2"]
+WORKER = ["worker", "--job", "job", "--output", "run", *ECHO]
+PROMPT = ["--prompt-column", "prompt"]
+LISTED = ["worker", "--manifest", "list.txt", "--output", "run", *ECHO, *PROMPT]
+SAMPLED = ["--temperature", "0.7", "--n", "2", "--seed", "11", "--max-tokens", "3", "--stop", "x"]
+SAMPLED += ["--sampling", "top_k=5"]
+
+SCENES: dict[str, Scene] = {
+    "split-types": Scene(
+        make_table, [["split", "t.parquet", "--output", "job", "--num-chunks", "2"]]
+    ),
+    "split-zstd": Scene(
+        make_prompts,
+        [[*SPLIT, "--compression", "zstd", "--columns", "prompt", "--id-column", "k"]],
+    ),
+    "split-csv": Scene(make_csv, [["split", "a.csv", "--output", "job", "--chunk-rows", "2"]]),
+    "native": Scene(make_prompts, [SPLIT, [*WORKER, *PROMPT]]),
+    "settings": Scene(
+        make_template,
+        [
+            SPLIT,
+            [*WORKER, "--prompt-template", "t.jinja", "--config", "run.yaml", "--keep-prompt"],
+            ["verify", "run", "--deep"],
+        ],
+    ),
+    "sampled": Scene(
+        make_prompts,
+        [
+            SPLIT,
+            [*WORKER, *PROMPT, *SAMPLED, "--limit", "4"],
+        ],
+    ),
+    "batch": Scene(
+        make_requests,
+        [
+            ["split", "batch.jsonl", "--output", "job", "--num-chunks", "1"],
+            [*WORKER, "--request-format", "openai-batch", "--output-format", "openai-batch"],
+            ["collect", "run", "out.jsonl", "--format", "lines"],
+        ],
+    ),
+    "completions": Scene(
+        make_requests,
+        [
+            ["split", "completions.jsonl", "--output", "job", "--num-chunks", "1"],
+            [*WORKER, "--request-format", "completions", "--output-format", "completions"],
+        ],
+    ),
+    "list": Scene(
+        make_broken,
+        [
+            LISTED,
+            [*LISTED, "--retry-errors"],
+            ["collect", "run", "out.jsonl", "--with-source"],
+        ],
+    ),
+    "stopped": Scene(
+        make_broken,
+        [
+            [*LISTED, "--max-error-rate", "0.1", "--min-errors", "2"],
+            ["status", "run", "--json"],
+            ["verify", "run"],
+            ["clean", "run", "--json"],
+        ],
+    ),
+    "checkpointed": Scene(
+        make_late_death,
+        [
+            ["split", "a.jsonl", "--output", "job", "--num-chunks", "1"],
+            [*WORKER, *PROMPT, "--max-num-seqs", "1", "--echo-latency-seconds", "1e-9"],
+        ],
+    ),
+    "readers": Scene(
+        make_prompts,
+        [
+            SPLIT,
+            [*WORKER, *PROMPT],
+            ["collect", "run", "out.csv"],
+            ["collect", "run", "rows.jsonl", "--with-source"],
+            ["status", "run", "--json"],
+            ["verify", "run", "--deep"],
+            ["clean", "run"],
+            ["stop", "run"],
+            ["report", "run", "--output", "report.html"],
+        ],
+    ),
+    "refused": Scene(
+        make_prompts,
+        [
+            SPLIT,
+            [*WORKER, *PROMPT],
+            [*WORKER, *PROMPT, "--seed", "9"],
+            ["split", "a.jsonl", "--output", "job", "--num-chunks", "2", "--overwrite"],
+            ["worker", "--manifest", "nowhere.txt", "--output", "run", *ECHO, *PROMPT],
+            ["collect", "run"],
+            ["verify", "job"],
+        ],
+    ),
+    "shown": Scene(
+        make_template,
+        [
+            SPLIT,
+            [*WORKER, *PROMPT, "--show-config"],
+            [*WORKER, *PROMPT, "--config", "run.yaml", "--top-p", "0.5", "--show-config"],
+            ["split", "a.jsonl", "--output", "job", "--num-chunks", "3"],
+        ],
+    ),
+}
+
+_TIMED = (
+    r"nonce|host|created|started|ended|heartbeat|time|minutes|spans|open_spans|starts|ends"
+    r"|clock_offset_seconds|\w*_?seconds|\w+_time_sec|\w+_load_sec|run_time_sec|eta_seconds"
+    r"|engine_steps|beat"
+)
+_VALUE = r"\[(?:[^\[\]]|\[[^\]]*\])*\]|\{[^{}]*\}|[-+.\de]+|null"
+_MASKS = [
+    (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)?", "TIME"),
+    (r"\b20\d{6}T\d{6}Z\b", "TIME"),
+    (rf'("(?:{_TIMED})": ?)(?:"[^"]*"|{_VALUE})', r"\1~"),
+    (r'("(?:recent|overall|tokens_per_sec)": ?)\{[^{}]*\}', r"\1~"),
+    (r'("\w+_per_sec": ?)[\d.]+', r"\1~"),
+    (r"\.[0-9a-f]{16}\.jsonl", ".NONCE.jsonl"),
+    (r'("report":"report.html","bytes":)\d+', r"\1~"),
+]
+
+
+def mask(text: str) -> str:
+    """Replace what differs from run to run."""
+    for pattern, word in _MASKS:
+        text = re.sub(pattern, word, text)
+    return text
+
+
+def record(name: str, folder: Path) -> str:
+    """Play a scene in an empty folder and return its recording."""
+    parts: list[str] = []
+    timed: list[str] = []  # checksums of outputs that hold a time
+    with _inside(folder):
+        SCENES[name].make()
+        made = set(Path().rglob("*"))
+        for command in SCENES[name].commands:
+            status, line, error = _run(command)
+            parts.append(f"$ batchinfer {' '.join(command)}\n# exit {status}\n{line}\n{error}")
+        for path in sorted(set(Path().rglob("*")) - made):
+            if path.is_file() and path.suffix != ".html":
+                text = _text(path)
+                parts.append(f"== {path}\n{text}\n")
+                if path.match("outputs/*.jsonl") and mask(text) != text:
+                    timed.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        fingerprint = _fingerprint_of_a_place()
+    text = "\n".join(parts).replace(str(folder.resolve()), "FOLDER")
+    for checksum in timed:
+        text = text.replace(checksum, "CHECKSUM")
+    return mask(text.replace(fingerprint, "FINGERPRINT") if fingerprint else text)
+
+
+def _fingerprint_of_a_place() -> str:
+    """A list's run has its folder in its fingerprint; that of a job's run is the same everywhere, and recorded."""
+    path = Path("run/run.json")
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["fingerprint"] if found and found["config"]["folders"] else ""
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """Run a command here. Returns its status, the last line of stdout, and what it says of an error."""
+    from batchinfer.cli.main import main
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stdout, stderr = io.StringIO(), io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+            mock.patch.object(EchoEngine, "__init__", _make_mortal),
+        ):
+            status = main(command)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    lines = stdout.getvalue().strip().splitlines()
+    said = re.findall(r"^(?:error|hint): .*\n", stderr.getvalue(), re.MULTILINE)
+    return status, lines[-1] if lines else "", "".join(said)
+
+
+_make_engine = EchoEngine.__init__
+
+
+def _make_mortal(engine: EchoEngine, config: EngineConfig, *arguments: Any) -> None:
+    _make_engine(engine, msgspec.structs.replace(config, echo_kill_marker=DEATH), *arguments)
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    if path.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(data).decode()
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,17 @@
+"""What small runs write and print is byte for byte what was recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from goldens import FOLDER, SCENES, record
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_a_run_leaves_what_was_recorded(name, tmp_path):
+    recorded = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    assert record(name, tmp_path / "scene") == recorded
+
+
+def test_every_recording_has_its_scene():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(SCENES)
