@@ -133,11 +133,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         _open_closed_streams()
-        given = sys.argv[1:] if arguments is None else arguments
-        if "split" in given[:1]:
-            from batchinfer.split import light
-
-            light.is_alone = True
         status = main(arguments)
     except KeyboardInterrupt:  # before click takes it, or after
         click.echo("error: interrupted", err=True)

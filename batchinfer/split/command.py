@@ -389,10 +389,8 @@ def command(**options: Any) -> dict[str, Any]:
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
     JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
     """
-    from batchinfer.split import light
     from batchinfer.storage.opening import check_writable, open_store
 
-    light.import_pyarrow()
     config = SplitConfig(**{**options, "sources": list(options["sources"])})
     _check_options(config)
     check_writable(config.output, option="--output")

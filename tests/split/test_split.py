@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -642,35 +641,3 @@ def test_memory_is_that_of_a_row_group_not_of_the_file(tmp_path):
         )
         peaks.append(int(done.stdout.splitlines()[-1]))
     assert peaks[1] < peaks[0] + 60
-
-
-def test_the_command_needs_no_numpy_and_writes_the_same_bytes(tmp_path):
-    """numpy is a twentieth of the splitter's CPU time; pyarrow does without it, half floats included."""
-    source = tmp_path / "all.parquet"
-    columns = {
-        "half": pa.array(np.array([1.5, -0.0, 2.25], np.float16)),
-        "lists": pa.array([[1.5], [], None], pa.list_(pa.float32())),
-        "decimal": pa.array([1, None, 3], pa.decimal128(10, 2)),
-        "moment": pa.array([1, 2, 3], pa.timestamp("ns", "Europe/Berlin")),
-        "text": pa.array(["a\u2028", "b\x00", None], pa.large_string()),
-        "binary": pa.array([b"\xff", b"", None]),
-    }
-    pq.write_table(pa.table(columns), source)
-    code = (
-        "import sys; from batchinfer.cli import main; import os; leave = os._exit;"
-        "os._exit = lambda status: (print('numpy' in sys.modules), sys.stdout.flush(), leave(status));"
-        "main.run(sys.argv[1:])"
-    )
-    arguments = ["split", str(source), "--num-chunks", "1", "--output"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, str(tmp_path / "light")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == "False"
-    CliRunner().invoke(
-        command.command, [*arguments[1:], str(tmp_path / "here")], catch_exceptions=False
-    )
-    first, second = (tmp_path / place / "chunks/part-00000.jsonl" for place in ("light", "here"))
-    assert first.read_bytes() == second.read_bytes()
