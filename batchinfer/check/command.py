@@ -168,14 +168,13 @@ def command(**options: Any) -> dict[str, Any]:
     from batchinfer.storage.probing import probe
 
     config = make_config(options)
-    table = options["prices"]
     world = CheckWorld(
         open_store=open_store,
         probe=probe,
         describe_model=describe_model,
         load_tokenizer=tokenizer_for,
-        prices=price_source(options["price_per_hour"], table),
-        accelerators=PriceTable.load(table).names(),
+        prices=price_source(options["price_per_hour"]),
+        accelerators=PriceTable.load().names(),
         clock=SystemClock(),
     )
     result = run_check(config, world)

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import click
 
-from batchinfer.core.errors import ConfigError
-
 CATALOGS = Path("~/.sky/catalogs/v8")
 """Where SkyPilot 0.14 keeps its price lists once it has been used."""
 
@@ -84,36 +82,19 @@ class FixedPrice:
 
 
 class PriceTable:
-    """A dated table of dollars per GPU hour, from the package or a file of the same form."""
+    """A dated table of dollars per GPU hour."""
 
     def __init__(self, table: dict[str, Any], name: str) -> None:
         self._gpus: dict[str, dict[str, float]] = table["gpus"]
         self.source = f"{name} of {table['as_of']}, check yours"
 
     @classmethod
-    def load(cls, path: Path | None = None) -> PriceTable:
-        """Read the package's table, or another file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no price table.
-        """
+    def load(cls) -> PriceTable:
+        """Read the package's table."""
         import yaml
 
-        if path is None:
-            text = importlib.resources.files("batchinfer.runs").joinpath("prices.yaml").read_text()
-            return cls(yaml.safe_load(text), "list prices")
-        try:
-            table = yaml.safe_load(path.read_text(encoding="utf-8"))
-            gpus = {
-                str(name): {kind: float(price) for kind, price in prices.items()}
-                for name, prices in table["gpus"].items()
-            }
-            return cls({"gpus": gpus, "as_of": table["as_of"]}, str(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f"{path}: no price table ({error})",
-                hint="write it like batchinfer/runs/prices.yaml: as_of, and gpus: {L4: {on_demand: 0.8, spot: 0.35}}",
-            ) from error
+        text = importlib.resources.files("batchinfer.runs").joinpath("prices.yaml").read_text()
+        return cls(yaml.safe_load(text), "list prices")
 
     def names(self) -> list[str]:
         """The accelerators in the table."""
@@ -179,14 +160,10 @@ class FirstKnown:
         return None
 
 
-def price_source(
-    per_hour: float | None, table: Path | None = None, catalogs: Path = CATALOGS
-) -> PriceSource:
-    """The user's price if there is one, else a given table, else SkyPilot's catalog and then the package's table."""
+def price_source(per_hour: float | None, catalogs: Path = CATALOGS) -> PriceSource:
+    """The user's price if there is one, else SkyPilot's catalog and then the package's table."""
     if per_hour is not None:
         return FixedPrice(per_hour)
-    if table is not None:
-        return PriceTable.load(table)
     return FirstKnown(SkyPilotCatalog(catalogs), PriceTable.load())
 
 
@@ -198,11 +175,6 @@ def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "is_spot",
             default=None,
             help="What machines are, where workers do not say. Default: on-demand.",
-        ),
-        click.option(
-            "--prices",
-            type=click.Path(path_type=Path),
-            help="Price table of your own, in the form of batchinfer/runs/prices.yaml.",
         ),
         click.option(
             "--price-per-hour",

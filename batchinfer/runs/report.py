@@ -11,7 +11,6 @@ import hashlib
 import importlib.resources
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -375,7 +374,6 @@ class ReportConfig(Record, frozen=True, kw_only=True):
     output: str
     job: str = ""
     price_per_hour: float | None = None
-    prices: str = ""
     is_spot: bool | None = None
     num_samples: int = 4
 
@@ -389,7 +387,7 @@ def run_report(
         InputError: there is no such run, or it cannot be read.
     """
     store = open_store(config.run)
-    prices = price_source(config.price_per_hour, Path(config.prices) if config.prices else None)
+    prices = price_source(config.price_per_hour)
     snapshot = RunReader(store, open_store, clock, config.job).read()
     seen = overview(snapshot, prices, is_spot=config.is_spot)
     samples = (
@@ -455,6 +453,4 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    prices = options.pop("prices")
-    config = ReportConfig(prices=str(prices) if prices else "", **options)
-    return run_report(config, open_store=open_store, clock=SystemClock())
+    return run_report(ReportConfig(**options), open_store=open_store, clock=SystemClock())

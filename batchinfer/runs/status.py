@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
@@ -47,7 +46,6 @@ class StatusConfig(Record, frozen=True, kw_only=True):
     run: str
     job: str = ""
     price_per_hour: float | None = None
-    prices: str = ""
     is_spot: bool | None = None
 
 
@@ -64,8 +62,7 @@ class Status:
     ) -> None:
         self._config = config
         self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
-        table = Path(config.prices) if config.prices else None
-        self._prices = prices or price_source(config.price_per_hour, table)
+        self._prices = prices or price_source(config.price_per_hour)
 
     def look(self) -> Overview:
         """Look at the run now.
@@ -325,14 +322,13 @@ def _note(note: str) -> Any:
 @click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
 @price_options
 @common_options
-def command(  # noqa: PLR0913, PLR0917 - one parameter for each option
+def command(
     run: str,
     job: str,
     is_watch: bool,
     refresh_seconds: float,
     is_json: bool,
     price_per_hour: float | None,
-    prices: Path | None,
     is_spot: bool | None,
 ) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
@@ -347,7 +343,6 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter for each option
         run=run,
         job=job,
         price_per_hour=price_per_hour,
-        prices=str(prices) if prices else "",
         is_spot=is_spot,
     )
     clock = SystemClock()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.core.errors import ConfigError
 from batchinfer.runs.prices import Machine, PriceTable, SkyPilotCatalog, price_source
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
@@ -81,20 +80,3 @@ def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> No
 
 def test_a_catalog_of_another_form_is_passed_over(tmp_path: Path) -> None:
     assert SkyPilotCatalog(catalog(tmp_path, "a,b\n1,2\n")).price(L4) is None
-
-
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("as_of: 2026-11-01\ngpus: {L4: {on_demand: 0.25}}\n")
-    price = price_source(None, path).price(L4._replace(is_spot=True))
-    assert price is not None
-    assert price.per_hour == 0.25
-    assert "2026-11-01" in price.source
-
-
-@pytest.mark.parametrize("text", ["", "gpus: 3", "as_of: x\ngpus: {L4: {on_demand: dear}}", "{"])
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="no price table"):
-        price_source(None, path)
