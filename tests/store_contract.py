@@ -17,7 +17,7 @@ from batchinfer.core.errors import (
     ScratchFull,
 )
 from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import probe
 from counting_store import CountingStore
 
 BAD_KEYS = ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/", "./a", "a/..", "a\0b"]

@@ -164,8 +164,7 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.engines.models import describe_model
     from batchinfer.engines.tokenizers import tokenizer_for
-    from batchinfer.storage.opening import open_store
-    from batchinfer.storage.probing import probe
+    from batchinfer.storage.opening import open_store, probe
 
     config = make_config(options)
     world = CheckWorld(

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, ObjectNotFound
-from batchinfer.core.zst import ZstdFile
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch, forget, scratch_errors
+from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 _BLOCK_BYTES = 1 << 20
 _READ_BYTES = 1 << 17
@@ -43,7 +43,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
             store.download(ref.key, stored)
     except BaseException as error:
         # Tried again under another name, for as long as the worker lives.
-        forget(stored)
+        remove_quietly(stored)
         if isinstance(error, ObjectNotFound):
             hint = "split again, or restore it"
             raise InputError(f"{name}: the chunk is gone", hint=hint) from None
@@ -52,7 +52,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
     digest, num_lines = _scan(stored)
     stored_bytes = stored.stat().st_size
     if ref.sha256 is not None and digest != ref.sha256:
-        forget(stored)
+        remove_quietly(stored)
         raise InputError(
             f"{name}: sha256 {digest[:12]}…, job.json says {ref.sha256[:12]}…",
             hint="the chunk was changed after the split; split again with --overwrite, or restore it",
@@ -62,11 +62,11 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         try:
             _decompress(stored, plain, name)
         finally:
-            forget(stored)
+            remove_quietly(stored)
         stored = plain
         _, num_lines = _scan(plain)
     if ref.rows is not None and num_lines != ref.rows:
-        forget(stored)
+        remove_quietly(stored)
         raise InputError(
             f"{name}: {num_lines} rows, job.json says {ref.rows}",
             hint="split again with --overwrite",
@@ -103,7 +103,7 @@ def _decompress(source: Path, target: Path, name: str) -> None:
         with scratch_errors(target.parent), source.open("rb") as packed, target.open("wb") as plain:
             shutil.copyfileobj(ZstdFile(packed), plain, _BLOCK_BYTES)
     except (zstandard.ZstdError, EOFError) as error:
-        forget(target)
+        remove_quietly(target)
         raise InputError(
             f"{name}: not readable as zstd ({error})",
             hint="copy it there again, or split again with --overwrite",

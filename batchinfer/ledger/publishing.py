@@ -106,8 +106,8 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
 class Publisher:
     """Publishes outputs to one run.
 
-    `is_safe`: the store really honours create-only writes (see storage.probing). `nonce` is this process's own, so a
-    second try after a failure writes the same bytes to the same keys.
+    `is_safe`: the store really honours create-only writes (see `storage.opening.probe`). `nonce` is this process's
+    own, so a second try after a failure writes the same bytes to the same keys.
     """
 
     def __init__(

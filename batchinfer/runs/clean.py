@@ -25,7 +25,7 @@ from batchinfer.ledger.claims import decode_claim
 from batchinfer.ledger.inventory import Inventory, take_inventory
 from batchinfer.ledger.runs import no_run, refuse_newer
 from batchinfer.storage import ObjectInfo, Store
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import probe
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from batchinfer.core import codec, layout
+from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
-from batchinfer.core.zst import ZstdFile
 from batchinfer.formats import read_line
 from batchinfer.ledger.snapshot import Snapshot
 from batchinfer.storage import Store

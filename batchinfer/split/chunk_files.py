@@ -19,7 +19,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Chunk
 from batchinfer.split.sources import Oddities, Plan
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage.scratch import scratch_errors
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

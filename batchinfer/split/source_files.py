@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import AccessDenied, BatchinferError, InputError, StorageError
-from batchinfer.core.zst import ZstdFile
 from batchinfer.split import hub
 from batchinfer.storage.opening import open_store
 

@@ -34,10 +34,9 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo
-from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage.scratch import scratch_errors
 
 RESUMABLE_BYTES = 64 << 20
 """Files of at least this size go up in pieces of `PIECE_BYTES`; only the last one makes them an object."""
@@ -108,7 +107,7 @@ class GcsStore:
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`. One request for the size, and one for every piece."""
         pieces = self._pieces(self.stat(key))
-        with scratch_errors(path), path.open("wb", buffering=0) as target:
+        with scratch_errors(path.parent), path.open("wb", buffering=0) as target:
             for piece in pieces:
                 rest = memoryview(piece)
                 while rest:
@@ -131,7 +130,7 @@ class GcsStore:
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
         """See `Store.create_file`."""
         name = self._path(key)
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             size = path.stat().st_size
             data = path.read_bytes() if size < self._resumable_bytes else None
         if data is not None:
@@ -364,5 +363,5 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _file_sha256(path: Path) -> str:
-    with scratch_errors(path), path.open("rb") as file:
+    with scratch_errors(path.parent), path.open("rb") as file:
         return codec.sha256_file(file)

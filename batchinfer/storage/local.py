@@ -35,9 +35,8 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo
-from batchinfer.storage.keys import check_key, check_prefix
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage.scratch import scratch_errors
 
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
@@ -78,7 +77,7 @@ class LocalStore:
         with (
             self._errors(key),
             self._path(key).open("rb") as source,
-            scratch_errors(path),
+            scratch_errors(path.parent),
             path.open("wb") as target,
         ):
             shutil.copyfileobj(source, target, _COPY_BYTES)
@@ -116,7 +115,7 @@ class LocalStore:
         def is_same(other: Path) -> bool:
             return other.stat().st_size == path.stat().st_size and _sha256(other) == _sha256(path)
 
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             path.stat()
         return self._create(key, lambda temp: _copy(path, temp, may_link=is_final), is_same)
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.storage import Object, ObjectInfo
-from batchinfer.storage.keys import check_key, check_prefix
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage.scratch import scratch_errors
 
 SCHEME = "memory://"
 
@@ -47,7 +46,7 @@ class MemoryStore:
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`."""
         data = self.get(key).data
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             path.write_bytes(data)
 
     def stat(self, key: str) -> ObjectInfo:
@@ -76,7 +75,7 @@ class MemoryStore:
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
         """See `Store.create_file`."""
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             data = path.read_bytes()
         return self._create(key, data)
 

@@ -1,15 +1,23 @@
-"""From a URL to a store. The adapters behind it, and what they import, load only when their scheme is used."""
+"""From a URL to a store, and whether that store honours preconditions.
+
+The adapters, and the packages that they import, load only when their scheme is used.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
+import secrets
 from pathlib import Path
 from urllib.parse import unquote
 
-from batchinfer.core.errors import ConfigError
-from batchinfer.storage import Store
-from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.core import layout
+from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
+from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.retrying import NotSupported, RetryPolicy
+
+logger = logging.getLogger(__name__)
 
 S3_SCHEMES = ("s3", "s3a", "r2")
 GCS_SCHEMES = ("gs", "gcs")
@@ -156,3 +164,50 @@ def _open_s3(url: str, scheme: str, rest: str, retries: RetryPolicy | None) -> S
 def _require(package: str, url: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{url!r}: needs the package {package}, which is missing", hint=command)
+
+
+def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
+    """Try a second create and a replace with an outdated etag on an object of its own, which is removed again.
+
+    About six requests. A process killed half way leaves one small object below `prefix`.
+
+    Raises:
+        AccessDenied: The store is read-only, or its credentials do not allow writing.
+        StorageError: The store failed after its retries.
+    """
+    key = f"{prefix}{secrets.token_hex(8)}"
+    try:
+        creates = _refuses_second_create(store, key)
+        return Preconditions(create=creates, replace=_compares_etags(store, key))
+    finally:
+        try:
+            store.delete([key])
+        except AccessDenied as error:
+            logger.warning("cannot remove the probe %s: %s", key, error)
+
+
+def _refuses_second_create(store: Store, key: str) -> bool:
+    # Different bytes: the same bytes again count as the reply to the first try that got lost.
+    try:
+        store.create(key, b"probe: first create\n")
+        store.create(key, b"probe: second create\n")
+    except AlreadyExists:
+        return store.get(key).data == b"probe: first create\n"
+    except NotSupported:
+        return False
+    return False
+
+
+def _compares_etags(store: Store, key: str) -> bool:
+    try:
+        seen = store.stat(key).etag
+        current = store.replace(key, b"probe: replaced with the current etag\n", seen)
+        if current == seen:
+            return False
+        try:
+            store.replace(key, b"probe: replaced with an outdated etag\n", seen)
+        except PreconditionFailed:
+            return store.get(key).etag == current
+    except (PreconditionFailed, NotSupported):
+        return False
+    return False

@@ -17,10 +17,9 @@ from batchinfer.core.errors import (
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo
-from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class ReadOnlyStore:
 
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`."""
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             path.write_bytes(b"")
         self._ask(key, lambda url: self._fs.get_file(url, str(path)))
 

@@ -31,12 +31,11 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo, s3_listing
-from batchinfer.storage.keys import check_key, check_prefix
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, s3_listing
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from batchinfer.storage.s3_errors import already_exists, no_such_bucket, of_answer, s3_errors
 from batchinfer.storage.s3_uploads import PART_BYTES, Upload, Uploads
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
 
@@ -136,13 +135,13 @@ class S3Store:
         The first large file costs eight requests more, for `_check_parts`.
         """
         name = self._path(key)
-        with scratch_errors(path):
+        with scratch_errors(path.parent):
             size = path.stat().st_size
         try:
             if size >= self._multipart_bytes:
                 send = self._uploads.send if self._check_parts() else self._put_whole
                 return self._retry(partial(send, name, path, size))
-            with scratch_errors(path):
+            with scratch_errors(path.parent):
                 data = path.read_bytes()
             return self._put(name, data, IfNoneMatch="*")
         except PreconditionFailed as error:
@@ -231,7 +230,7 @@ class S3Store:
                 f"expected at most {MAX_PUT_BYTES}",
                 hint="split into more chunks (--num-chunks): uploads in parts could overwrite here",
             )
-        with scratch_errors(file), file.open("rb") as source:
+        with scratch_errors(file.parent), file.open("rb") as source:
             return str(self._call("put_object", Key=path, Body=source, IfNoneMatch="*")["ETag"])
 
     def _check_parts(self) -> bool:
@@ -298,7 +297,7 @@ class S3Store:
             held_sha256, etag = self._retry(partial(self._digest, path))
         except ObjectNotFound:
             return None
-        with scratch_errors(file), file.open("rb") as source:
+        with scratch_errors(file.parent), file.open("rb") as source:
             return etag if codec.sha256_file(source) == held_sha256 else None
 
     def _read(self, path: str) -> Object:
@@ -312,11 +311,11 @@ class S3Store:
         return digest.hexdigest(), etag
 
     def _fetch(self, path: str, file: Path) -> None:
-        with scratch_errors(file):
+        with scratch_errors(file.parent):
             target = file.open("wb", buffering=0)
 
         def write(piece: bytes) -> None:
-            with scratch_errors(file):
+            with scratch_errors(file.parent):
                 rest = memoryview(piece)
                 while rest:
                     rest = rest[target.write(rest) :]

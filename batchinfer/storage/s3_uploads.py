@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from batchinfer.core.errors import BatchinferError, ObjectNotFound, PreconditionFailed
 from batchinfer.storage.retrying import TransientError
-from batchinfer.storage.scratch_files import scratch_errors
+from batchinfer.storage.scratch import scratch_errors
 
 PART_BYTES = 16 << 20
 """Size of every part but the last (R2 wants them equal)."""
@@ -65,7 +65,7 @@ class Uploads:
         part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
 
         def read(number: int) -> bytes:
-            with scratch_errors(file), file.open("rb") as source:
+            with scratch_errors(file.parent), file.open("rb") as source:
                 source.seek((number - 1) * part_bytes)
                 return source.read(part_bytes)
 

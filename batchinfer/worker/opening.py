@@ -18,8 +18,8 @@ from batchinfer.ledger.listed import check_answers
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.ledger.runs import read_run
 from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch, Spool, forget, scratch_errors
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
+from batchinfer.worker.chunk import OpenChunk, Spool
 
 
 class AlreadyDone(NamedTuple):
@@ -202,7 +202,7 @@ class Opener:
                 file.seek(0)
                 _take_up(chunk, good_rows(file, chunk.num_rows))
         finally:
-            forget(path)
+            remove_quietly(path)
 
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:

@@ -18,7 +18,7 @@ from batchinfer.core import layout
 from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError
 from batchinfer.ledger.publishing import Published, build_output
-from batchinfer.storage.scratch import forget
+from batchinfer.storage.scratch import remove_quietly
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.services import Limits, Services
@@ -149,7 +149,7 @@ class PublishQueue:
                     built, marker, chunk=chunk.name, leftovers=leftovers
                 )
             finally:
-                forget(path)
+                remove_quietly(path)
 
         self._publishing.append(_Publishing(chunk, services.background.submit(work), attempts))
 

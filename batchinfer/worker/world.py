@@ -71,8 +71,7 @@ def real_world(
     """Threads, the system's clock, and storage by URL."""
     from batchinfer.engines.registry import create_engine
     from batchinfer.engines.tokenizers import tokenizer_for
-    from batchinfer.storage.opening import open_store
-    from batchinfer.storage.probing import probe
+    from batchinfer.storage.opening import open_store, probe
 
     clock = SystemClock()
     return World(

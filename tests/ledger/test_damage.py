@@ -80,7 +80,7 @@ def test_a_damaged_marker_is_mended_without_preconditions_too(
     run_worker_here(job, run.url)
     overwrite(run, MARKER, b"")
     monkeypatch.setattr(
-        "batchinfer.storage.probing.probe", lambda _: Preconditions(create=False, replace=False)
+        "batchinfer.storage.opening.probe", lambda _: Preconditions(create=False, replace=False)
     )
     assert run_worker_here(job, run.url)["chunks_done"] == 1
     assert is_sound(run, CHUNK)

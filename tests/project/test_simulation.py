@@ -220,7 +220,7 @@ class TestRunsTheRealWorker:
         "core/codec",
         "core/layout",
         "storage/s3",
-        "storage/probing",
+        "storage/opening",
         "prompts/builder",
         "formats/native",
     )

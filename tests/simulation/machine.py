@@ -21,7 +21,7 @@ from batchinfer.core.records import (
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending
 from batchinfer.worker.stopping import Stopper
 from batchinfer.worker.world import World

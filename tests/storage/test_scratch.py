@@ -1,4 +1,4 @@
-"""Local scratch space: rows found again, folders of the dead removed, a full disk named."""
+"""Local scratch space: folders of the dead removed, a full disk named."""
 
 from __future__ import annotations
 
@@ -13,31 +13,7 @@ from types import ModuleType
 import pytest
 
 from batchinfer.core.errors import ConfigError, ScratchFull
-from batchinfer.storage import scratch
-from batchinfer.storage.scratch import Scratch, Spool, scratch_errors
-
-
-def test_a_spool_gives_payloads_in_line_order_whatever_the_order_of_arrival(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", 3)
-    spool.append(b"<two><zero>", [(2, 1, 3), (0, 6, 4)])
-    spool.append(b"<one>", [(1, 1, 3)])
-    assert list(spool.payloads()) == [b"zero", b"one", b"two"]
-    assert spool.read(0, spool.size_bytes) == b"<two><zero><one>"
-    assert spool.read(11, 16) == b"<one>"
-    spool.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("block_bytes", [1, 3, 100])
-def test_a_spool_knows_where_its_records_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    monkeypatch.setattr(scratch, "_READ_BYTES", block_bytes)
-    spool = Spool(tmp_path / "spool", 1)
-    spool.append(b"a\nlong\n\nxyz\n", [])
-    ends = [spool.record_end(place) for place in range(1, 14)]
-    assert ends == [2, 2, 7, 7, 7, 7, 7, 8, 12, 12, 12, 12, 12]
-    spool.close()
+from batchinfer.storage.scratch import Scratch, scratch_errors
 
 
 def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from batchinfer.core.errors import AccessDenied, AlreadyExists, InputError, Stor
 from batchinfer.split import source_files
 from batchinfer.storage import Store, gcs
 from batchinfer.storage.gcs import GcsStore
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import probe
 from batchinfer.storage.retrying import RetryPolicy
 from store_contract import StoreContract
 

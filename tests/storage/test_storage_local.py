@@ -23,7 +23,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import Store, local
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import probe
 from store_contract import StoreContract
 
 

@@ -21,8 +21,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage import Preconditions, Store, s3
-from batchinfer.storage.opening import open_store
-from batchinfer.storage.probing import probe
+from batchinfer.storage.opening import open_store, probe
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.storage.s3 import S3Store
 from lossy_proxy import Proxy

@@ -16,10 +16,9 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.memory import MemoryStore
-from batchinfer.storage.scratch import Spool
 from batchinfer.worker import checkpointing
 from batchinfer.worker.checkpointing import Checkpointer
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.services import Services
 from simulation.scenario import simulate
 from simulation.stage import Stage, when

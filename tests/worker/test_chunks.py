@@ -16,9 +16,9 @@ import pytest
 import zstandard
 
 from batchinfer.core import codec, layout
+from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import InputError, Interrupted, StorageError
 from batchinfer.core.records import Run
-from batchinfer.core.zst import ZstdFile
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef

@@ -16,8 +16,7 @@ from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
-from batchinfer.storage.scratch import Spool
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.open_chunks import Shelf
 from batchinfer.worker.services import Limits, Services
 from batchinfer.worker.stream import RowStream

@@ -15,9 +15,8 @@ from batchinfer.core.records import EngineInfo, EngineStats, Failure, Minute, Wo
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.storage.scratch import Spool
 from batchinfer.worker import tally
-from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.tally import MAX_CODES, MAX_MESSAGE, MAX_MINUTES, OTHER, merge_minutes
 from batchinfer.worker.telemetry import MAX_SPANS, MAX_STARTS, Telemetry
 from fakes import FakeClock
