@@ -149,7 +149,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
 
 
 def _refuse_inside(config: CollectConfig, selection: Selection) -> None:
-    from batchinfer.split.sources import is_inside
+    from batchinfer.storage.opening import is_inside
 
     for place in filter(None, (config.run, selection.job_url)):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import AccessDenied, BatchinferError, InputError, StorageError
 from batchinfer.split import hub
-from batchinfer.storage.opening import open_store
+from batchinfer.storage.opening import fsspec_options, open_store
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
@@ -112,13 +112,8 @@ def _raise(error: OSError) -> None:
 def _filesystem(scheme: str) -> Any:
     import fsspec
 
-    # hf:// knows a commit by then, and what a commit holds does not change.
-    options: dict[str, Any] = {} if scheme in {"hf", "memory"} else {"use_listings_cache": False}
+    options = fsspec_options(scheme)
     try:
-        if scheme in {"gs", "gcs"}:
-            from batchinfer.storage.gcs import patience
-
-            options["requests_timeout"] = patience()
         # One that cannot do without an argument (ftp:// wants a host) would fail half made, with noise at its end.
         inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)

@@ -16,11 +16,12 @@ from typing import Protocol, cast
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
-from batchinfer.split import finding, source_files
+from batchinfer.split import finding
 from batchinfer.split.blocks import OWN_FIELDS, Block, Input, Oddities, View, no_such_column
 from batchinfer.split.source_files import Found
+from batchinfer.storage.opening import is_inside
 
-__all__ = ["Block", "Input", "Oddities", "Plan", "View", "is_inside", "resolve"]
+__all__ = ["Block", "Input", "Oddities", "Plan", "View", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -217,16 +218,3 @@ def _adapter(kind: str) -> _Adapter:
     """Import a format's module when a file has the format: pyarrow takes time to load."""
     module = {"parquet": "parquet", "jsonl": "json_lines", "csv": "csv_tables"}[kind]
     return cast("_Adapter", importlib.import_module(f"batchinfer.split.{module}"))
-
-
-def is_inside(url: str, folder: str) -> bool:
-    """Whether `url` is `folder` or lies below it."""
-    if source_files.is_local(url) != source_files.is_local(folder):
-        return False
-    if source_files.is_local(url):
-        inner, outer = (
-            source_files.local_path(url).resolve(),
-            source_files.local_path(folder).resolve(),
-        )
-        return inner == outer or outer in inner.parents
-    return f"{url.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")

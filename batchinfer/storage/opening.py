@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from batchinfer.core import layout
@@ -80,6 +81,34 @@ def join_url(base: str, key: str) -> str:
     if not key:
         return stripped
     return stripped + key if stripped == "/" else f"{stripped}/{key}"
+
+
+def is_inside(url: str, folder: str) -> bool:
+    """Whether `url` is `folder` or lies below it, by whole components. Follows links of local paths.
+
+    >>> is_inside("s3://b/data/x", "s3://b/data"), is_inside("s3://b/data2", "s3://b/data")
+    (True, False)
+    """
+    (scheme, inner), (folder_scheme, outer) = split_url(url), split_url(folder)
+    if scheme != folder_scheme:
+        return False
+    if scheme == "file":
+        return Path(inner).expanduser().resolve().is_relative_to(Path(outer).expanduser().resolve())
+    return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
+
+
+def fsspec_options(scheme: str) -> dict[str, Any]:
+    """Options for fsspec's filesystem of `scheme`: no listing from a cache, no waiting for ever.
+
+    For code that reads through fsspec and needs no `Store`. The filesystem's package is not imported, but for gs://.
+    """
+    if scheme in {"hf", "memory"}:
+        return {}  # hf:// paths name a commit by then, and what a commit holds does not change
+    if scheme in GCS_SCHEMES:
+        from batchinfer.storage.gcs import patience
+
+        return {"use_listings_cache": False, "requests_timeout": patience()}
+    return {"use_listings_cache": False}
 
 
 def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:

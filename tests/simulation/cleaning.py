@@ -18,7 +18,7 @@ from batchinfer.core.errors import BatchinferError, InputError, StorageError
 from batchinfer.ledger import inventory
 from batchinfer.runs import clean
 from batchinfer.runs.clean import CleanConfig, run_clean
-from batchinfer.storage import probing
+from batchinfer.storage import opening
 
 from .machine import SimClock
 from .oracle import CLEANER, RUN, Oracle
@@ -150,7 +150,7 @@ def in_virtual_time(seed: int) -> AbstractContextManager[object]:
     """
     stack = ExitStack()
     stack.enter_context(mock.patch.object(inventory, "in_parallel", map))
-    for module, what in ((clean, "probes of clean"), (probing, "probes")):
+    for module, what in ((clean, "probes of clean"), (opening, "probes")):
         draw = random.Random(f"{what} {seed}").getrandbits
         names = SimpleNamespace(token_hex=lambda _, draw=draw: f"{draw(64):x}")
         stack.enter_context(mock.patch.object(module, "secrets", names))

@@ -37,7 +37,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
-from batchinfer.storage import Preconditions, probing, scratch
+from batchinfer.storage import Preconditions, opening, scratch
 from batchinfer.worker import schedule
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.services import Limits
@@ -234,7 +234,7 @@ class Scenario:
             )
             with (
                 mock.patch.object(schedule, "_FEW", self.plot.few),
-                mock.patch.object(probing, "secrets", names),
+                mock.patch.object(opening, "secrets", names),
                 cleaning.in_virtual_time(self.seed),
                 tracked_files(),
             ):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError
 from batchinfer.split import finding, sources
-from batchinfer.split.sources import Oddities, Plan, View, is_inside, resolve
+from batchinfer.split.sources import Oddities, Plan, View, resolve
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub
 from making import run_process
@@ -692,15 +692,6 @@ def test_unknown_schemes_are_refused():
         resolve(["nope://x/y"], view=View())
     with pytest.raises(InputError, match="not an address of a data set"):
         resolve(["hf://models/org/name"], view=View())
-
-
-def test_inside_is_by_whole_components(tmp_path):
-    assert is_inside("s3://b/data/x", "s3://b/data")
-    assert is_inside("s3://b/data/", "s3://b/data")
-    assert not is_inside("s3://b/data2", "s3://b/data")
-    assert not is_inside("data/x", "s3://b/data")
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert is_inside(str(tmp_path / "link/x"), str(tmp_path))
 
 
 # --------------------------------------------------------------------------- other places

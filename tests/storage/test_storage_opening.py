@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import ConfigError
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
-from batchinfer.storage.opening import check_writable, join_url, open_store, split_url
+from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store, split_url
 from batchinfer.storage.remote import ReadOnlyStore
 from batchinfer.storage.s3 import S3Store
 
@@ -125,3 +125,13 @@ def test_joining_and_splitting_agree(base: str, names: list[str]):
     assert rest.endswith(key)
     assert join_url(base + "/", key) == url
     assert "//" not in rest
+
+
+def test_inside_is_by_whole_components(tmp_path: Path) -> None:
+    assert is_inside("s3://b/data/x", "s3://b/data")
+    assert is_inside("s3://b/data/", "s3://b/data")
+    assert not is_inside("s3://b/data2", "s3://b/data")
+    assert not is_inside("data/x", "s3://b/data")
+    assert not is_inside("gs://b/data/x", "s3://b/data")
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert is_inside(str(tmp_path / "link/x"), str(tmp_path))
