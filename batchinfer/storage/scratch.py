@@ -33,8 +33,9 @@ def scratch_errors(folder: Path) -> Iterator[None]:
         elif error.errno in _REFUSED:
             what = "cannot be written"
         else:
+            named = f"{error.filename} " if error.filename else ""
             raise StorageError(
-                f"scratch folder {folder}: cannot be used ({error.strerror or error})",
+                f"scratch folder {folder}: {named}cannot be used ({error.strerror or error})",
                 hint="see to the disk, or name another folder with --scratch-dir",
             ) from error
         raise ScratchFull(
