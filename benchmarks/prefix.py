@@ -116,10 +116,12 @@ class CacheModel:
         """Run as many as there are sequences; see Engine.generate."""
         while not stop.is_set():
             held = [replica.num_held for replica in self._replicas]
-            rooms = [MAX_IN_FLIGHT - number for number in held]
-            taken = source.take(sum(rooms), rooms) if any(rooms) else []
+            free_slots = [MAX_IN_FLIGHT - number for number in held]
+            taken = source.take(sum(free_slots), free_slots) if any(free_slots) else []
             rest = taken or []
-            for replica, share in zip(self._replicas, level(held, rooms, len(rest)), strict=True):
+            for replica, share in zip(
+                self._replicas, level(held, free_slots, len(rest)), strict=True
+            ):
                 replica.waiting += rest[:share]
                 rest = rest[share:]
                 replica.admit(self._steps)

@@ -36,8 +36,8 @@ class ListSource:
         self.given = 0
         self.waits = 0
 
-    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
-        assert not rooms or sum(rooms) >= max_requests
+    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
+        assert not free_slots or sum(free_slots) >= max_requests
         assert max_requests > 0
         self.asked.append(max_requests)
         if not self.left:

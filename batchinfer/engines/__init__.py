@@ -19,13 +19,13 @@ class Stop(Protocol):
 class RequestSource(Protocol):
     """Where an engine takes its requests from. Never blocks on storage."""
 
-    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """Up to `max_requests` that are ready now, perhaps none; None once there will never be more.
 
         Args:
             max_requests: At least 1.
-            rooms: Of several replicas, how many each would take: the first `rooms[0]` requests go to the first one, and
-                so on. A source may choose by it which requests meet in a replica.
+            free_slots: With several replicas, the number of requests that each can take now. The first `free_slots[0]`
+                requests go to the first replica, and so on; a source may use this to bring requests together.
         """
         ...
 

@@ -112,9 +112,9 @@ class Inbox:
         """Whether `generate` should drop everything and return."""
         return self._interrupted
 
-    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
+    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """Up to so many requests. Never None: more may come until the worker closes."""
-        del rooms  # one engine
+        del free_slots  # one engine
         if not self._requests:  # unlocked: asked at every step, and mostly empty
             return []
         with self._changed:

@@ -185,10 +185,10 @@ class ProcessPool:
         poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
-                room = sum(self._rooms) - len(self._orphans)
+                room = sum(self._free_slots) - len(self._orphans)
                 taken: list[Request] | None = []
                 if not exhausted and room > 0:
-                    several = [self._rooms] if len(self.replicas) > 1 else []
+                    several = [self._free_slots] if len(self.replicas) > 1 else []
                     taken = source.take(room, *several)
                     exhausted = taken is None
                 finished = self._send(taken or [])
@@ -243,13 +243,13 @@ class ProcessPool:
         """How many of the next `count` requests each replica gets, so that all hold about the same.
 
         Shares are contiguous in the stream: neighbours often share a prefix, which one replica then
-        computes once. A stream that knows of the rooms has its rows in order of the replicas.
+        computes once. A stream that is told the free slots puts its rows in the order of the replicas.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
-        return level(held, self._rooms, count)
+        return level(held, self._free_slots, count)
 
     @property
-    def _rooms(self) -> list[int]:
+    def _free_slots(self) -> list[int]:
         return [replica.room for replica in self.replicas]
 
     def _received(

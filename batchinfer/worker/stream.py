@@ -82,17 +82,17 @@ class RowStream:
 
     # -- what the engine asks
 
-    def take(self, max_requests: int, rooms: Sequence[int] = ()) -> list[Request] | None:
-        """See engines.RequestSource. Only with a prefix window do the rooms matter."""
+    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
+        """See engines.RequestSource. `free_slots` matters only with a prefix window."""
         if self._shelf.is_closing:
             return None
         self.tick()
-        if not self._window.size or not rooms:
-            rooms = [max_requests]
-        self._release(rooms)
+        if not self._window.size or not free_slots:
+            free_slots = [max_requests]
+        self._release(free_slots)
         requests: list[Request] = []
-        for index, room in enumerate(rooms):
-            most = min(max_requests, len(requests) + room)
+        for index, num_free in enumerate(free_slots):
+            most = min(max_requests, len(requests) + num_free)
             while self._ready and len(requests) < most and self._may_send(self._ready.head(index)):
                 flight = self._ready.pop(index)
                 if self._shelf.open.get(flight.chunk.name) is flight.chunk:
@@ -185,10 +185,10 @@ class RowStream:
         """Rows that have a request and are not in the engine."""
         return len(self._ready) + len(self._window)
 
-    def _release(self, rooms: Sequence[int]) -> None:
+    def _release(self, free_slots: Sequence[int]) -> None:
         """Make the window's rows ready: once it is full, or when the engine would get none otherwise."""
-        self._ready.set_number(len(rooms))
-        if self._ready.has(rooms) or not len(self._window):
+        self._ready.set_number(len(free_slots))
+        if self._ready.has(free_slots) or not len(self._window):
             return
         if self._window.is_full or not self._ready:
             self._ready.extend(self._window.release())

@@ -106,14 +106,14 @@ def test_the_source_is_told_how_much_room_each_replica_has(make_pool):
     plain_take = source.take
     told = []
 
-    def take(max_requests, rooms):
-        told.append(tuple(rooms))
-        return plain_take(max_requests, rooms)
+    def take(max_requests, free_slots):
+        told.append(tuple(free_slots))
+        return plain_take(max_requests, free_slots)
 
     source.take = take
     drive(pool, source)
     assert told[0] == (24, 24)
-    assert {len(rooms) for rooms in told} == {2}
+    assert {len(free_slots) for free_slots in told} == {2}
 
 
 def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_pool, caplog):
