@@ -84,8 +84,9 @@ def test_training_and_held_out_prompts_share_nothing_but_capitals(demo_data):
     assert not any(demo_data.is_held_out(e.prompt) for e in trained if e.task != "capital")
 
 
-def test_what_the_training_script_draws_is_never_held_out(demo_data):
-    training = importlib.import_module("train_demo_model")
+def test_what_the_training_script_draws_is_never_held_out(demo_data, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS.parent / "examples" / "demo-model")
+    training = importlib.import_module("train")
     batches = list(islice(training.training_examples(), 100))
     assert {batch[0].task for batch in batches} == {task.name for task in demo_data.TASKS}
     for example in (example for batch in batches for example in batch):

@@ -5,8 +5,8 @@ of ``demo_data.py`` for a fixed number of steps on one thread, so that the same 
 versions give the same weights: about four CPU-minutes. Afterwards it answers prompts it was never
 trained on, greedily, under vLLM on CPU::
 
-    python scripts/train_demo_model.py                    # train, save, evaluate
-    python scripts/train_demo_model.py --skip-training    # evaluate what is saved
+    python examples/demo-model/train.py                    # train, save, evaluate
+    python examples/demo-model/train.py --skip-training    # evaluate what is saved
 
 The exit status is 1 when a task stays below 99 % exact match.
 """
@@ -25,13 +25,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demo_data import TASKS, Example, draw_example, draw_examples
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from demo_data import TASKS, Example, draw_example, draw_examples  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "examples" / "demo-model"
+DEFAULT_OUTPUT = Path(__file__).resolve().parent
 TRAINING_SEED = 1
 EVALUATION_SEED = 2
 NUM_STEPS = 850
