@@ -68,22 +68,24 @@ def from_assignment(
 
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
     """Rows of sources as `split` would write them. Counts them all, reads a few."""
-    from batchinfer.split.sources import Oddities, View, resolve
+    from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
 
-    plan = resolve(sources, view=View(), limit=limit)
+    counted = count_sources(sources, choice=ColumnChoice(), limit=limit)
     each = max(1, -(-count // _PLACES))
     sample = []
-    for start in dict.fromkeys(place * each for place in _spread(-(-plan.rows // each), _PLACES)):
-        stop = min(plan.rows, start + each)
+    for start in dict.fromkeys(
+        place * each for place in _spread(-(-counted.rows // each), _PLACES)
+    ):
+        stop = min(counted.rows, start + each)
         lines = [
             line
-            for block in plan.read(range(start, stop), Oddities())
+            for block in counted.read(range(start, stop), Oddities())
             for line in block.encode(0, block.num_rows).splitlines()
         ]
         # A name of its own: rows of one chunk have distinct keys.
         chunk = ChunkRef(name=f"row-{start}", root="", key="", first_row=start)
         sample.append(Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)]))
-    return Data(plan.rows, None, sample)
+    return Data(counted.rows, None, sample)
 
 
 def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:

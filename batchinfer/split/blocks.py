@@ -12,7 +12,7 @@ import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
-from batchinfer.split.source_files import Found
+from batchinfer.split.source_files import FoundFile
 
 ROW_FIELD, ID_FIELD = "_row", "_id"
 OWN_FIELDS = frozenset({ROW_FIELD, ID_FIELD})
@@ -22,7 +22,7 @@ _BATCH_REQUEST = frozenset({"custom_id", "method", "url", "body"})
 _encoder = msgspec.json.Encoder()
 
 
-class Input(Record, frozen=True, kw_only=True):
+class CountedFile(Record, frozen=True, kw_only=True):
     """One counted file of a source, with what a reader needs to start anywhere in it.
 
     `marks` holds (row, byte offset) of some rows in JSON Lines, and (row, 0) of every row group in parquet.
@@ -30,7 +30,7 @@ class Input(Record, frozen=True, kw_only=True):
     values hold bytes, which become base64.
     """
 
-    found: Found
+    found: FoundFile
     format: str
     rows: int
     columns: list[str]
@@ -39,14 +39,14 @@ class Input(Record, frozen=True, kw_only=True):
     byte_columns: list[str] = []
 
 
-class View(Record, frozen=True, kw_only=True):
+class ColumnChoice(Record, frozen=True, kw_only=True):
     """What to keep of each row: the named columns (None: all), and the column that names rows ("": none)."""
 
     columns: list[str] | None = None
     id_column: str = ""
 
 
-class Block(Protocol):
+class RowBlock(Protocol):
     """Some consecutive rows. `ids` has one entry a row, None where the row has no id of its own."""
 
     ids: Sequence[str | None] | None
@@ -57,7 +57,7 @@ class Block(Protocol):
         ...
 
 
-class LineBlock:
+class EncodedBlock:
     """Rows that are JSON lines already, each with its newline."""
 
     def __init__(self, lines: list[bytes], ids: Sequence[str | None] | None) -> None:
@@ -66,11 +66,11 @@ class LineBlock:
         self._lines = lines
 
     def encode(self, start: int, stop: int) -> bytes:
-        """See `Block.encode`."""
+        """See `RowBlock.encode`."""
         return b"".join(self._lines[start:stop])
 
 
-class RowBlock:
+class ObjectBlock:
     """Rows as Python objects that msgspec can encode."""
 
     def __init__(self, rows: list[Any], ids: Sequence[str | None] | None) -> None:
@@ -79,7 +79,7 @@ class RowBlock:
         self._rows = rows
 
     def encode(self, start: int, stop: int) -> bytes:
-        """See `Block.encode`."""
+        """See `RowBlock.encode`."""
         whole = start == 0 and stop == self.num_rows
         return _encoder.encode_lines(self._rows if whole else self._rows[start:stop])
 
@@ -113,9 +113,9 @@ def is_batch_request(columns: Sequence[str]) -> bool:
     return _BATCH_REQUEST.issubset(columns)
 
 
-def kept_columns(all_columns: Sequence[str], view: View) -> list[str]:
+def kept_columns(all_columns: Sequence[str], choice: ColumnChoice) -> list[str]:
     """Columns to write, in the source's order without --columns, else in the order of --columns."""
-    wanted = all_columns if view.columns is None else view.columns
+    wanted = all_columns if choice.columns is None else choice.columns
     return [name for name in wanted if name not in OWN_FIELDS]
 
 

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import gc
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from batchinfer.core import layout
-from batchinfer.core.errors import StorageError
+from batchinfer.core.errors import ConfigError, StorageError
 from batchinfer.core.records import Chunk
-from batchinfer.split.sources import Oddities, Plan
+from batchinfer.split.sources import ColumnChoice, CountedSources, Oddities
 from batchinfer.storage.scratch import scratch_errors
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
 
 FRAME_ROWS = 1000
 FRAME_BYTES = 8 << 20
@@ -35,7 +38,7 @@ _SORTED_HASHES = 4 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-class Span(NamedTuple):
+class ChunkRange(NamedTuple):
     """One chunk to build: its rows in the job."""
 
     name: str
@@ -43,7 +46,7 @@ class Span(NamedTuple):
     rows: int
 
 
-class Built(NamedTuple):
+class BuiltChunk(NamedTuple):
     """A chunk's file in the local folder, and another with the hashes of its rows' own ids, if any has one."""
 
     chunk: Chunk
@@ -52,25 +55,102 @@ class Built(NamedTuple):
     odd: Oddities
 
 
-class Workshop(NamedTuple):
+class BuildSettings(NamedTuple):
     """What every process that builds needs."""
 
-    plan: Plan
+    counted: CountedSources
     folder: Path
     compression: str
 
 
-def build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
+def even_chunk_starts(
+    rows: int, *, num_chunks: int | None = None, chunk_rows: int | None = None
+) -> list[int]:
+    """Borders of a number of chunks, or of chunks of a size; exactly one of the two is given.
+
+    Raises:
+        ConfigError: More chunks than rows.
+
+    >>> even_chunk_starts(10, num_chunks=3)
+    [0, 3, 6, 10]
+    >>> even_chunk_starts(10, chunk_rows=4)
+    [0, 4, 8, 10]
+    """
+    if chunk_rows is not None:
+        return [*range(0, rows, chunk_rows), rows]
+    assert num_chunks is not None
+    if num_chunks > rows:
+        raise ConfigError(
+            f"--num-chunks {num_chunks}: more than the {rows} rows, expected at least one row a chunk",
+            hint=f"use --num-chunks {rows} or fewer",
+        )
+    return [index * rows // num_chunks for index in range(num_chunks + 1)]
+
+
+def group_chunk_starts(counted: CountedSources, column: str, borders: Sequence[int]) -> list[int]:
+    """Move each border forward to where the column's value changes. Reads that column once.
+
+    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group longer than a
+    chunk swallows the borders in it, so there may be fewer chunks than asked for. A row without a value is a group.
+
+    Raises:
+        InputError: The sources have no such column, or one is damaged or changed since it was counted.
+    """
+    counted.require_column("--group-by", column)
+    narrow = CountedSources(
+        sources=counted.sources,
+        files=counted.files,
+        bases=counted.bases,
+        choice=ColumnChoice(columns=[], id_column=column),
+        rows=counted.rows,
+        columns=[],
+    )
+    moved = [0]
+    wanted = iter(borders[1:-1])
+    border = next(wanted, None)
+    row, last = 0, None
+    for block in narrow.read(range(counted.rows), Oddities()):
+        for value in block.ids or [None] * block.num_rows:
+            if border is not None and row >= border and (value is None or value != last):
+                moved.append(row)
+                while border is not None and border <= row:
+                    border = next(wanted, None)
+            last = value
+            row += 1
+        if border is None:
+            break
+    if len(moved) < len(borders) - 1:
+        logger.info(
+            "--group-by %s: %d chunks of the %d asked for", column, len(moved), len(borders) - 1
+        )
+    return [*moved, counted.rows]
+
+
+def chunk_ranges(borders: Sequence[int]) -> list[ChunkRange]:
+    """The chunks between borders."""
+    count = len(borders) - 1
+    return [
+        ChunkRange(
+            layout.chunk_name(index, count), borders[index], borders[index + 1] - borders[index]
+        )
+        for index in range(count)
+    ]
+
+
+# --------------------------------------------------------------------------- building
+
+
+def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[BuiltChunk]:
     """Build consecutive chunks in this process, reading each row once. The caller removes the files.
 
     Raises:
-        InputError: See `Plan.read`.
+        InputError: See `CountedSources.read`.
         ScratchFull: The folder is full.
     """
-    if not spans:
+    if not ranges:
         return
     with _no_collector():
-        yield from _build(workshop, spans)
+        yield from _build(settings, ranges)
 
 
 @contextlib.contextmanager
@@ -85,14 +165,14 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
+def _build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[BuiltChunk]:
     odd = Oddities()
-    rows = range(spans[0].first_row, spans[-1].first_row + spans[-1].rows)
-    blocks = workshop.plan.read(rows, odd)
+    rows = range(ranges[0].first_row, ranges[-1].first_row + ranges[-1].rows)
+    blocks = settings.counted.read(rows, odd)
     block, used = next(blocks), 0
-    for span in spans:
-        with _ChunkWriter(workshop, span) as writer:
-            left = span.rows
+    for chunk_range in ranges:
+        with _ChunkWriter(settings, chunk_range) as writer:
+            left = chunk_range.rows
             while left:
                 if used == block.num_rows:
                     block, used = next(blocks), 0
@@ -108,8 +188,8 @@ def _build(workshop: Workshop, spans: Sequence[Span]) -> Iterator[Built]:
 
 
 def build_in_processes(
-    workshop: Workshop, spans: Sequence[Span], processes: int
-) -> Iterator[Built]:
+    settings: BuildSettings, ranges: Sequence[ChunkRange], processes: int
+) -> Iterator[BuiltChunk]:
     """The same, in order, by several processes at once.
 
     At most two turns a process lie finished in the folder, where a turn is a row group or `_TURN_ROWS` rows.
@@ -118,14 +198,14 @@ def build_in_processes(
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    turns = collections.deque(_turns(workshop.plan, spans))
-    pending: collections.deque[Future[list[Built]]] = collections.deque()
+    turns = collections.deque(_turns(settings.counted, ranges))
+    pending: collections.deque[Future[list[BuiltChunk]]] = collections.deque()
     # Not fork: pyarrow and storage clients have threads by now.
     pool = ProcessPoolExecutor(
         min(processes, len(turns)),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_process,
-        initargs=(workshop, os.getpid()),
+        initargs=(settings, os.getpid()),
     )
     try:
         while turns or pending:
@@ -141,20 +221,20 @@ def build_in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _turns(plan: Plan, spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[list[ChunkRange]]:
     """Runs of chunks that end near a row group's end, as a row group cut in two is decoded twice."""
-    borders = plan.group_borders()
-    border = next(borders, plan.rows)
-    turn: list[Span] = []
+    borders = counted.row_group_starts()
+    border = next(borders, counted.rows)
+    turn: list[ChunkRange] = []
     rows = 0
-    for span in spans:
-        turn.append(span)
-        rows += span.rows
-        end = span.first_row + span.rows
+    for chunk_range in ranges:
+        turn.append(chunk_range)
+        rows += chunk_range.rows
+        end = chunk_range.first_row + chunk_range.rows
         has_crossed = False
-        while border <= end and border < plan.rows:
+        while border <= end and border < counted.rows:
             has_crossed = has_crossed or border > turn[0].first_row
-            border = next(borders, plan.rows)
+            border = next(borders, counted.rows)
         if rows >= _TURN_ROWS and has_crossed:
             yield turn
             turn, rows = [], 0
@@ -162,16 +242,16 @@ def _turns(plan: Plan, spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield turn
 
 
-_workshop: Workshop | None = None
+_settings: BuildSettings | None = None
 
 
-def _start_process(workshop: Workshop, parent: int) -> None:
+def _start_process(settings: BuildSettings, parent: int) -> None:
     """Set up a process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
     import ctypes
     import signal
 
-    global _workshop  # noqa: PLW0603 - once a process, so that the plan is not sent with every turn
-    _workshop = workshop
+    global _settings  # noqa: PLW0603 - once a process, so that the counted sources are not sent with every turn
+    _settings = settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -179,19 +259,21 @@ def _start_process(workshop: Workshop, parent: int) -> None:
         os._exit(1)
 
 
-def _build_turn(spans: list[Span]) -> list[Built]:
-    assert _workshop is not None
-    return list(build(_workshop, spans))
+def _build_turn(ranges: list[ChunkRange]) -> list[BuiltChunk]:
+    assert _settings is not None
+    return list(build(_settings, ranges))
 
 
 class _ChunkWriter:
     """Writes one chunk's file, compressed if asked for, and hashes what it writes."""
 
-    def __init__(self, workshop: Workshop, span: Span) -> None:
-        self._span = span
-        self._folder = workshop.folder
-        self._path = workshop.folder / Path(layout.chunk_file(span.name, workshop.compression)).name
-        self._id_path = workshop.folder / f"{span.name}.ids"
+    def __init__(self, settings: BuildSettings, chunk_range: ChunkRange) -> None:
+        self._range = chunk_range
+        self._folder = settings.folder
+        self._path = (
+            settings.folder / Path(layout.chunk_file(chunk_range.name, settings.compression)).name
+        )
+        self._id_path = settings.folder / f"{chunk_range.name}.ids"
         with scratch_errors(self._folder):
             self._file = self._path.open("wb", buffering=0)
         self._digest = hashlib.sha256()
@@ -200,7 +282,7 @@ class _ChunkWriter:
         self._frame: list[bytes] = []
         self._frame_bytes = 0
         self._compress: Any = None
-        if workshop.compression == "zstd":
+        if settings.compression == "zstd":
             import zstandard
 
             self._compress = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress
@@ -226,7 +308,7 @@ class _ChunkWriter:
             if len(self._frame) >= FRAME_ROWS or self._frame_bytes >= FRAME_BYTES:
                 self._end_frame()
 
-    def finish(self, odd: Oddities) -> Built:
+    def finish(self, odd: Oddities) -> BuiltChunk:
         """Complete the file and describe it."""
         if self._frame:
             self._end_frame()
@@ -236,13 +318,13 @@ class _ChunkWriter:
             with scratch_errors(self._folder):
                 id_path.write_bytes(self._id_hashes)
         chunk = Chunk(
-            name=self._span.name,
-            first_row=self._span.first_row,
-            rows=self._span.rows,
+            name=self._range.name,
+            first_row=self._range.first_row,
+            rows=self._range.rows,
             bytes=self._bytes,
             sha256=self._digest.hexdigest(),
         )
-        return Built(chunk, self._path, id_path, odd)
+        return BuiltChunk(chunk, self._path, id_path, odd)
 
     def _end_frame(self) -> None:
         data = self._compress(b"".join(self._frame))
@@ -252,10 +334,10 @@ class _ChunkWriter:
     def _put(self, data: bytes) -> None:
         self._digest.update(data)
         self._bytes += len(data)
-        view = memoryview(data)
+        rest = memoryview(data)
         with scratch_errors(self._folder):
-            while view:
-                view = view[self._file.write(view) :]
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
 
 def _split_lines(lines: bytes) -> list[bytes]:

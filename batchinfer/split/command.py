@@ -25,8 +25,8 @@ from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:
-    from batchinfer.split.chunk_files import Span
-    from batchinfer.split.sources import Oddities, Plan
+    from batchinfer.split.chunk_files import ChunkRange
+    from batchinfer.split.sources import CountedSources, Oddities
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +72,19 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         ConfigError: Options that contradict each other or the number of rows.
         InputError: A source cannot be used, or the output holds another job.
     """
-    from batchinfer.split import borders
+    from batchinfer.split import chunk_files
     from batchinfer.split.job_writer import read_job, refuse_newer, remove_job
-    from batchinfer.split.sources import View, resolve
+    from batchinfer.split.sources import ColumnChoice, count_sources
 
     started = time.monotonic()
     _check_options(config)
-    view = View(columns=config.columns, id_column=config.id_column)
-    plan = resolve(config.sources, view=view, limit=config.limit)
-    plan.check_apart(config.output)
-    starts = borders.even(plan.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows)
-    draft = _draft_job(config, plan)
+    choice = ColumnChoice(columns=config.columns, id_column=config.id_column)
+    counted = count_sources(config.sources, choice=choice, limit=config.limit)
+    counted.check_apart(config.output)
+    starts = chunk_files.even_chunk_starts(
+        counted.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows
+    )
+    draft = _draft_job(config, counted)
     if config.overwrite:
         refuse_newer(store)
     elif (existing := read_job(store, hint=_made_anew(config))) is not None:
@@ -90,11 +92,11 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         return _result("unchanged", config, existing, {}, time.monotonic() - started)
     _check_no_runs(store, config)
     if config.group_by:
-        starts = borders.between_groups(plan, config.group_by, starts)
+        starts = chunk_files.group_chunk_starts(counted, config.group_by, starts)
     _check_workers(config, len(starts) - 1)
     if config.overwrite:
         remove_job(store)
-    job, odd = _write(config, store, plan, draft, borders.spans(starts))
+    job, odd = _write(config, store, counted, draft, chunk_files.chunk_ranges(starts))
     _warn(odd, job)
     return _result("done", config, job, odd.nulls, time.monotonic() - started)
 
@@ -148,7 +150,7 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
         )
 
 
-def _draft_job(config: SplitConfig, plan: Plan) -> Job:
+def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
     """job.json as it is known before any row is read: without chunks and counts."""
     if config.num_chunks is not None:
         shape = {"num_chunks": config.num_chunks}
@@ -156,9 +158,9 @@ def _draft_job(config: SplitConfig, plan: Plan) -> Job:
         shape = {"chunk_rows": config.chunk_rows or 0}
     return Job(
         format_version=FORMAT_VERSION,
-        sources=plan.sources,
-        columns=plan.columns,
-        rows=plan.rows,
+        sources=counted.sources,
+        columns=counted.columns,
+        rows=counted.rows,
         chunks=[],
         num_workers=config.num_workers,
         id_column=config.id_column,
@@ -222,11 +224,11 @@ def _check_no_runs(store: Store, config: SplitConfig) -> None:
 
 
 def _write(
-    config: SplitConfig, store: Store, plan: Plan, draft: Job, spans: list[Span]
+    config: SplitConfig, store: Store, counted: CountedSources, draft: Job, ranges: list[ChunkRange]
 ) -> tuple[Job, Oddities]:
     """Build and publish chunks, then manifests, then job.json."""
     from batchinfer.split import chunk_files
-    from batchinfer.split.job_writer import Filing
+    from batchinfer.split.job_writer import JobWriter
     from batchinfer.split.sources import Oddities
     from batchinfer.storage.scratch import Scratch
 
@@ -237,21 +239,21 @@ def _write(
         contextlib.closing(
             Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
         ) as scratch,
-        _progress(plan.rows) as advance,
+        _progress(counted.rows) as advance,
     ):
-        workshop = chunk_files.Workshop(plan, scratch.folder, config.compression)
-        if config.processes > 1 and len(spans) > 1 and plan.is_shared:
-            built = chunk_files.build_in_processes(workshop, spans, config.processes)
+        settings = chunk_files.BuildSettings(counted, scratch.folder, config.compression)
+        if config.processes > 1 and len(ranges) > 1 and counted.is_shared:
+            built = chunk_files.build_in_processes(settings, ranges, config.processes)
         else:
-            built = chunk_files.build(workshop, spans)
-        filing = Filing(store, config.compression, advance)
-        for item in filing.publish(built):
+            built = chunk_files.build(settings, ranges)
+        writer = JobWriter(store, config.compression, advance)
+        for item in writer.publish(built):
             chunks.append(item.chunk)
             odd.add(item.odd)
             if item.id_path is not None:
                 id_paths.append(item.id_path)
         duplicates = chunk_files.count_duplicates(id_paths)
-        filing.write_manifests(chunks, config.num_workers)
+        writer.write_manifests(chunks, config.num_workers)
         job = msgspec.structs.replace(
             draft,
             chunks=chunks,
@@ -259,7 +261,7 @@ def _write(
             broken_lines=odd.broken_lines,
             duplicate_ids=duplicates,
         )
-        filing.finish(job)
+        writer.finish(job)
     return job, odd
 
 

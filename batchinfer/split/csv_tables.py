@@ -19,17 +19,17 @@ from batchinfer.split.arrow_values import make_record_type
 from batchinfer.split.blocks import (
     ID_FIELD,
     ROW_FIELD,
-    Block,
-    Input,
+    ColumnChoice,
+    CountedFile,
+    ObjectBlock,
     Oddities,
     RowBlock,
-    View,
     id_text,
     is_batch_request,
     kept_columns,
     no_such_column,
 )
-from batchinfer.split.source_files import Found
+from batchinfer.split.source_files import FoundFile
 
 _BLOCK_ROWS = 1000
 _BLOCK_CHARS = 1 << 20
@@ -55,7 +55,7 @@ class _Hashing(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _records(found: Found) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
+def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
     """Yield the file's records, the header first, without empty lines."""
     csv.field_size_limit(_LONGEST_FIELD)
     name = found.url.lower()
@@ -77,7 +77,7 @@ def _records(found: Found) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
             ) from error
 
 
-def count(found: Found) -> Input:
+def count(found: FoundFile) -> CountedFile:
     """Read the file once: records, sha256, and the header's names.
 
     Raises:
@@ -99,7 +99,7 @@ def count(found: Found) -> Input:
                     f"{found.url}: record {rows} has {len(record)} fields, expected the header's {len(header)}",
                     hint="quote fields that hold the delimiter or a line break",
                 )
-    return Input(
+    return CountedFile(
         found=found,
         format="csv",
         rows=rows,
@@ -109,7 +109,9 @@ def count(found: Found) -> Input:
     )
 
 
-def read(item: Input, rows: range, first_row: int, view: View, _odd: Oddities) -> Iterator[Block]:
+def read(
+    item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, _odd: Oddities
+) -> Iterator[RowBlock]:
     """Yield records `rows` of one file in order; see `parquet.read` for the arguments.
 
     Records cannot be found without reading those before them, so a late start reads the file from its beginning.
@@ -118,8 +120,8 @@ def read(item: Input, rows: range, first_row: int, view: View, _odd: Oddities) -
         InputError: A column is missing; the file is damaged, or changed since its count.
     """
     source_files.check_unchanged(item.found)
-    keep = kept_columns(item.columns, view)
-    id_column = view.id_column or ("custom_id" if is_batch_request(item.columns) else "")
+    keep = kept_columns(item.columns, choice)
+    id_column = choice.id_column or ("custom_id" if is_batch_request(item.columns) else "")
     for option, names in (("--columns", keep), ("--id-column", [id_column] if id_column else [])):
         for name in names:
             if name not in item.columns:
@@ -142,7 +144,7 @@ def read(item: Input, rows: range, first_row: int, view: View, _odd: Oddities) -
                 make_row(*(record[place] for place in places), number, name)
                 for record, number, name in zip(part, numbers, ids, strict=True)
             ]
-            yield RowBlock(made, cast("list[str | None]", ids) if id_column else None)
+            yield ObjectBlock(made, cast("list[str | None]", ids) if id_column else None)
             row += len(part)
     if row != first_row + len(rows):
         raise source_files.changed(item.found.url)

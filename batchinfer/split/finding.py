@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.redaction import redact
-from batchinfer.split import hub, source_files
-from batchinfer.split.source_files import Found
+from batchinfer.split import source_files
+from batchinfer.split.source_files import FoundFile
 from batchinfer.storage.opening import check_slashes
 
 logger = logging.getLogger(__name__)
@@ -31,17 +31,17 @@ _COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
 _GLOB = re.compile(r"[*?\[]")
 
 
-class Located(NamedTuple):
+class LocatedSource(NamedTuple):
     """One SOURCE argument, found. `base` is the folder below which its files lie ("" where there is none)."""
 
     url: str
     revision: str
     format: str
-    files: list[Found]
+    files: list[FoundFile]
     base: str
 
 
-def locate(argument: str) -> Located:
+def locate(argument: str) -> LocatedSource:
     """Find the files of one SOURCE argument. Lists, but reads no file (a byte or two where the name tells nothing).
 
     Raises:
@@ -59,37 +59,39 @@ def locate(argument: str) -> Located:
     )
     with source_files.reading(argument):
         kind, files, base = _list(url)
-    return Located(argument, "", kind, files, base)
+    return LocatedSource(argument, "", kind, files, base)
 
 
-def _locate_on_hub(argument: str) -> Located:
+def _locate_on_hub(argument: str) -> LocatedSource:
     with source_files.reading(argument):
-        dataset = hub.parse(argument)
-        commit = hub.resolve_commit(dataset)
+        dataset = source_files.parse_hub_url(argument)
+        commit = source_files.resolve_commit(dataset)
         url = dataset.at(commit)
         if dataset.path:
             kind, files, base = _list(url)
-            return Located(argument, commit, kind, files, base)
+            return LocatedSource(argument, commit, kind, files, base)
         found = _find(url)
         if (
             not _of_formats(found, 0)
             and not dataset.is_converted
-            and (converted := hub.converted_commit(dataset))
+            and (converted := source_files.converted_commit(dataset))
         ):
             logger.info("%s: holds no parquet, taking the Hub's own conversion", argument)
             commit, url = converted, dataset.at(converted)
             found = _find(url)
-        hub.check_one_config(argument, [file.url.removeprefix(url).strip("/") for file in found])
+        source_files.check_one_config(
+            argument, [file.url.removeprefix(url).strip("/") for file in found]
+        )
         kind, files = _choose(argument, found)
-    return Located(argument, commit, kind, files, url)
+    return LocatedSource(argument, commit, kind, files, url)
 
 
-def _list(url: str) -> tuple[str, list[Found], str]:
+def _list(url: str) -> tuple[str, list[FoundFile], str]:
     """Return (format, files, base folder) of a file, folder or glob."""
     filesystem, path = source_files.open_filesystem(url)
     info = _info(filesystem, path)
     if info is not None and info["type"] == "file":
-        return _format_of(url), [source_files.make_found(url, info)], ""
+        return _format_of(url), [source_files.make_found_file(url, info)], ""
     if info is None and _GLOB.search(path):
         matches: dict[str, dict[str, Any]] = filesystem.glob(path, detail=True)
         files = _founds(url, matches, path)
@@ -113,7 +115,7 @@ def _info(filesystem: Any, path: str) -> dict[str, Any] | None:
     return info
 
 
-def _find(url: str) -> list[Found]:
+def _find(url: str) -> list[FoundFile]:
     filesystem, path = source_files.open_filesystem(url)
     matches: dict[str, dict[str, Any]] = filesystem.find(path, detail=True)
     if not matches and _info(filesystem, path) is None:
@@ -121,11 +123,11 @@ def _find(url: str) -> list[Found]:
     return _founds(url, matches, path)
 
 
-def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[Found]:
+def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[FoundFile]:
     """Files in order of address, without hidden ones and those that tools leave beside data (_SUCCESS)."""
     base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if _GLOB.search(path) else path
     return sorted(
-        source_files.make_found(_url_of(url, name), info)
+        source_files.make_found_file(_url_of(url, name), info)
         for name, info in matches.items()
         if info["type"] == "file"
         and not any(
@@ -152,11 +154,13 @@ def _endings(url: str) -> str:
     return _COMPRESSED.sub("", url.lower())
 
 
-def _of_formats(files: Iterable[Found], index: int) -> list[Found]:
+def _of_formats(files: Iterable[FoundFile], index: int) -> list[FoundFile]:
     return [file for file in files if _endings(file.url).endswith(_FORMATS[index][1])]
 
 
-def _choose(url: str, files: list[Found], *, is_whole: bool = False) -> tuple[str, list[Found]]:
+def _choose(
+    url: str, files: list[FoundFile], *, is_whole: bool = False
+) -> tuple[str, list[FoundFile]]:
     """Return the format to read and the files that have it.
 
     Args:
@@ -181,7 +185,7 @@ def _choose(url: str, files: list[Found], *, is_whole: bool = False) -> tuple[st
     )
 
 
-def _check_rest(url: str, kind: str, rest: list[Found]) -> None:
+def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
     """Look at the files of a folder that are not taken.
 
     Raises:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
 from batchinfer.core.records import Chunk, Job
-from batchinfer.split.chunk_files import Built
+from batchinfer.split.chunk_files import BuiltChunk
 from batchinfer.storage import Store
 
 _THREADS = 4
@@ -50,7 +50,7 @@ def remove_job(store: Store) -> None:
         store.delete([item.key for item in store.list(prefix)])
 
 
-class Filing:
+class JobWriter:
     """Writes one job to an empty place, or to one where an unfinished split left objects.
 
     An object that is there already is kept if its bytes are the same and replaced if not, as long as no job.json
@@ -67,13 +67,13 @@ class Filing:
         self._compression = compression
         self._advance = advance
 
-    def publish(self, built: Iterable[Built]) -> Iterator[Built]:
+    def publish(self, built: Iterable[BuiltChunk]) -> Iterator[BuiltChunk]:
         """Publish chunk files beside the building of the next, remove them, and yield each once it is durable."""
-        waiting: deque[tuple[Built, Future[None]]] = deque()
+        waiting: deque[tuple[BuiltChunk, Future[None]]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish") as pool:
 
-            def finish() -> Built:
+            def finish() -> BuiltChunk:
                 nonlocal num_bytes
                 item, future = waiting.popleft()
                 future.result()
@@ -122,7 +122,7 @@ class Filing:
     def _key(self, chunk: Chunk) -> str:
         return layout.chunk_file(chunk.name, self._compression)
 
-    def _publish_chunk(self, item: Built) -> None:
+    def _publish_chunk(self, item: BuiltChunk) -> None:
         key = self._key(item.chunk)
         try:
             self._store.create_file(key, item.path, is_final=True)

@@ -23,16 +23,16 @@ from batchinfer.split.blocks import (
     ID_FIELD,
     OWN_FIELDS,
     ROW_FIELD,
-    Block,
-    Input,
-    LineBlock,
+    ColumnChoice,
+    CountedFile,
+    EncodedBlock,
     Oddities,
-    View,
+    RowBlock,
     id_text,
     is_batch_request,
     kept_columns,
 )
-from batchinfer.split.source_files import Found
+from batchinfer.split.source_files import FoundFile
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20
@@ -46,7 +46,7 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
 
 
-def count(found: Found) -> Input:
+def count(found: FoundFile) -> CountedFile:
     """Read the file once: lines, sha256, positions, and the keys of the first objects.
 
     Raises:
@@ -82,7 +82,7 @@ def count(found: Found) -> Input:
             f"{found.url}: is a JSON array, expected one JSON object a line",
             hint=f"convert it: jq -c '.[]' {found.url.rsplit('/', 1)[-1]} > rows.jsonl",
         )
-    return Input(
+    return CountedFile(
         found=found,
         format="jsonl",
         rows=rows,
@@ -99,13 +99,13 @@ def _sample_keys(head: bytes) -> list[str]:
     return list(names)
 
 
-def has_object(item: Input) -> bool:
+def has_object(item: CountedFile) -> bool:
     """Whether any line of the file is a JSON object. Reads it as far as it must."""
     with source_files.open_stream(item.found) as stream:
         return any(_decode_object(line.removeprefix(_BOM)) is not None for line in stream)
 
 
-def find_keys(item: Input, wanted: set[str]) -> set[str]:
+def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
     """Return which of these keys occur anywhere in the file. Reads it as far as it must."""
     missing = set(wanted)
     with source_files.open_stream(item.found) as stream:
@@ -117,7 +117,9 @@ def find_keys(item: Input, wanted: set[str]) -> set[str]:
     return wanted - missing
 
 
-def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
+def read(
+    item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, odd: Oddities
+) -> Iterator[RowBlock]:
     """Yield lines `rows` of one file in order; see `parquet.read` for the arguments.
 
     Raises:
@@ -125,7 +127,7 @@ def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) ->
     """
     source_files.check_unchanged(item.found)
     mark_row, offset = max(mark for mark in item.marks if mark[0] <= rows.start)
-    splice = _Splicer(view)
+    splice = _Splicer(choice)
     row, left = first_row, len(rows)
     with source_files.open_stream(item.found, offset) as stream:
         for _ in itertools.islice(stream, rows.start - mark_row):
@@ -176,12 +178,12 @@ def _decode_object(line: bytes) -> dict[str, Any] | None:
 class _Splicer:
     """Adds `_row` and `_id` to lines, and leaves out the columns that are not asked for."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, choice: ColumnChoice) -> None:
+        self._choice = choice
         self.broken: list[int] = []
         """Numbers of the last block's rows that are no JSON object."""
 
-    def block(self, lines: list[bytes], first_row: int) -> Block:
+    def block(self, lines: list[bytes], first_row: int) -> RowBlock:
         """Convert some consecutive lines, the first of which has this number in the job."""
         self.broken = []
         done: list[bytes] = []
@@ -190,7 +192,7 @@ class _Splicer:
             new_line, name = self._convert(line, row)
             done.append(new_line)
             ids.append(name)
-        return LineBlock(done, ids if any(name is not None for name in ids) else None)
+        return EncodedBlock(done, ids if any(name is not None for name in ids) else None)
 
     def _convert(self, line: bytes, row: int) -> tuple[bytes, str | None]:
         value = _decode_object(line)
@@ -198,12 +200,12 @@ class _Splicer:
             self.broken.append(row)
             return (line if line.endswith(b"\n") else line + b"\n"), None
         name = None
-        if self._view.id_column:
-            name = id_text(value.get(self._view.id_column), row)
+        if self._choice.id_column:
+            name = id_text(value.get(self._choice.id_column), row)
         elif is_batch_request(list(value)):
             name = id_text(value["custom_id"], row)
         text = str(row) if name is None else name
-        if self._view.columns is not None or not OWN_FIELDS.isdisjoint(value):
+        if self._choice.columns is not None or not OWN_FIELDS.isdisjoint(value):
             body = self._pick(line, value)
         else:
             body = line.rstrip(_SPACE)[:-1].rstrip(_SPACE)
@@ -213,7 +215,7 @@ class _Splicer:
 
     def _pick(self, line: bytes, value: dict[str, Any]) -> bytes:
         """The object without its end, with only the kept columns; their values stay byte for byte."""
-        names = [name for name in kept_columns(list(value), self._view) if name in value]
+        names = [name for name in kept_columns(list(value), self._choice) if name in value]
         try:
             raw = _raw_decoder.decode(line)
             return _encoder.encode({name: raw[name] for name in names})[:-1]

@@ -22,17 +22,17 @@ from batchinfer.split.arrow_values import (
 from batchinfer.split.blocks import (
     ID_FIELD,
     ROW_FIELD,
-    Block,
-    Input,
+    ColumnChoice,
+    CountedFile,
+    ObjectBlock,
     Oddities,
     RowBlock,
-    View,
     id_text,
     is_batch_request,
     kept_columns,
     no_such_column,
 )
-from batchinfer.split.source_files import Found
+from batchinfer.split.source_files import FoundFile
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
@@ -43,7 +43,7 @@ _WHOLE_GROUP_BYTES = 32 << 20
 _BUFFERS_BYTES = 64 << 20
 
 
-def count(found: Found) -> Input:
+def count(found: FoundFile) -> CountedFile:
     """Read the footer only: rows, columns and row groups. Raises InputError for a file that is no whole parquet."""
     with source_files.reading(found.url), source_files.open_binary(found) as file:
         tail = _read_tail(found, file)
@@ -59,7 +59,7 @@ def count(found: Found) -> Input:
     for index in range(metadata.num_row_groups):
         marks.append((row, 0))
         row += metadata.row_group(index).num_rows
-    return Input(
+    return CountedFile(
         found=found,
         format="parquet",
         rows=metadata.num_rows,
@@ -70,7 +70,7 @@ def count(found: Found) -> Input:
     )
 
 
-def _read_tail(found: Found, file: Any) -> bytes:
+def _read_tail(found: FoundFile, file: Any) -> bytes:
     """The magic at the file's start, then exactly the footer with its length and magic."""
     size = found.bytes
     head = file.read(4)
@@ -89,14 +89,16 @@ def _read_tail(found: Found, file: Any) -> bytes:
     return footer
 
 
-def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) -> Iterator[Block]:
+def read(
+    item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, odd: Oddities
+) -> Iterator[RowBlock]:
     """Yield the rows of one file in order.
 
     Args:
         item: The file.
         rows: Which of its rows, by their index in the file; consecutive.
         first_row: Number in the job of the first of them.
-        view: Columns to keep.
+        choice: Columns to keep.
         odd: Is counted up by what is met.
 
     Raises:
@@ -107,8 +109,8 @@ def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) ->
     skip = rows.start - item.marks[groups[0]][0] if groups else 0
     row, left = first_row, len(rows)
     with source_files.reading(item.found.url), _open(item, groups) as file:
-        keep = kept_columns(item.columns, view)
-        name_column = view.id_column or ("custom_id" if is_batch_request(item.columns) else "")
+        keep = kept_columns(item.columns, choice)
+        name_column = choice.id_column or ("custom_id" if is_batch_request(item.columns) else "")
         decode = _Decoder(item, file.schema_arrow, keep, name_column, odd)
         for batch in _batches(file, groups, decode.columns):
             if skip >= batch.num_rows:
@@ -128,7 +130,7 @@ def read(item: Input, rows: range, first_row: int, view: View, odd: Oddities) ->
 
 
 @contextlib.contextmanager
-def _open(item: Input, groups: list[int]) -> Iterator[Any]:
+def _open(item: CountedFile, groups: list[int]) -> Iterator[Any]:
     """Open the file as a `pyarrow.parquet.ParquetFile` whose buffers suit its largest row group."""
     with contextlib.ExitStack() as stack:
         where: Any = str(source_files.local_path(item.found.url))
@@ -147,7 +149,7 @@ def _open(item: Input, groups: list[int]) -> Iterator[Any]:
         yield file
 
 
-def _groups(item: Input, rows: range) -> list[int]:
+def _groups(item: CountedFile, rows: range) -> list[int]:
     """Indices of the row groups that hold these rows of the file."""
     starts = [start for start, _ in item.marks]
     ends = [*starts[1:], item.rows]
@@ -182,7 +184,7 @@ class _Decoder:
     """Turns record batches of one file into blocks. `columns` are those to read."""
 
     def __init__(
-        self, item: Input, schema: Any, keep: list[str], id_column: str, odd: Oddities
+        self, item: CountedFile, schema: Any, keep: list[str], id_column: str, odd: Oddities
     ) -> None:
         url = item.found.url
         for option, names in (
@@ -204,7 +206,7 @@ class _Decoder:
                 raise self._refusal(name, error) from error
         self._record = make_record_type([*keep, ROW_FIELD, ID_FIELD])
 
-    def block(self, batch: Any, first_row: int) -> Block:
+    def block(self, batch: Any, first_row: int) -> RowBlock:
         """Convert one batch, whose first row has this number in the job."""
         numbers = range(first_row, first_row + batch.num_rows)
         values = {name: self._convert(name, batch.column(name)) for name in self.columns}
@@ -218,7 +220,7 @@ class _Decoder:
                 floats.count = 0
         kept = [values[name] for name in self._keep]
         rows = list(map(self._record, *kept, numbers, ids))
-        return RowBlock(rows, ids if self._id_column else None)
+        return ObjectBlock(rows, ids if self._id_column else None)
 
     def _convert(self, name: str, array: Any) -> list[Any]:
         try:

@@ -9,16 +9,17 @@ import gzip
 import inspect
 import io
 import os
+import re
 import stat
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
+from urllib.parse import quote, unquote
 
 from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import AccessDenied, BatchinferError, InputError, StorageError
-from batchinfer.split import hub
 from batchinfer.storage.opening import fsspec_options, open_store
 
 MAGIC_PARQUET = b"PAR1"
@@ -29,7 +30,16 @@ _UNREACHABLE = frozenset({"ConnectionError", "Timeout", "TransportError"})
 """Names of what requests, httpx and the system raise where nobody answers; OfflineModeIsEnabled is one of them."""
 
 
-class Found(NamedTuple):
+CONVERTED = "refs/convert/parquet"
+"""The branch where the Hub keeps a data set's conversion to parquet, as <config>/<split>/<number>.parquet."""
+
+_URL = re.compile(
+    r"^hf://datasets/(?P<repo>[^/@]+(?:/[^/@]+)?)"
+    r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?$"
+)
+
+
+class FoundFile(NamedTuple):
     """One file: its address, its size, and a stamp that changes with its bytes (etag, blob id or times)."""
 
     url: str
@@ -131,22 +141,22 @@ def address(url: str, path: str) -> str:
     return f"{url.partition('://')[0]}://{path.lstrip('/')}"
 
 
-def make_found(url: str, info: dict[str, Any]) -> Found:
+def make_found_file(url: str, info: dict[str, Any]) -> FoundFile:
     """Read size and stamp out of what fsspec tells about a file."""
     stamp = next((f"{key}={info[key]}" for key in _STAMP_KEYS if info.get(key)), "")
-    return Found(
+    return FoundFile(
         url, int(info.get("size") or 0), f"{info.get('size')} {stamp} {info.get('ino', '')}"
     )
 
 
-def look_up(url: str) -> Found:
+def look_up(url: str) -> FoundFile:
     """Ask for a file's present size and stamp. Raises InputError if it is gone."""
     with reading(url):
         filesystem, path = open_filesystem(url)
-        return make_found(url, filesystem.info(path))
+        return make_found_file(url, filesystem.info(path))
 
 
-def check_unchanged(found: Found) -> None:
+def check_unchanged(found: FoundFile) -> None:
     """Raise InputError if the file is no longer what it was when it was counted."""
     now = look_up(found.url)
     if now != found:
@@ -161,7 +171,7 @@ def changed(url: str) -> InputError:
     )
 
 
-def open_binary(found: Found) -> BinaryIO:
+def open_binary(found: FoundFile) -> BinaryIO:
     """Open a file for reading, in bounded memory wherever it lies."""
     if is_local(found.url):
         return local_path(found.url).open("rb")
@@ -170,7 +180,7 @@ def open_binary(found: Found) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def open_stream(found: Found, offset: int = 0) -> Iterator[BinaryIO]:
+def open_stream(found: FoundFile, offset: int = 0) -> Iterator[BinaryIO]:
     """Open a file for reading forward, decompressed by its name (.gz, .zst).
 
     Args:
@@ -269,7 +279,7 @@ def _hub_unreachable(url: str, error: Exception, names: set[str]) -> BatchinferE
     """Another try may help, unless it was forbidden to ask."""
     elsewhere = (
         "where there is a network, `hf download --repo-type dataset "
-        f"{hub.parse(url).repo} --local-dir data`, and split that folder"
+        f"{parse_hub_url(url).repo} --local-dir data`, and split that folder"
     )
     if "OfflineModeIsEnabled" in names:
         return InputError(
@@ -300,3 +310,78 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
         f"{url}: access refused ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})",
         hint=hints.get(url.partition("://")[0].replace("r2", "s3"), "check the file's permissions"),
     )
+
+
+# --------------------------------------------------------------------------- the Hub
+
+
+class HubDataset(NamedTuple):
+    """An hf:// address. `revision` is a branch, tag or commit ("": the main branch)."""
+
+    repo: str
+    revision: str
+    path: str
+
+    @property
+    def is_converted(self) -> bool:
+        """The address asks for the Hub's conversion itself."""
+        return self.revision == CONVERTED
+
+    def at(self, commit: str) -> str:
+        """The same address at one commit."""
+        return f"hf://datasets/{self.repo}@{quote(commit, safe='')}/{self.path}".rstrip("/")
+
+
+def parse_hub_url(url: str) -> HubDataset:
+    """Split hf://datasets/org/name[@revision][/path]; a revision with a slash is quoted (%2F), save refs/….
+
+    Raises:
+        InputError: The URL is none of these.
+    """
+    match = _URL.match(url)
+    if match is None:
+        raise InputError(
+            f"{url}: not an address of a data set, expected hf://datasets/org/name[@revision][/path]",
+            hint="models and spaces hold no data sets; download other files and pass their paths",
+        )
+    return HubDataset(
+        match["repo"], unquote(match["revision"] or ""), (match["path"] or "").strip("/")
+    )
+
+
+def resolve_commit(dataset: HubDataset) -> str:
+    """Ask the Hub which commit the revision is now. One request."""
+    from huggingface_hub import HfApi
+
+    commit: str | None = HfApi().dataset_info(dataset.repo, revision=dataset.revision or None).sha
+    if not commit:
+        raise InputError(f"{dataset.repo}: the Hub names no commit", hint="name one after @")
+    return commit
+
+
+def converted_commit(dataset: HubDataset) -> str:
+    """The commit of the Hub's conversion to parquet, or "" where there is none."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        return resolve_commit(dataset._replace(revision=CONVERTED))
+    except RevisionNotFoundError:
+        return ""
+
+
+def check_one_config(argument: str, paths: list[str]) -> None:
+    """Refuse a converted data set with several configurations, whose rows often repeat each other.
+
+    Args:
+        argument: For the message.
+        paths: Files relative to the data set's root.
+    """
+    converted = [
+        path.split("/") for path in paths if re.search(r"/[^/]*/\d{4,}\.parquet$", f"/{path}")
+    ]
+    configs = sorted({parts[0] for parts in converted if len(parts) == 3})
+    if len(configs) > 1:
+        raise InputError(
+            f"{argument}: has {len(configs)} configurations ({', '.join(configs[:10])}), expected one",
+            hint=f"choose one by its folder: hf://datasets/…@{CONVERTED}/{configs[0]}",
+        )

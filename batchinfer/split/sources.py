@@ -1,7 +1,7 @@
 """The data sets that jobs are made of, read-only: found, counted, and read as JSON lines.
 
-`resolve` finds and counts (parquet from footers, JSON Lines and CSV in a first pass), so that every chunk border is
-known before a row is decoded; `Plan.read` then yields any range of rows in bounded memory.
+`count_sources` finds and counts (parquet from footers, JSON Lines and CSV in a first pass), so that the rows of every
+chunk are known before one is decoded; `CountedSources.read` then yields any range of rows in bounded memory.
 """
 
 from __future__ import annotations
@@ -17,26 +17,40 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.split import finding
-from batchinfer.split.blocks import OWN_FIELDS, Block, Input, Oddities, View, no_such_column
-from batchinfer.split.source_files import Found
+from batchinfer.split.blocks import (
+    OWN_FIELDS,
+    ColumnChoice,
+    CountedFile,
+    Oddities,
+    RowBlock,
+    no_such_column,
+)
+from batchinfer.split.source_files import FoundFile
 from batchinfer.storage.opening import is_inside
 
-__all__ = ["Block", "Input", "Oddities", "Plan", "View", "resolve"]
+__all__ = [
+    "ColumnChoice",
+    "CountedFile",
+    "CountedSources",
+    "Oddities",
+    "RowBlock",
+    "count_sources",
+]
 
 logger = logging.getLogger(__name__)
 
 
-class Plan(Record, frozen=True, kw_only=True):
+class CountedSources(Record, frozen=True, kw_only=True):
     """Counted sources: where every row of a job comes from. Rows are numbered from 0 over all files in order.
 
-    `rows` is after the limit; `inputs` holds only files that some row comes from, or that are empty among them.
+    `rows` is after the limit; `files` holds only files that some row comes from, or that are empty among them.
     """
 
     sources: list[Source]
-    inputs: list[Input]
+    files: list[CountedFile]
     bases: list[str]
     """Folders below which sources lie, for `check_apart`."""
-    view: View
+    choice: ColumnChoice
     rows: int
     columns: list[str]
     """What a row holds: as chosen, else every column of any file in order of appearance."""
@@ -44,9 +58,9 @@ class Plan(Record, frozen=True, kw_only=True):
     @property
     def is_shared(self) -> bool:
         """Other processes of this machine can read every file (memory:// is private to one)."""
-        return not any(item.found.url.startswith("memory://") for item in self.inputs)
+        return not any(item.found.url.startswith("memory://") for item in self.files)
 
-    def read(self, rows: range, odd: Oddities) -> Iterator[Block]:
+    def read(self, rows: range, odd: Oddities) -> Iterator[RowBlock]:
         """Yield these rows in order, encoded with `_row` and `_id`.
 
         Args:
@@ -57,23 +71,23 @@ class Plan(Record, frozen=True, kw_only=True):
             InputError: A file is damaged, changed since it was counted, or holds what JSON cannot.
         """
         first = 0
-        for item in self.inputs:
+        for item in self.files:
             start, stop = max(rows.start, first), min(rows.stop, first + item.rows)
             if start < stop:
                 part = range(start - first, stop - first)
-                yield from _adapter(item.format).read(item, part, start, self.view, odd)
+                yield from _format_module(item.format).read(item, part, start, self.choice, odd)
             first += item.rows
 
-    def group_borders(self) -> Iterator[int]:
+    def row_group_starts(self) -> Iterator[int]:
         """Yield the row numbers where a row group starts: the cheap places to start reading."""
         first = 0
-        for item in self.inputs:
+        for item in self.files:
             yield from (first + row for row, _ in item.marks)
             first += item.rows
 
     def require_column(self, option: str, name: str) -> None:
         """Raise InputError unless rows have this column; JSON Lines may lack it in some. May read them."""
-        _require_columns(self.inputs, [(option, name)])
+        _require_columns(self.files, [(option, name)])
 
     def check_apart(self, output: str) -> None:
         """Raise InputError if the output would lie inside a source, or a source inside the output."""
@@ -83,7 +97,7 @@ class Plan(Record, frozen=True, kw_only=True):
                     f"{output}: lies inside the source {base}, expected a place of its own",
                     hint="name another --output",
                 )
-        for item in self.inputs:
+        for item in self.files:
             if is_inside(item.found.url, output):
                 raise InputError(
                     f"{item.found.url}: this source lies inside the output {output}",
@@ -91,19 +105,21 @@ class Plan(Record, frozen=True, kw_only=True):
                 )
 
 
-def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -> Plan:
+def count_sources(
+    arguments: Sequence[str], *, choice: ColumnChoice, limit: int | None = None
+) -> CountedSources:
     """Find and count every SOURCE argument. Read-only.
 
     Args:
         arguments: Files, folders, globs and URLs, in the order of their rows.
-        view: Columns to keep and the id column; both are checked here as far as the files tell.
+        choice: Columns to keep and the id column; both are checked here as far as the files tell.
         limit: At most so many rows; files beyond it are not even counted.
 
     Raises:
         InputError: Nothing there, an unknown format, no rows, nothing but broken lines, no such column, a damaged file.
         AccessDenied: Credentials are missing or refused.
     """
-    sources, inputs, bases = [], [], []
+    sources, files, bases = [], [], []
     rows = 0
     for argument in arguments:
         located = finding.locate(argument)
@@ -111,24 +127,15 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
         for found in located.files:
             if limit is not None and rows >= limit:
                 break
-            counted.append(_adapter(located.format).count(found))
+            counted.append(_format_module(located.format).count(found))
             rows += counted[-1].rows
-        inputs += counted
+        files += counted
         bases += [located.base] if located.base else []
-        files = [
-            SourceFile(
-                url=redact(item.found.url),
-                bytes=item.found.bytes,
-                rows=item.rows,
-                digest=item.digest,
-            )
-            for item in counted
-        ]
         sources.append(
             Source(
                 url=redact(argument),
                 format=located.format,
-                files=files,
+                files=[_source_file(item) for item in counted],
                 revision=located.revision,
             )
         )
@@ -137,67 +144,73 @@ def resolve(arguments: Sequence[str], *, view: View, limit: int | None = None) -
             f"{', '.join(arguments)}: holds no rows, expected at least one",
             hint="check that this is the right file or folder",
         )
-    _warn_about_repeats(inputs)
-    _refuse_nothing_but_broken(inputs)
-    columns = _check_columns(inputs, view)
-    _warn_about_bytes(inputs, columns)
+    _warn_about_repeats(files)
+    _refuse_nothing_but_broken(files)
+    columns = _check_columns(files, choice)
+    _warn_about_bytes(files, columns)
     limited = rows if limit is None else min(rows, limit)
-    return Plan(
-        sources=sources, inputs=inputs, bases=bases, view=view, rows=limited, columns=columns
+    return CountedSources(
+        sources=sources, files=files, bases=bases, choice=choice, rows=limited, columns=columns
     )
 
 
-def _check_columns(inputs: list[Input], view: View) -> list[str]:
+def _source_file(item: CountedFile) -> SourceFile:
+    return SourceFile(
+        url=redact(item.found.url), bytes=item.found.bytes, rows=item.rows, digest=item.digest
+    )
+
+
+def _check_columns(files: list[CountedFile], choice: ColumnChoice) -> list[str]:
     """Return the columns that rows will hold. JSON Lines may lack a column in some rows, but not in all."""
-    asked = [("--columns", name) for name in view.columns or []]
-    asked += [("--id-column", view.id_column)] if view.id_column else []
-    known = _require_columns(inputs, asked)
-    return [name for name in (view.columns or known) if name not in OWN_FIELDS]
+    asked = [("--columns", name) for name in choice.columns or []]
+    asked += [("--id-column", choice.id_column)] if choice.id_column else []
+    known = _require_columns(files, asked)
+    return [name for name in (choice.columns or known) if name not in OWN_FIELDS]
 
 
-def _require_columns(inputs: list[Input], asked: list[tuple[str, str]]) -> list[str]:
+def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> list[str]:
     """Return all columns, if those asked for by the options are among them."""
-    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in inputs)))
+    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in files)))
     open_names = {name for _, name in asked} - set(known)
     if open_names:
         from batchinfer.split import json_lines
 
-        for item in inputs:
+        for item in files:
             if item.format == "jsonl" and open_names:
                 open_names -= json_lines.find_keys(item, open_names)
     for option, name in asked:
         if name in open_names:
-            where = inputs[0].found.url + (" and the other files" if len(inputs) > 1 else "")
+            where = files[0].found.url + (" and the other files" if len(files) > 1 else "")
             raise no_such_column(name, known, where=where, option=option)
-        for item in inputs:
+        for item in files:
             if item.format != "jsonl" and name not in item.columns:
                 raise no_such_column(name, item.columns, where=item.found.url, option=option)
     return known
 
 
-def _warn_about_repeats(inputs: list[Input]) -> None:
-    times = Counter(item.found.url for item in inputs)
+def _warn_about_repeats(files: list[CountedFile]) -> None:
+    times = Counter(item.found.url for item in files)
     for url in (url for url, count in times.items() if count > 1):
         logger.warning(
             "%s: named by several sources, its rows are taken again each time", redact(url)
         )
 
 
-def _refuse_nothing_but_broken(inputs: list[Input]) -> None:
+def _refuse_nothing_but_broken(files: list[CountedFile]) -> None:
     """Raise InputError if no line of any file is a JSON object: not one row could be answered."""
-    if any(item.format != "jsonl" or item.columns for item in inputs):
+    if any(item.format != "jsonl" or item.columns for item in files):
         return
     from batchinfer.split import json_lines
 
-    if not any(json_lines.has_object(item) for item in inputs):
+    if not any(json_lines.has_object(item) for item in files):
         raise InputError(
-            f"{inputs[0].found.url}: no line is a JSON object, expected one on each line",
+            f"{files[0].found.url}: no line is a JSON object, expected one on each line",
             hint="make objects of JSON strings with jq -c '{prompt: .}', of lines of text with jq -cR '{prompt: .}'",
         )
 
 
-def _warn_about_bytes(inputs: list[Input], columns: list[str]) -> None:
-    names = {name for item in inputs for name in item.byte_columns}.intersection(columns)
+def _warn_about_bytes(files: list[CountedFile], columns: list[str]) -> None:
+    names = {name for item in files for name in item.byte_columns}.intersection(columns)
     if names:
         logger.warning(
             "%s: these columns hold bytes, not text; in the rows they are base64",
@@ -205,16 +218,16 @@ def _warn_about_bytes(inputs: list[Input], columns: list[str]) -> None:
         )
 
 
-class _Adapter(Protocol):
+class _FormatModule(Protocol):
     """One module a format."""
 
-    def count(self, found: Found) -> Input: ...
+    def count(self, found: FoundFile) -> CountedFile: ...
     def read(
-        self, item: Input, rows: range, first_row: int, view: View, odd: Oddities
-    ) -> Iterator[Block]: ...
+        self, item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, odd: Oddities
+    ) -> Iterator[RowBlock]: ...
 
 
-def _adapter(kind: str) -> _Adapter:
+def _format_module(kind: str) -> _FormatModule:
     """Import a format's module when a file has the format: pyarrow takes time to load."""
     module = {"parquet": "parquet", "jsonl": "json_lines", "csv": "csv_tables"}[kind]
-    return cast("_Adapter", importlib.import_module(f"batchinfer.split.{module}"))
+    return cast("_FormatModule", importlib.import_module(f"batchinfer.split.{module}"))

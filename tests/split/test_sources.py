@@ -24,24 +24,29 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError
 from batchinfer.split import finding, sources
-from batchinfer.split.sources import Oddities, Plan, View, resolve
+from batchinfer.split.sources import (
+    ColumnChoice,
+    CountedSources,
+    Oddities,
+    count_sources,
+)
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub
 from making import run_process
 
 
-def read_lines(plan: Plan, rows: range | None = None) -> list[bytes]:
+def read_lines(counted: CountedSources, rows: range | None = None) -> list[bytes]:
     nulls = Oddities()
-    blocks = plan.read(rows if rows is not None else range(plan.rows), nulls)
+    blocks = counted.read(rows if rows is not None else range(counted.rows), nulls)
     return b"".join(block.encode(0, block.num_rows) for block in blocks).split(b"\n")[:-1]
 
 
-def read_rows(plan: Plan) -> list[dict]:
-    return [json.loads(line) for line in read_lines(plan)]
+def read_rows(counted: CountedSources) -> list[dict]:
+    return [json.loads(line) for line in read_lines(counted)]
 
 
-def split_file(path: Path, **view) -> list[dict]:
-    return read_rows(resolve([str(path)], view=View(**view)))
+def split_file(path: Path, **choice) -> list[dict]:
+    return read_rows(count_sources([str(path)], choice=ColumnChoice(**choice)))
 
 
 def write_parquet(path: Path, **columns) -> Path:
@@ -176,10 +181,10 @@ def test_floats_round_trip_and_what_is_no_number_becomes_a_counted_null(tmp_path
         half=pa.array(np.array([1.5] * 9 + [np.inf], np.float16)),
         inner=pa.array([{"y": [math.nan, 1.0]}] * 9 + [None]),
     )
-    plan = resolve([str(path)], view=View())
+    counted = count_sources([str(path)], choice=ColumnChoice())
     nulls = Oddities()
     rows = []
-    for block in plan.read(range(plan.rows), nulls):
+    for block in counted.read(range(counted.rows), nulls):
         rows += [json.loads(line) for line in block.encode(0, block.num_rows).splitlines()]
     assert [row["x"] for row in rows] == [*values, None, None, None]
     assert math.copysign(1, rows[4]["x"]) == -1
@@ -257,7 +262,7 @@ def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
     path.write_bytes(
         b'{"n": 1.10, "big":123456789012345678901234567890}\r\n{ }\n{"t":"\xe2\x80\xa8\\ud83d\\ude00"}'
     )
-    assert read_lines(resolve([str(path)], view=View())) == [
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice())) == [
         b'{"n": 1.10, "big":123456789012345678901234567890,"_row":0,"_id":"0"}',
         b'{"_row":1,"_id":"1"}',
         b'{"t":"\xe2\x80\xa8\\ud83d\\ude00","_row":2,"_id":"2"}',
@@ -281,30 +286,35 @@ def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
 def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a":0}\n' + broken + b'\n{"a":2}\n')
-    lines = read_lines(resolve([str(path)], view=View(id_column="a")))
+    lines = read_lines(count_sources([str(path)], choice=ColumnChoice(id_column="a")))
     assert lines == [b'{"a":0,"_row":0,"_id":"0"}', broken, b'{"a":2,"_row":2,"_id":"2"}']
-    assert read_lines(resolve([str(path)], view=View(columns=["a"])))[1] == broken
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice(columns=["a"])))[1] == broken
 
 
 def test_a_lone_surrogate_stays_an_escape(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"t":"\\ud800","k":1}\n')
-    assert read_lines(resolve([str(path)], view=View())) == [
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice())) == [
         b'{"t":"\\ud800","k":1,"_row":0,"_id":"0"}'
     ]
-    assert read_lines(resolve([str(path)], view=View(id_column="t"))) == [
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice(id_column="t"))) == [
         b'{"t":"\\ud800","k":1,"_row":0,"_id":"\\ud800"}'
     ]
     assert (
-        json.loads(read_lines(resolve([str(path)], view=View(columns=["t"])))[0])["t"] == "\ud800"
+        json.loads(read_lines(count_sources([str(path)], choice=ColumnChoice(columns=["t"])))[0])[
+            "t"
+        ]
+        == "\ud800"
     )
 
 
 def test_own_row_and_id_of_a_source_are_replaced_and_the_id_can_be_kept(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"_row":7,"x":1.50,"_id":"seven"}\n')
-    assert read_lines(resolve([str(path)], view=View())) == [b'{"x":1.50,"_row":0,"_id":"0"}']
-    kept = resolve([str(path)], view=View(id_column="_id"))
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice())) == [
+        b'{"x":1.50,"_row":0,"_id":"0"}'
+    ]
+    kept = count_sources([str(path)], choice=ColumnChoice(id_column="_id"))
     assert read_lines(kept) == [b'{"x":1.50,"_row":0,"_id":"seven"}']
     assert kept.columns == ["x"]
     table = write_parquet(tmp_path / "a.parquet", _row=[9], x=[1], _id=["nine"])
@@ -314,7 +324,7 @@ def test_own_row_and_id_of_a_source_are_replaced_and_the_id_can_be_kept(tmp_path
 def test_columns_are_chosen_with_their_values_untouched(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a":1.10,"b":2,"c":{"d":1e2}}\n{"b":3}\n')
-    assert read_lines(resolve([str(path)], view=View(columns=["c", "a"]))) == [
+    assert read_lines(count_sources([str(path)], choice=ColumnChoice(columns=["c", "a"]))) == [
         b'{"c":{"d":1e2},"a":1.10,"_row":0,"_id":"0"}',
         b'{"_row":1,"_id":"1"}',
     ]
@@ -352,9 +362,9 @@ def test_compressed_lines_are_read(tmp_path, ending):
     pack = gzip.compress if ending == "gz" else zstandard.ZstdCompressor().compress
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(pack(data[:30000]) + pack(data[30000:]))
-    plan = resolve([str(path)], view=View())
-    assert plan.rows == 5000
-    assert [row["a"] for row in map(json.loads, read_lines(plan, range(4000, 4003)))] == [
+    counted = count_sources([str(path)], choice=ColumnChoice())
+    assert counted.rows == 5000
+    assert [row["a"] for row in map(json.loads, read_lines(counted, range(4000, 4003)))] == [
         4000,
         4001,
         4002,
@@ -371,10 +381,10 @@ def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "_BLOCK_BYTES", 64)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"a":{number}}}\n' for number in range(300)))
-    plan = resolve([str(path), str(path)], view=View())
-    assert len(plan.inputs[0].marks) > 10
+    counted = count_sources([str(path), str(path)], choice=ColumnChoice())
+    assert len(counted.files[0].marks) > 10
     for rows in (range(1), range(57, 99), range(299, 301), range(590, 600)):
-        assert [json.loads(line)["a"] for line in read_lines(plan, rows)] == [
+        assert [json.loads(line)["a"] for line in read_lines(counted, rows)] == [
             row % 300 for row in rows
         ]
 
@@ -383,7 +393,7 @@ def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
 def test_utf16_is_refused_with_the_way_to_convert_it(tmp_path, encoding):
     (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "x"}\n'.encode(encoding))
     with pytest.raises(InputError, match="UTF-16") as caught:
-        resolve([str(tmp_path / "a.jsonl")], view=View())
+        count_sources([str(tmp_path / "a.jsonl")], choice=ColumnChoice())
     assert "iconv -f UTF-16 -t UTF-8 a.jsonl" in caught.value.hint
 
 
@@ -391,11 +401,11 @@ def test_files_without_any_object_are_refused_before_anything_is_written(tmp_pat
     (tmp_path / "a.jsonl").write_text('"one"\n' * 200)
     (tmp_path / "b.jsonl").write_text("{broken\n")
     with pytest.raises(InputError, match="no line is a JSON object") as caught:
-        resolve([str(tmp_path)], view=View())
+        count_sources([str(tmp_path)], choice=ColumnChoice())
     assert "jq -c '{prompt: .}'" in caught.value.hint
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{}\n")
-    assert resolve([str(tmp_path)], view=View()).rows == 202
+    assert count_sources([str(tmp_path)], choice=ColumnChoice()).rows == 202
 
 
 def test_columns_of_bytes_are_named_once(tmp_path, monkeypatch):
@@ -406,11 +416,11 @@ def test_columns_of_bytes_are_named_once(tmp_path, monkeypatch):
     kept = {"text": ["t"], "id": ids, "image": images, "raw": [b"x"], "all": [[b"x"]]}
     for name in ("1", "2"):
         write_parquet(tmp_path / f"{name}.parquet", **kept)
-    resolve([str(tmp_path)], view=View())
+    count_sources([str(tmp_path)], choice=ColumnChoice())
     assert said == [
         "all, image, raw: these columns hold bytes, not text; in the rows they are base64"
     ]
-    resolve([str(tmp_path)], view=View(columns=["text", "id"]))
+    count_sources([str(tmp_path)], choice=ColumnChoice(columns=["text", "id"]))
     assert len(said) == 1
 
 
@@ -461,9 +471,9 @@ def test_a_folder_gives_its_parquet_files_by_name_and_nothing_hidden(tmp_path):
         write_parquet(tmp_path / name, n=[name])
     (tmp_path / "notes.json").write_text("{}")
     (tmp_path / "_SUCCESS").write_text("")
-    plan = resolve([str(tmp_path)], view=View())
-    assert [row["n"] for row in read_rows(plan)] == ["a/1.parquet", "b/2.parquet"]
-    assert [file.url for file in plan.sources[0].files] == [
+    counted = count_sources([str(tmp_path)], choice=ColumnChoice())
+    assert [row["n"] for row in read_rows(counted)] == ["a/1.parquet", "b/2.parquet"]
+    assert [file.url for file in counted.sources[0].files] == [
         f"{tmp_path}/a/1.parquet",
         f"{tmp_path}/b/2.parquet",
     ]
@@ -475,21 +485,23 @@ def test_relative_paths_and_globs_stay_relative(tmp_path, monkeypatch):
     write_parquet(tmp_path / "data/y.parquet", n=[3])
     monkeypatch.chdir(tmp_path)
     for argument in ("data/x-*.parquet", "d*/x-?.parquet", "**/x-*.parquet"):
-        plan = resolve([argument], view=View())
-        assert [file.url for file in plan.sources[0].files] == [
+        counted = count_sources([argument], choice=ColumnChoice())
+        assert [file.url for file in counted.sources[0].files] == [
             "data/x-1.parquet",
             "data/x-2.parquet",
         ]
-    assert resolve(["data"], view=View()).sources[0].files[0].url == "data/x-1.parquet"
+    assert (
+        count_sources(["data"], choice=ColumnChoice()).sources[0].files[0].url == "data/x-1.parquet"
+    )
     with pytest.raises(InputError, match=r"z-\*: matches no file"):
-        resolve(["data/z-*"], view=View())
+        count_sources(["data/z-*"], choice=ColumnChoice())
 
 
 def test_a_pattern_over_several_formats_is_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", n=[1])
     (tmp_path / "a.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match="expected files of one format"):
-        resolve([f"{tmp_path}/a.*"], view=View())
+        count_sources([f"{tmp_path}/a.*"], choice=ColumnChoice())
 
 
 def test_a_folder_of_several_formats_is_refused_but_for_what_is_no_data(tmp_path, monkeypatch):
@@ -498,22 +510,22 @@ def test_a_folder_of_several_formats_is_refused_but_for_what_is_no_data(tmp_path
     write_parquet(tmp_path / "a.parquet", n=[1])
     (tmp_path / "README.md").write_text("x")
     (tmp_path / "notes.json").write_text("{}")
-    assert resolve([str(tmp_path)], view=View()).rows == 1
+    assert count_sources([str(tmp_path)], choice=ColumnChoice()).rows == 1
     assert said == [f"{tmp_path}: 1 .json files are left out, {tmp_path}/notes.json first"]
     for name in ("b.jsonl", "b.csv.gz"):
         (tmp_path / name).write_text('{"n": 2}\n')
         with pytest.raises(InputError, match="expected files of one format") as caught:
-            resolve([str(tmp_path)], view=View())
+            count_sources([str(tmp_path)], choice=ColumnChoice())
         assert name in caught.value.message
         assert f"{tmp_path}/**/*.parquet" in caught.value.hint
-        assert resolve([f"{tmp_path}/**/*.parquet"], view=View()).rows == 1
+        assert count_sources([f"{tmp_path}/**/*.parquet"], choice=ColumnChoice()).rows == 1
         (tmp_path / name).unlink()
 
 
 def test_a_url_that_lacks_a_slash_is_no_folder_here():
     for source in ("s3:/bucket/x.jsonl", "hf:datasets/org/name"):
         with pytest.raises(ConfigError, match="lacks a slash"):
-            resolve([source], view=View())
+            count_sources([source], choice=ColumnChoice())
 
 
 def test_a_name_with_glob_characters_is_a_file_first(tmp_path):
@@ -535,20 +547,20 @@ def test_rows_are_numbered_over_several_sources_of_several_formats(tmp_path):
     write_parquet(tmp_path / "a.parquet", n=[0, 1])
     (tmp_path / "b.jsonl").write_text('{"n":2}\n{"m":3}')
     (tmp_path / "c.csv").write_text("n\n4\n")
-    plan = resolve(
-        [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")], view=View()
+    counted = count_sources(
+        [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")], choice=ColumnChoice()
     )
-    assert [row["_row"] for row in read_rows(plan)] == [0, 1, 2, 3, 4]
-    assert plan.columns == ["n", "m"]
-    assert [source.format for source in plan.sources] == ["parquet", "jsonl", "csv"]
+    assert [row["_row"] for row in read_rows(counted)] == [0, 1, 2, 3, 4]
+    assert counted.columns == ["n", "m"]
+    assert [source.format for source in counted.sources] == ["parquet", "jsonl", "csv"]
 
 
 def test_a_limit_leaves_later_files_uncounted(tmp_path):
     write_parquet(tmp_path / "a.parquet", n=list(range(10)))
     (tmp_path / "b.parquet").write_bytes(b"never opened")
-    plan = resolve([str(tmp_path)], view=View(), limit=7)
-    assert plan.rows == 7
-    assert [row["n"] for row in read_rows(plan)] == list(range(7))
+    counted = count_sources([str(tmp_path)], choice=ColumnChoice(), limit=7)
+    assert counted.rows == 7
+    assert [row["n"] for row in read_rows(counted)] == list(range(7))
 
 
 def test_only_the_asked_columns_of_dotted_names_are_read(tmp_path):
@@ -564,11 +576,11 @@ def test_memory_urls_are_read():
 
     filesystem = fsspec.filesystem("memory")
     filesystem.pipe("/lines/a.jsonl", b'{"a":1}\n')
-    plan = resolve(["memory://lines"], view=View())
-    assert read_rows(plan) == [{"a": 1, "_row": 0, "_id": "0"}]
-    assert not plan.is_shared
+    counted = count_sources(["memory://lines"], choice=ColumnChoice())
+    assert read_rows(counted) == [{"a": 1, "_row": 0, "_id": "0"}]
+    assert not counted.is_shared
     with pytest.raises(InputError, match="no such file, folder or bucket"):
-        resolve(["memory://other"], view=View())
+        count_sources(["memory://other"], choice=ColumnChoice())
 
 
 # --------------------------------------------------------------------------- refusals
@@ -591,7 +603,7 @@ def test_nothing_to_split_is_refused(tmp_path, names, what):
     (tmp_path / "odd/readme.txt").write_text("x")
     write_parquet(tmp_path / "none.parquet", n=pa.array([], pa.int64()))
     with pytest.raises(InputError, match=what) as caught:
-        resolve([str(tmp_path / name) for name in names], view=View())
+        count_sources([str(tmp_path / name) for name in names], choice=ColumnChoice())
     assert names[0] in caught.value.message
 
 
@@ -625,24 +637,24 @@ def test_a_missing_column_is_named_with_near_matches(tmp_path, kind):
             '{"conversation":"x","model":"m"}\n' if kind == "jsonl" else "conversation,model\nx,m\n"
         )
     with pytest.raises(InputError, match=r"no column 'conversations'.*--columns") as caught:
-        resolve([str(path)], view=View(columns=["model", "conversations"]))
+        count_sources([str(path)], choice=ColumnChoice(columns=["model", "conversations"]))
     assert "did you mean conversation?" in caught.value.hint
     with pytest.raises(InputError, match=r"no column 'key'.*--id-column"):
-        resolve([str(path)], view=View(id_column="key"))
+        count_sources([str(path)], choice=ColumnChoice(id_column="key"))
 
 
 def test_a_column_that_only_a_late_line_has_is_found(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a":1}\n' * 500 + '{"late":2}\n')
-    assert resolve([str(path)], view=View(columns=["late"])).columns == ["late"]
+    assert count_sources([str(path)], choice=ColumnChoice(columns=["late"])).columns == ["late"]
 
 
 def test_a_column_that_one_of_the_files_lacks_is_refused_with_that_file(tmp_path):
     write_parquet(tmp_path / "1.parquet", a=[1], b=[1])
     write_parquet(tmp_path / "2.parquet", a=[1])
-    assert resolve([str(tmp_path)], view=View()).columns == ["a", "b"]
+    assert count_sources([str(tmp_path)], choice=ColumnChoice()).columns == ["a", "b"]
     with pytest.raises(InputError, match=r"2\.parquet: has no column 'b'"):
-        resolve([str(tmp_path)], view=View(columns=["b"]))
+        count_sources([str(tmp_path)], choice=ColumnChoice(columns=["b"]))
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
@@ -665,10 +677,10 @@ def test_a_file_that_changes_after_its_count_is_noticed(tmp_path, kind):
             )
 
     write(50)
-    plan = resolve([str(path)], view=View())
+    counted = count_sources([str(path)], choice=ColumnChoice())
     write(40)
     with pytest.raises(InputError, match="changed while it was being split"):
-        read_lines(plan)
+        read_lines(counted)
 
 
 def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
@@ -679,19 +691,19 @@ def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(AccessDenied, match=r"a\.parquet: access refused"):
-        resolve([str(path)], view=View())
+        count_sources([str(path)], choice=ColumnChoice())
 
 
 def test_a_scheme_that_wants_more_than_a_name_is_refused():
     with pytest.raises(InputError, match="ftp://: no filesystem"):
-        resolve(["ftp://host/x"], view=View())
+        count_sources(["ftp://host/x"], choice=ColumnChoice())
 
 
 def test_unknown_schemes_are_refused():
     with pytest.raises(InputError, match="nope://: no filesystem"):
-        resolve(["nope://x/y"], view=View())
+        count_sources(["nope://x/y"], choice=ColumnChoice())
     with pytest.raises(InputError, match="not an address of a data set"):
-        resolve(["hf://models/org/name"], view=View())
+        count_sources(["hf://models/org/name"], choice=ColumnChoice())
 
 
 # --------------------------------------------------------------------------- other places
@@ -709,14 +721,14 @@ def test_s3_files_folders_and_globs_are_read(s3_url, tmp_path):
     client.put_object(Bucket=bucket.removeprefix("s3://"), Key="a.jsonl", Body=b'{"n":3}\n')
     client.close()
     for argument in (f"{bucket}/data", f"{bucket}/data/", f"{bucket}/data/*.parquet"):
-        plan = resolve([argument], view=View(columns=["n"]))
-        assert [row["n"] for row in read_rows(plan)] == [1] * 5 + [2] * 5
-        assert plan.sources[0].files[0].url == f"{bucket}/data/1.parquet"
+        counted = count_sources([argument], choice=ColumnChoice(columns=["n"]))
+        assert [row["n"] for row in read_rows(counted)] == [1] * 5 + [2] * 5
+        assert counted.sources[0].files[0].url == f"{bucket}/data/1.parquet"
     assert split_file_url(f"{bucket}/a.jsonl") == [{"n": 3, "_row": 0, "_id": "0"}]
     with pytest.raises(InputError, match="no such file, folder or bucket"):
-        resolve([f"{bucket}/nothing"], view=View())
+        count_sources([f"{bucket}/nothing"], choice=ColumnChoice())
     with pytest.raises(InputError, match="no such file, folder or bucket"):
-        resolve(["s3://no-such-bucket-here/x.parquet"], view=View())
+        count_sources(["s3://no-such-bucket-here/x.parquet"], choice=ColumnChoice())
 
 
 @pytest.mark.s3
@@ -727,27 +739,27 @@ def test_r2_is_s3_that_refuses_to_go_to_aws(s3_url, monkeypatch):
         store.create(f"data/{name}.jsonl", line)
     url = f"{bucket}/data".replace("s3://", "r2://")
     for argument in (url, f"{url}/*.jsonl"):
-        plan = resolve([argument], view=View())
-        assert [row["n"] for row in read_rows(plan)] == [1, 2]
-        assert plan.sources[0].files[0].url == f"{url}/a.jsonl"
+        counted = count_sources([argument], choice=ColumnChoice())
+        assert [row["n"] for row in read_rows(counted)] == [1, 2]
+        assert counted.sources[0].files[0].url == f"{url}/a.jsonl"
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     with pytest.raises(ConfigError, match="requests would go to AWS"):
-        resolve(["r2://another/b.jsonl"], view=View())
+        count_sources(["r2://another/b.jsonl"], choice=ColumnChoice())
 
 
 def split_file_url(url: str) -> list[dict]:
-    return read_rows(resolve([url], view=View()))
+    return read_rows(count_sources([url], choice=ColumnChoice()))
 
 
 # It leaves as the command line does: pyarrow's threads now and then abort an orderly exit on a busy machine.
 READ_HUB = """
 import json, os, sys
 from batchinfer.core.errors import BatchinferError
-from batchinfer.split.sources import Oddities, View, resolve
+from batchinfer.split.sources import Oddities, ColumnChoice, count_sources
 try:
-    plan = resolve(sys.argv[1:], view=View())
-    lines = b"".join(b.encode(0, b.num_rows) for b in plan.read(range(plan.rows), Oddities()))
-    source = plan.sources[0]
+    counted = count_sources(sys.argv[1:], choice=ColumnChoice())
+    lines = b"".join(b.encode(0, b.num_rows) for b in counted.read(range(counted.rows), Oddities()))
+    source = counted.sources[0]
     print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": [f.url for f in source.files]}))
 except BatchinferError as error:
     print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))

@@ -1,4 +1,4 @@
-"""From sources to a finished job: borders, manifests, repetition, crashes, and every refusal."""
+"""From sources to a finished job: where chunks start, manifests, repetition, crashes, and every refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError, StorageError
 from batchinfer.core.records import Job
-from batchinfer.split import borders, command
+from batchinfer.split import chunk_files, command
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
@@ -100,14 +100,14 @@ def test_job_json_describes_every_chunk_truly(source, tmp_path):
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
-def test_borders_are_even_whatever_the_numbers(rows, num_chunks, chunk_rows):
+def test_chunks_are_even_whatever_the_numbers(rows, num_chunks, chunk_rows):
     if num_chunks <= rows:
-        found = borders.even(rows, num_chunks=num_chunks)
+        found = chunk_files.even_chunk_starts(rows, num_chunks=num_chunks)
         sizes = [end - start for start, end in itertools.pairwise(found)]
         assert len(sizes) == num_chunks
         assert sum(sizes) == rows
         assert max(sizes) - min(sizes) <= 1
-    found = borders.even(rows, chunk_rows=chunk_rows)
+    found = chunk_files.even_chunk_starts(rows, chunk_rows=chunk_rows)
     sizes = [end - start for start, end in itertools.pairwise(found)]
     assert sum(sizes) == rows
     assert set(sizes[:-1]) <= {chunk_rows}
