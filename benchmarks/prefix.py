@@ -30,9 +30,8 @@ import workload
 from repeats import alternate, spread
 
 from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
-from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines import RequestSource, Stop, share_out
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.shares import level
 from batchinfer.prompts import PromptConfig
 from batchinfer.worker.services import Limits
 from batchinfer.worker.start import run_worker
@@ -120,7 +119,7 @@ class CacheModel:
             taken = source.take(sum(free_slots), free_slots) if any(free_slots) else []
             rest = taken or []
             for replica, share in zip(
-                self._replicas, level(held, free_slots, len(rest)), strict=True
+                self._replicas, share_out(held, free_slots, len(rest)), strict=True
             ):
                 replica.waiting += rest[:share]
                 rest = rest[share:]

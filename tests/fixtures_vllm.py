@@ -31,7 +31,7 @@ def vllm_config(tiny_model):
 @pytest.fixture(scope="session")
 def vllm_engine(vllm_config):
     """An open engine, in a process of its own as the worker has it."""
-    from batchinfer.engines.registry import create_engine
+    from batchinfer.engines import create_engine
 
     class Never:
         def is_set(self):

@@ -24,7 +24,8 @@ from batchinfer.core import layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines.config import EngineConfig, check_config
+from batchinfer.engines import check_engine, has_model
+from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length
 from batchinfer.ledger.jobs import OpenStore, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
@@ -95,7 +96,7 @@ class Examination:
             self.problems += check_task_file(path, self.world.accelerators)
         with self._step("config"):
             self._check_options()
-        if config.engine is not None and config.engine.engine != "echo" and config.engine.model:
+        if config.engine is not None and has_model(config.engine):
             with self._step("model"):
                 self.model = self.world.describe_model(config.engine)
                 self.result["model"] = msgspec.to_builtins(self.model)
@@ -135,7 +136,6 @@ class Examination:
     # -- steps
 
     def _check_options(self) -> None:
-        from batchinfer.engines.registry import ENGINES
         from batchinfer.formats import encoder_for
 
         config = self.config
@@ -144,13 +144,7 @@ class Examination:
                 parse_gpu(config.gpu)
         if config.engine is not None:
             with self._step("config"):
-                check_config(config.engine)
-            if config.engine.engine not in ENGINES:
-                self._problem(
-                    ERROR,
-                    "config",
-                    f"--engine: {config.engine.engine!r} is not an engine, expected one of {', '.join(ENGINES)}",
-                )
+                check_engine(config.engine)
         if config.prompt is not None and config.sampling is not None:
             make_preview_builder(config.prompt, config.sampling, config.run_seed, None, None)
             encoder_for(config.prompt)

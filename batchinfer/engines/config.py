@@ -98,8 +98,7 @@ def check_config(config: EngineConfig) -> None:
     """Refuse what no engine could run, before anything is started. Pure.
 
     Raises:
-        ConfigError: a count or size is not positive, the model's name is missing, or an engine argument has an
-            option of its own.
+        ConfigError: a count or size is not positive, or an engine argument has an option of its own.
     """
     _check_arguments(config)
     counts = {
@@ -132,11 +131,6 @@ def check_config(config: EngineConfig) -> None:
     if config.echo_tokens and not 1 <= config.echo_tokens[0] <= config.echo_tokens[1]:
         raise ConfigError(
             f"echo token counts: are {config.echo_tokens}, expected (least, most) with least >= 1"
-        )
-    if config.engine != "echo" and not config.model:
-        raise ConfigError(
-            "--model: is missing, expected a model's folder or its name on the Hub",
-            hint="add --model Qwen/Qwen3-0.6B, or --engine echo to rehearse without a model",
         )
 
 

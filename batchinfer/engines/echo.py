@@ -26,11 +26,11 @@ import heapq
 import logging
 import math
 import re
-import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from batchinfer import __version__
+from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import EngineDied, EngineStalled, Interrupted
 from batchinfer.core.records import (
     Choice,
@@ -42,13 +42,12 @@ from batchinfer.core.records import (
     RowKey,
     TokenLogprob,
 )
-from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines import UNLIMITED_LENGTH, RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 256
-UNLIMITED_LENGTH = 2**31 - 1
 # While there is room and nothing is ready, the source is asked this often.
 POLL_SECONDS = 0.02
 # A stop is seen at least this often.
@@ -57,31 +56,19 @@ SPACE = " "
 WORDS = re.compile(r"^[^ ]*| [^ ]*")
 
 
-class Clock(Protocol):
-    """The time, as the engine sees it; a simulation brings its own."""
-
-    def monotonic(self) -> float:
-        """Seconds that never run backwards."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Let that much time pass."""
-        ...
-
-
 class EchoEngine:
     """Answers every request with its own prompt. Implements Engine, in this very process.
 
     Args:
         config: Reads max_num_seqs, max_model_len, stall_seconds and the `echo_*` options.
-        clock: Anything with monotonic() and sleep(); the real time if not given.
+        clock: The system's if not given.
     """
 
-    def __init__(self, config: EngineConfig | None = None, clock: Clock = time) -> None:
+    def __init__(self, config: EngineConfig | None = None, clock: Clock | None = None) -> None:
         self.config = config or EngineConfig(engine="echo")
         self.max_num_seqs = self.config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
         self.max_in_flight = math.ceil(self.max_num_seqs * 1.5)
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._steps = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0

@@ -6,16 +6,22 @@ import contextlib
 import csv
 import importlib
 import io
+import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
+from batchinfer.engines import find_engine
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.models import ModelInfo
+from batchinfer.engines.models import ModelInfo, check_length, describe_model
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -38,7 +44,7 @@ class Gpu(Record, frozen=True, kw_only=True):
     total_bytes: int = 0
 
 
-class Plan(Record, frozen=True, kw_only=True):
+class Layout(Record, frozen=True, kw_only=True):
     """How many replicas of how many GPUs each, and why in one sentence with its arithmetic.
 
     `warning` is empty unless it may well not fit.
@@ -50,7 +56,56 @@ class Plan(Record, frozen=True, kw_only=True):
     warning: str = ""
 
 
-def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Plan:
+class Placement(Record, frozen=True, kw_only=True):
+    """The replicas to start, as (name, environment additions), and the configuration that all get."""
+
+    config: EngineConfig
+    replicas: list[tuple[str, dict[str, str]]]
+    revision: str = ""
+
+
+def place(config: EngineConfig) -> Placement:
+    """Decide how many replicas there are and where they run.
+
+    Raises:
+        ConfigError: more GPUs were asked for than there are, the model cannot be split so, or it takes no such length.
+    """
+    if not find_engine(config.engine).needs_model:
+        count = 1 if config.replicas == "auto" else config.replicas
+        names = [f"replica {index}" for index in range(count)]
+        return Placement(config=config, replicas=[(name, {}) for name in names])
+    model = describe_model(config)
+    check_length(config, model)
+    gpus = visible_gpus(config.gpus)
+    layout = choose_parallelism(model, gpus, config)
+    logger.info("%s", layout.explanation)
+    if layout.warning:
+        logger.warning("%s", layout.warning)
+    config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
+    size = layout.tensor_parallel_size * config.pipeline_parallel_size
+    replicas: list[tuple[str, dict[str, str]]] = []
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_driver_order(config.gpus) else {}
+    for index in range(layout.replicas):
+        group = [gpu.id for gpu in gpus[index * size : (index + 1) * size]]
+        if group:
+            listed = ",".join(group)
+            environment = {"CUDA_VISIBLE_DEVICES": listed, **order}
+            replicas.append((f"replica {index} (GPU {listed})", environment))
+        else:
+            replicas.append((f"replica {index}", {}))
+    idle = len(gpus) - layout.replicas * size
+    if idle > 0:
+        logger.warning(
+            "%d of %d GPUs stay idle: %d replicas of %d GPUs each",
+            idle,
+            len(gpus),
+            layout.replicas,
+            size,
+        )
+    return Placement(config=config, replicas=replicas, revision=model.revision)
+
+
+def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
     """Lay a model out: as many replicas as possible, each of the fewest GPUs that serve the model well. Pure.
 
     A tensor-parallel size fits when the model's heads divide by it and a GPU's share of memory holds its part
@@ -71,7 +126,7 @@ def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConf
     if stated:
         check_heads(model, stated)
     if not gpus:
-        return plan_on_cpu(config)
+        return layout_on_cpu(config)
     count = len(gpus)
     wanted = 1 if config.replicas == "auto" else config.replicas
     warning = ""
@@ -88,12 +143,12 @@ def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConf
     if pipeline > 1:
         shape += f" x pipeline parallel {pipeline}"
     explanation = f"{shape} on {replicas * size * pipeline} of {count} GPUs: {why}"
-    return Plan(
+    return Layout(
         tensor_parallel_size=size, replicas=replicas, explanation=explanation, warning=warning
     )
 
 
-def plan_on_cpu(config: EngineConfig) -> Plan:
+def layout_on_cpu(config: EngineConfig) -> Layout:
     """On a CPU nothing is chosen: one process unless more are asked for, at most one rank a core."""
     size = config.tensor_parallel_size or 1
     replicas = 1 if config.replicas == "auto" else config.replicas
@@ -104,7 +159,7 @@ def plan_on_cpu(config: EngineConfig) -> Plan:
             hint="leave it out; on a CPU it does not make a model faster",
         )
     explanation = f"{replicas} x tensor parallel {size} on the CPU (no GPU is visible)"
-    return Plan(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
+    return Layout(tensor_parallel_size=size, replicas=replicas, explanation=explanation)
 
 
 def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from batchinfer.core.errors import BatchinferError, EngineDied, EngineError
 from batchinfer.core.records import Completion, Request
-from batchinfer.engines import Engine
+from batchinfer.engines import Engine, find_engine
 from batchinfer.engines.channel import (
     Abandon,
     Channel,
@@ -145,29 +145,19 @@ class Inbox:
                     return
 
 
-def create_local_engine(config: EngineConfig) -> Engine:
-    """The engine that runs in this process."""
-    if config.engine == "echo":
-        from batchinfer.engines.echo import EchoEngine
-
-        return EchoEngine(config)
-    from batchinfer.engines.vllm_engine import VllmEngine
-
-    return VllmEngine(config)
-
-
 def serve(channel: Channel, inbox: Inbox) -> None:
     """Load, then answer until told to close."""
     config = inbox.config()
     if config is None:
         return
-    engine = create_local_engine(config)
+    kind = find_engine(config.engine)
+    engine = kind.create(config)
     try:
         channel.send(Ready(info=engine.open(inbox)))
         while inbox.resume():
             answer(engine, channel, inbox)
     except EngineDied:
-        if config.engine == "echo":
+        if kind.is_rehearsal:
             os.kill(os.getpid(), signal.SIGKILL)
         raise
     finally:

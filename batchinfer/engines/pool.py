@@ -27,7 +27,7 @@ from batchinfer.core.errors import (
     Interrupted,
 )
 from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request, RowKey
-from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines import RequestSource, Stop, share_out
 from batchinfer.engines.channel import (
     Abandon,
     Close,
@@ -40,9 +40,8 @@ from batchinfer.engines.channel import (
     pack_request,
 )
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.placement import Placement, place
+from batchinfer.engines.gpus import Placement, place
 from batchinfer.engines.replica import Replica
-from batchinfer.engines.shares import level
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 
 logger = logging.getLogger(__name__)
@@ -246,7 +245,7 @@ class ProcessPool:
         computes once. A stream that is told the free slots puts its rows in the order of the replicas.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
-        return level(held, self._free_slots, count)
+        return share_out(held, self._free_slots, count)
 
     @property
     def _free_slots(self) -> list[int]:

@@ -16,6 +16,7 @@ import jinja2
 from jinja2 import nodes
 
 from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.engines import find_engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import Code, Tokenizer
 from batchinfer.prompts.types import RowProblem
@@ -63,7 +64,7 @@ def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
     Raises:
         ConfigError: as load_tokenizer.
     """
-    if config.engine != "vllm":
+    if not find_engine(config.engine).needs_model:
         return None
     # A revision belongs to the model's repository; a tokenizer of its own has another history.
     revision = "" if config.tokenizer else config.revision or ""

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.records import Run, Sampling
-from batchinfer.engines.echo import UNLIMITED_LENGTH
+from batchinfer.engines import UNLIMITED_LENGTH
+from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 
 _PROMPT_OPTIONS = {
@@ -96,8 +97,9 @@ def _json(value: Any) -> str:
 
 def _engine(run: Run) -> Iterator[str]:
     config, recorded = run.config, run.recorded
-    engine = str(recorded.get("engine") or "vllm")
-    if engine != "vllm":
+    default = EngineConfig().engine
+    engine = str(recorded.get("engine") or default)
+    if engine != default:
         yield _option("--engine", engine)
     if config.get("model") not in (None, "", engine):
         yield _option("--model", config["model"])

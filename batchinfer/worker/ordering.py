@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from batchinfer.engines.shares import level
+from batchinfer.engines import share_out
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Lanes(Generic[T]):
     def extend(self, rows: Sequence[T]) -> None:
         """Append a run of the rows to each lane, so that all become about equally long."""
         held = [len(lane) for lane in self._lanes]
-        shares = level(held, [len(rows)] * len(held), len(rows))
+        shares = share_out(held, [len(rows)] * len(held), len(rows))
         begin = 0
         for lane, share in zip(self._lanes, shares, strict=True):
             lane.extend(rows[begin : begin + share])

@@ -13,6 +13,7 @@ import msgspec
 
 from batchinfer.core import codec
 from batchinfer.core.records import Record, Sampling
+from batchinfer.engines import longest_sequence
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, check_columns, read_assignment
@@ -231,7 +232,7 @@ def run_preview(
         check_columns(assignment.job, config.prompt)
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
-        config.prompt, config.sampling, config.run_seed, tokenizer, longest(config.engine)
+        config.prompt, config.sampling, config.run_seed, tokenizer, longest_sequence(config.engine)
     )
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     found: list[RenderedRow] = []
@@ -255,12 +256,3 @@ def render(
         rendered(prepared, has_tokenizer=has_tokenizer)
         for prepared in builder.build(chunk.name, chunk.first_row, rows)
     ]
-
-
-def longest(engine: EngineConfig) -> int | None:
-    """Tokens of prompt and answer together, as far as it is known without loading the model."""
-    if engine.max_model_len is not None or engine.engine == "echo":
-        return engine.max_model_len
-    from batchinfer.engines.models import describe_model
-
-    return describe_model(engine).max_model_len or None

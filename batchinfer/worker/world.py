@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines import Engine
+from batchinfer.engines import Engine, create_engine, find_engine, identify_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
@@ -69,7 +69,6 @@ def real_world(
     *, grace_seconds: float, progress: Callable[[Telemetry, RowStream | None], None]
 ) -> World:
     """Threads, the system's clock, and storage by URL."""
-    from batchinfer.engines.registry import create_engine
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.storage.opening import open_store, probe
 
@@ -91,23 +90,5 @@ def real_world(
 
 def check_sampling(config: WorkerConfig) -> None:
     """Refuse sampling parameters that the engine does not know. Starts and imports nothing heavy."""
-    if config.engine.engine == "vllm" and config.sampling.extra:
-        from batchinfer.engines.vllm_requests import check_parameter_names
-
-        check_parameter_names(config.sampling.extra)
-
-
-def identify_model(config: EngineConfig) -> str:
-    """The model's commit, or a hash of its local folder. Reads its small files only.
-
-    Raises:
-        ConfigError: there is no such engine or model, or the configuration cannot work.
-    """
-    from batchinfer.engines.registry import check_engine
-
-    check_engine(config)
-    if config.engine == "echo":
-        return "echo"
-    from batchinfer.engines.models import describe_model
-
-    return describe_model(config).identity
+    if config.sampling.extra:
+        find_engine(config.engine.engine).check_parameters(config.sampling.extra)

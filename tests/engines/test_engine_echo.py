@@ -4,9 +4,9 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineStalled, Interrupted
 from batchinfer.core.records import Request, Sampling
+from batchinfer.engines import create_engine
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import EchoEngine, prompt_text
-from batchinfer.engines.registry import create_engine
 from batchinfer.engines.vllm_loading import engine_arguments
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 

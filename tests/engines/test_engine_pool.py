@@ -17,11 +17,10 @@ import pytest
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
 from batchinfer.core.records import Request, Sampling
+from batchinfer.engines import create_engine, share_out
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parent_death import is_alive
 from batchinfer.engines.pool import ProcessPool
-from batchinfer.engines.registry import create_engine
-from batchinfer.engines.shares import level
 from batchinfer.prompts import PromptConfig
 from batchinfer.runs.status import StatusConfig, run_status
 from batchinfer.storage.opening import open_store
@@ -411,4 +410,4 @@ def test_nothing_that_the_engine_prints_reaches_our_standard_output(capfd, make_
     ],
 )
 def test_requests_go_to_those_that_hold_least(held, rooms, count, shares):
-    assert level(held, rooms, count) == shares
+    assert share_out(held, rooms, count) == shares

@@ -16,7 +16,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Request, Sampling
-from batchinfer.engines.registry import create_engine
+from batchinfer.engines import create_engine
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 
 pytestmark = pytest.mark.vllm
@@ -334,7 +334,7 @@ import msgspec
 sys.path.insert(0, sys.argv[2])
 from engine_contract import Flag, ListSource, requests
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.registry import create_engine
+from batchinfer.engines import create_engine
 engine = create_engine(msgspec.json.decode(sys.argv[1].encode(), type=EngineConfig))
 engine.open(Flag())
 source = ListSource(requests(100000, max_tokens=100))

@@ -16,11 +16,11 @@ from batchinfer.engines.gpus import (
     choose_parallelism,
     memory_per_gpu,
     parse_nvidia_smi,
+    place,
     query_nvml,
     visible_gpus,
 )
 from batchinfer.engines.models import ModelInfo, check_length, describe_model, weight_files
-from batchinfer.engines.placement import place
 from tiny_model import write_model_stub
 
 
@@ -288,8 +288,8 @@ def gpus(count: int, gibibytes: float) -> list[Gpu]:
 
 
 def chosen(info, devices, **options) -> tuple[int, int]:
-    plan = choose_parallelism(info, devices, EngineConfig(model="m", **options))
-    return plan.tensor_parallel_size, plan.replicas
+    layout = choose_parallelism(info, devices, EngineConfig(model="m", **options))
+    return layout.tensor_parallel_size, layout.replicas
 
 
 @pytest.mark.parametrize(
@@ -393,11 +393,11 @@ def test_what_vllm_might_load_all_the_same_is_left_to_it(changes, options):
 
 
 def test_what_may_not_load_is_warned_of():
-    plan = choose_parallelism(
+    layout = choose_parallelism(
         model(15, **LLAMA), gpus(1, 24), EngineConfig(model="m", max_model_len=50_000)
     )
     for part in ("may not load", "15.0 GiB", "50000 tokens 6.1 GiB", "--max-model-len 40960 fits"):
-        assert part in plan.warning
+        assert part in layout.warning
     for options in ({"max_model_len": 8192}, {"tensor_parallel_size": 1}):
         config = EngineConfig(model="m", **options)
         assert not choose_parallelism(model(15, **LLAMA), gpus(1, 24), config).warning
@@ -424,9 +424,9 @@ def test_slices_of_a_gpu_hold_one_replica_each():
 
 
 def test_the_choice_is_explained_with_its_numbers():
-    plan = choose_parallelism(model(15), gpus(8, 24), EngineConfig(model="m"))
+    layout = choose_parallelism(model(15), gpus(8, 24), EngineConfig(model="m"))
     for part in ("4 x tensor parallel 2", "8 of 8 GPUs", "7.5 GiB", "4.0 GiB", "20.1 GiB"):
-        assert part in plan.explanation
+        assert part in layout.explanation
 
 
 def test_on_a_cpu_one_process_runs_unless_more_are_asked_for():
@@ -504,7 +504,7 @@ def test_replicas_number_gpus_as_they_were_looked_up(
 def test_a_launch_that_may_not_fit_is_warned_of_in_the_log(
     three_gpus, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("batchinfer.engines.models.describe_model", lambda _: model(15, **LLAMA))
+    monkeypatch.setattr("batchinfer.engines.gpus.describe_model", lambda _: model(15, **LLAMA))
     monkeypatch.setattr(
         "batchinfer.engines.gpus.query_nvidia", lambda: [(gpus(1, 24)[0], "GPU-aa")]
     )

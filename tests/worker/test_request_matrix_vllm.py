@@ -22,8 +22,8 @@ from openai.types.chat import ChatCompletion
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import EngineInfo, Sampling
+from batchinfer.engines import create_engine
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.registry import create_engine
 from batchinfer.prompts import PromptConfig
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
