@@ -29,6 +29,8 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Marker
+from batchinfer.core.redaction import redact
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import scratch_errors
 
@@ -101,6 +103,83 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     else:
         return marker, etag
     return None, etag
+
+
+def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
+    """Refuse a marker that was written for a different file of the same name. Pure.
+
+    The chunk names of a job are its own. In a list two files may have one name (``a/x.jsonl``, ``b/x.jsonl``), each
+    with a worker of its own, and a file may be replaced after it was done. A file that was replaced is known by its
+    size; one of as many bytes passes. A chunk that job.json describes passes: its checksum is compared elsewhere.
+
+    Raises:
+        InputError: the marker is of a file in another place, or of other text.
+    """
+    if ref.sha256 is not None:
+        return
+    here = redact(f"{ref.root}/{ref.key}")
+    there = f"{marker.chunk_root or redact(ref.root)}/{marker.chunk}"
+    if here != there:
+        raise InputError(
+            f"{here}: this run has the answers to {there} under its name, and none to this file: "
+            "give it another name, or write to another --output",
+            hint="two files of one name need two outputs",
+        )
+    if (
+        None not in (marker.chunk_bytes, ref.listed_bytes)
+        and marker.chunk_bytes != ref.listed_bytes
+    ):
+        raise InputError(
+            f"{ref.name}: was changed after it was done: {here} had {marker.chunk_bytes} bytes, and has "
+            f"{ref.listed_bytes} now: give the new text another name, or write to another --output",
+            hint=f"or do it again from the start: batchinfer clean RUN --redo {ref.name} --yes",
+        )
+
+
+def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
+    """Whether a chunk's marker of this generation is there, and was written for this very file. One request."""
+    key = layout.marker_key(ref.name, generation)
+    try:
+        check_belongs_to(ref, codec.decode(store.get(key).data, Marker, name=key))
+    except (ObjectNotFound, InputError):
+        return False
+    return True
+
+
+def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
+    """Whether a chunk's marker of this generation counts error rows; False where it cannot be read. One request."""
+    key = layout.marker_key(chunk, generation)
+    try:
+        return codec.decode(store.get(key).data, Marker, name=key).rows_error > 0
+    except (ObjectNotFound, InputError):
+        return False
+
+
+def repair_generation(
+    chunks: Iterable[str],
+    done: dict[str, int],
+    have_errors: Callable[[list[tuple[str, int]]], bool],
+) -> int:
+    """Say which generation ``--retry-errors`` is to reach: the last repair's until that is through, then the next.
+
+    Rows may fail for good, so that chunks which were repaired already have errors again. Without a generation to
+    reach, a worker that is stopped now and then would repair the first chunks for ever, and never come to the last.
+
+    Args:
+        chunks: The worker's own.
+        done: Chunks that have a marker, with their highest generation.
+        have_errors: Whether any of these chunks, each with its generation, has error rows.
+    """
+    highest = max(done.values(), default=0)
+    behind = [(name, done[name]) for name in chunks if done.get(name, highest) < highest]
+    if not behind or not have_errors(behind):
+        return highest + 1
+    logger.info(
+        "going on with the repair that was begun (generation %d); chunks that have reached it are tried again by the "
+        "next one",
+        highest,
+    )
+    return highest
 
 
 class Publisher:

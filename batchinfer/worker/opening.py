@@ -14,8 +14,7 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments, batches
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.listed import check_answers
-from batchinfer.ledger.publishing import Publisher
+from batchinfer.ledger.publishing import Publisher, check_belongs_to
 from batchinfer.ledger.runs import read_run
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
@@ -165,7 +164,7 @@ class Opener:
         """See Publisher.standing_marker. Raises InputError where it is of another file."""
         marker = self._publisher.standing_marker(ref.name, generation)
         if marker is not None:
-            check_answers(ref, marker)
+            check_belongs_to(ref, marker)
         return marker
 
     def _run_fingerprint(self) -> str:

@@ -1,33 +1,28 @@
 """Which chunk to open next: own ones first, then what others left, then the chunks of workers that are gone or slow.
 
-A plan belongs to the worker's main thread. It looks at storage only through `Scout`, in the background, and only once
-its own chunks have run out.
+A plan belongs to the worker's main thread. It looks at storage only through `ledger.survey`, in the background, and
+only once its own chunks have run out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from batchinfer.core import layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import ObjectNotFound, StorageError
+from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.claims import Claims, Held, decode_claim
+from batchinfer.ledger.claims import Claims, Held
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.listed import is_answered
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
+from batchinfer.ledger.survey import Survey, look_at_owners, release_given_up
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Pending
 
 logger = logging.getLogger(__name__)
 
-_FEW = 20
-"""Up to so many chunks are asked for one by one; more are found by one listing."""
 SLOWER = 1.5
 """A worker this many times slower than this one is helped with the chunks that it holds."""
 _LOOKS_PER_LEASE = 4
@@ -51,131 +46,6 @@ class _Progress(NamedTuple):
     until: float
 
 
-class Survey(NamedTuple):
-    """What one look at the run found about the chunks asked for."""
-
-    done: set[str]
-    lapsed: dict[str, Held]
-    alive: dict[str, tuple[Held, Worker]]
-    unclaimed: list[str]
-
-
-def finished_chunks(store: Store) -> dict[str, int]:
-    """Every chunk that has a marker, with its highest generation: one listing of outputs/.
-
-    A marker that is too short to be one, or beside which no output of its chunk lies, does not count.
-    """
-    found: dict[str, int] = {}
-    outputs: set[str] = set()
-    for info in store.list(layout.OUTPUTS):
-        marker = layout.parse_marker(info.key)
-        if marker is None:
-            outputs.update(layout.chunks_of_output(info.key))
-        elif info.bytes >= SMALLEST_MARKER_BYTES:
-            name, generation = marker
-            found[name] = max(generation, found.get(name, 0))
-    return {name: generation for name, generation in found.items() if name in outputs}
-
-
-class Scout:
-    """Looks at markers, claims and their owners; used by one background job at a time. Writes nothing but `free`."""
-
-    def __init__(self, store: Store, claims: Claims | None) -> None:
-        self._store = store
-        self._claims = claims
-
-    def free(self, names: Collection[str]) -> None:
-        """Release this worker's claims of chunks that it has given up.
-
-        Taking them seemed to fail, and a write that timed out may take effect long after. Kept, such a claim would let
-        two workers that have given up different chunks wait for each other for ever.
-        """
-        if self._claims is None:
-            return
-        if len(names) > _FEW:
-            names = sorted(self._claimed().intersection(names))
-        for name in names:
-            key = layout.claim_key(name)
-            with contextlib.suppress(ObjectNotFound):
-                data, etag = self._store.get(key)
-                if self._claims.is_ours(decode_claim(data, key)):
-                    self._claims.release(name, etag)
-
-    def survey(
-        self,
-        generations: dict[str, int],
-        own: Collection[str] = (),
-        listed: Collection[ChunkRef] = (),
-    ) -> Survey:
-        """Find out which chunks (name: generation wanted) are done, and who holds those that are not `own`.
-
-        Of files of a list (`listed`) a marker of that name is no proof.
-        """
-        done = self._done(generations)
-        for ref in listed:
-            if ref.name in done and not is_answered(self._store, ref, ref.generation):
-                done.remove(ref.name)
-        survey = Survey(done, {}, {}, [])
-        if self._claims is None:
-            return survey
-        wanted = [name for name in generations if name not in own]
-        owners: dict[tuple[str, int], Worker] = {}
-        claimed: set[str] | None = None
-        if len(wanted) > _FEW:
-            claimed = self._claimed()
-        for name in wanted:
-            if name not in survey.done:
-                self._look(self._claims, name, claimed, survey, owners)
-        return survey
-
-    def _claimed(self) -> set[str]:
-        """Chunks that have a claim, by one listing."""
-        infos = self._store.list(layout.CLAIMS)
-        return {layout.stem(info.key).removesuffix(".json") for info in infos}
-
-    def _done(self, generations: dict[str, int]) -> set[str]:
-        if len(generations) > _FEW:
-            finished = finished_chunks(self._store)
-            return {
-                name for name, wanted in generations.items() if finished.get(name, -1) >= wanted
-            }
-        return {
-            name
-            for name, wanted in generations.items()
-            if read_marker(self._store, name, wanted)[0] is not None
-        }
-
-    def _look(
-        self,
-        claims: Claims,
-        name: str,
-        claimed: set[str] | None,
-        survey: Survey,
-        owners: dict[tuple[str, int], Worker],
-    ) -> None:
-        if claimed is not None and name not in claimed:
-            survey.unclaimed.append(name)
-            return
-        key = layout.claim_key(name)
-        try:
-            data, etag = self._store.get(key)
-        except ObjectNotFound:
-            survey.unclaimed.append(name)
-            return
-        held = Held(decode_claim(data, key), etag)
-        if not held.claim.worker:
-            survey.lapsed[name] = held  # released
-            return
-        key_of_owner = (held.claim.worker, held.claim.epoch)
-        # Only life is remembered: an owner that seemed gone may have come back, and made this claim since.
-        owner = owners.get(key_of_owner) or claims.look(held)
-        if owner is None:
-            survey.lapsed[name] = held
-        else:
-            owners[key_of_owner] = owner
-            survey.alive[name] = (held, owner)
-
-
 class Plan:
     """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``.
 
@@ -187,7 +57,8 @@ class Plan:
         own: Iterable[ChunkRef],
         *,
         everything: Callable[[], dict[str, ChunkRef]] | None,
-        scout: Scout,
+        run: Store,
+        claims: Claims | None,
         background: Background,
         clock: Clock,
         lease_seconds: float,
@@ -198,7 +69,8 @@ class Plan:
         self._todo = deque(Candidate(ref) for ref in own)
         self._own = {candidate.ref.name: candidate.ref for candidate in self._todo}
         self._everything = everything
-        self._scout = scout
+        self._run = run
+        self._claims = claims
         self._background = background
         self._clock = clock
         self._lease_seconds = lease_seconds
@@ -320,8 +192,8 @@ class Plan:
         given_up = list(self._given_up)
 
         def look() -> Survey:
-            self._scout.free(given_up)
-            return self._scout.survey(wanted, open_names, listed)
+            release_given_up(self._run, self._claims, given_up)
+            return look_at_owners(self._run, self._claims, wanted, own=open_names, listed=listed)
 
         self._pending = self._background.submit(look)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,9 +28,13 @@ from batchinfer.formats import encoder_for
 from batchinfer.ledger.checkpoints import chunks_with_segments
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import Assignment, ChunkRef
-from batchinfer.ledger.listed import Proof
-from batchinfer.ledger.publishing import Publisher
-from batchinfer.ledger.repairs import Goal
+from batchinfer.ledger.publishing import (
+    Publisher,
+    has_error_rows,
+    has_own_marker,
+    repair_generation,
+)
+from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
@@ -38,7 +42,7 @@ from batchinfer.worker.joining import Membership, read_work
 from batchinfer.worker.open_chunks import Shelf
 from batchinfer.worker.opening import Opener
 from batchinfer.worker.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.worker.schedule import Plan, Scout, finished_chunks, rows_per_second
+from batchinfer.worker.schedule import Plan, rows_per_second
 from batchinfer.worker.services import Services
 from batchinfer.worker.stopping import WhileLoading
 from batchinfer.worker.stream import RowStream
@@ -53,6 +57,8 @@ _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
+_NUM_LOOKS = 4
+"""Markers that are read at once, where many are."""
 
 
 def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
@@ -178,8 +184,7 @@ class _Worker:
         )
         tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
         done = self._await(finished)
-        proof = Proof(self.store, world.background, membership.assignment.chunks, done)
-        done = proof.settle(self._await)
+        done = self._without_foreign_markers(membership.assignment.chunks, done)
         services = self._services(membership.assignment, heartbeat.lease, scratch)
         services.opener.begun = self._await(begun)
         shelf = Shelf(services, self._plan(membership, services, done), config.limits)
@@ -274,7 +279,8 @@ class _Worker:
         return Plan(
             left,
             everything=membership.all_chunks if may_help else None,
-            scout=Scout(self.store, claims),
+            run=self.store,
+            claims=claims,
             background=self.world.background,
             clock=self.clock,
             lease_seconds=config.lease_seconds,
@@ -287,16 +293,48 @@ class _Worker:
         """The generation that a repair is to reach; 0 where nothing is repaired."""
         if not self.config.retry_errors:
             return 0
-        goal = Goal(self.store, self.world.background, own, done)
-        for look in goal.looks:
-            self._await(look)
-        if goal.is_begun:
-            logger.info(
-                "going on with the repair that was begun (generation %d); chunks that have reached it are tried again "
-                "by the next one",
-                goal.generation,
+
+        def have_errors(chunks: list[tuple[str, int]]) -> bool:
+            return bool(
+                self._select(lambda each: has_error_rows(self.store, *each), chunks, most=1)
             )
-        return goal.generation
+
+        return repair_generation([ref.name for ref in own], done, have_errors)
+
+    def _without_foreign_markers(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
+        """`done` without the own chunks whose marker was written for a different file of the same name.
+
+        Those are refused, or done again, when they are opened. Reads one marker for each file of a list that is done,
+        and none for the chunks of a job.
+        """
+        listed = [ref for ref in own if ref.sha256 is None and ref.name in done]
+        foreign = self._select(
+            lambda ref: not has_own_marker(self.store, ref, done[ref.name]), listed
+        )
+        names = {ref.name for ref in foreign}
+        return {name: each for name, each in done.items() if name not in names}
+
+    def _select(
+        self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
+    ) -> list[T]:
+        """The items that `check` holds for, in no order; it is run in the background, on a few items at once.
+
+        With `most`, stops looking once so many were found.
+        """
+        found: list[T] = []
+
+        def look(part: Sequence[T]) -> None:
+            for item in part:
+                if most is not None and len(found) >= most:
+                    return
+                if check(item):
+                    found.append(item)
+
+        parts = [items[index::_NUM_LOOKS] for index in range(_NUM_LOOKS)]
+        looks = [self.world.background.submit(partial(look, part)) for part in parts if part]
+        for pending in looks:
+            self._await(pending)
+        return found
 
     def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.

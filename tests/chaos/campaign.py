@@ -278,8 +278,8 @@ class Campaign:
 def check_answers(run: str, rows: int) -> None:
     """The echo engine answers with the prompt: so every row must hold its own."""
     from batchinfer.core import layout
+    from batchinfer.ledger.survey import finished_chunks
     from batchinfer.storage.opening import open_store
-    from batchinfer.worker.schedule import finished_chunks
     from making import default_row, read_marker
 
     store = open_store(run)

@@ -11,10 +11,10 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.records import Claim
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, Built, Publisher, build_output
+from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.schedule import finished_chunks
 from fakes import marker_record
 from making import make_job, overwrite, put_raw, read_marker, run_worker_here
 

@@ -17,8 +17,8 @@ from batchinfer.core.errors import EngineDied, Interrupted, NoProgress, StorageE
 from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
+from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
-from batchinfer.worker.schedule import Scout
 from batchinfer.worker.services import Limits
 from fakes import marker_record, worker_record
 from simulation.oracle import RUN
@@ -394,8 +394,8 @@ def test_an_owner_that_came_back_during_a_slow_look_kept_the_claim_that_it_made_
                 return None if len(looks) == 1 else record
 
         store = StillStore("s3://sim/run", stage.server, Process(stage.scheduler, "looker"))
-        survey = Scout(store, cast("RealClaims", Claims())).survey(
-            {"part-00000": 0, "part-00001": 0}
+        survey = look_at_owners(
+            store, cast("RealClaims", Claims()), {"part-00000": 0, "part-00001": 0}
         )
         assert list(survey.lapsed) == ["part-00000"]
         assert list(survey.alive) == ["part-00001"]

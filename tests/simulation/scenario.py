@@ -34,11 +34,11 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.engines.config import EngineConfig
+from batchinfer.ledger import survey
 from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
-from batchinfer.worker import schedule
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.services import Limits
 from batchinfer.worker.world import WorkerConfig, World
@@ -233,7 +233,7 @@ class Scenario:
                 token_hex=lambda _: f"{self.scheduler.random.getrandbits(64):x}"
             )
             with (
-                mock.patch.object(schedule, "_FEW", self.plot.few),
+                mock.patch.object(survey, "_FEW", self.plot.few),
                 mock.patch.object(opening, "secrets", names),
                 cleaning.in_virtual_time(self.seed),
                 tracked_files(),

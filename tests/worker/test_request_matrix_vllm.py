@@ -24,10 +24,10 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import EngineInfo, Sampling
 from batchinfer.engines import create_engine
 from batchinfer.engines.config import EngineConfig
+from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.schedule import finished_chunks
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.world import WorkerConfig, real_world
 from making import read_marker

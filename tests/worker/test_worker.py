@@ -28,11 +28,11 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import Sampling, Worker
 from batchinfer.engines.config import EngineConfig
+from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.schedule import finished_chunks
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.world import WorkerConfig, real_world
 from making import (

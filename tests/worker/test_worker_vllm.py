@@ -16,9 +16,9 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.records import Marker
+from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.schedule import finished_chunks
 from making import Finished, finish_process, read_marker, run_process, start_process
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, StorageError
 from batchinfer.core.records import Claim
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.listed import check_answers
-from batchinfer.ledger.publishing import Publisher, build_output
+from batchinfer.ledger.publishing import Publisher, build_output, check_belongs_to
 from batchinfer.storage.memory import MemoryStore
 from fakes import marker_record, worker_record
 from simulation.scenario import JOB, good_row
@@ -127,26 +126,26 @@ def test_markers_are_read_once_for_a_list_and_never_for_a_job() -> None:
 def test_files_of_two_folders_are_told_apart_whatever_root_they_are_named_from() -> None:
     marker = marker_record(chunk="x.jsonl", chunk_root="s3://b/a", chunk_bytes=7)
     same = ChunkRef(name="x", root="s3://b", key="a/x.jsonl", listed_bytes=7)
-    check_answers(same, marker)
-    check_answers(same._replace(root="s3://b/a", key="x.jsonl"), marker)
+    check_belongs_to(same, marker)
+    check_belongs_to(same._replace(root="s3://b/a", key="x.jsonl"), marker)
     with pytest.raises(InputError, match=r"s3://b/b/x\.jsonl: .* the answers to s3://b/a/x\.jsonl"):
-        check_answers(same._replace(root="s3://b/b", key="x.jsonl"), marker)
+        check_belongs_to(same._replace(root="s3://b/b", key="x.jsonl"), marker)
     with pytest.raises(InputError, match="had 7 bytes, and has 0 now"):
-        check_answers(same._replace(listed_bytes=0), marker)
-    check_answers(same._replace(sha256="a" * 64, root="elsewhere"), marker)
+        check_belongs_to(same._replace(listed_bytes=0), marker)
+    check_belongs_to(same._replace(sha256="a" * 64, root="elsewhere"), marker)
 
 
 def test_a_marker_that_names_no_root_is_told_by_its_key() -> None:
     marker = marker_record(chunk="a/x.jsonl")
-    check_answers(ChunkRef(name="x", root="r", key="a/x.jsonl", listed_bytes=7), marker)
+    check_belongs_to(ChunkRef(name="x", root="r", key="a/x.jsonl", listed_bytes=7), marker)
     with pytest.raises(InputError, match=r"answers to r/a/x\.jsonl"):
-        check_answers(ChunkRef(name="x", root="r", key="b/x.jsonl"), marker)
+        check_belongs_to(ChunkRef(name="x", root="r", key="b/x.jsonl"), marker)
 
 
 def test_markers_hold_no_password_of_a_url() -> None:
     with_secret = ChunkRef(name="x", root="http://me:secret@host/a", key="x.jsonl")
     marker = marker_record(chunk="x.jsonl", chunk_root="http://…@host/a")
-    check_answers(with_secret, marker)
+    check_belongs_to(with_secret, marker)
 
 
 @pytest.mark.parametrize("is_safe", [True, False])

@@ -1,0 +1,143 @@
+"""What the other workers of a run have done and hold: one look, by as few requests as it takes.
+
+Read-only, but for `release_given_up`. A chunk's marker is asked for before its claim, and a claim's owner last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import NamedTuple
+
+from batchinfer.core import layout
+from batchinfer.core.errors import ObjectNotFound
+from batchinfer.core.records import Worker
+from batchinfer.ledger.claims import Claims, Held, decode_claim
+from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, read_marker
+from batchinfer.storage import Store
+
+_FEW = 20
+"""Up to this many chunks are asked for one by one; more are found by one listing."""
+
+
+class Survey(NamedTuple):
+    """What one look at a run found about the chunks it was asked for."""
+
+    done: set[str]
+    """Chunks that have their marker."""
+    lapsed: dict[str, Held]
+    """Chunks whose claim was released, or has lapsed."""
+    alive: dict[str, tuple[Held, Worker]]
+    """Chunks whose claim's owner is alive, with the owner's record."""
+    unclaimed: list[str]
+    """Chunks that have no claim."""
+
+
+def finished_chunks(store: Store) -> dict[str, int]:
+    """Return every chunk that has a marker, with its highest generation, by one listing of outputs/.
+
+    A marker that is too short to be one, or beside which no output of its chunk lies, does not count.
+    """
+    found: dict[str, int] = {}
+    outputs: set[str] = set()
+    for info in store.list(layout.OUTPUTS):
+        marker = layout.parse_marker(info.key)
+        if marker is None:
+            outputs.update(layout.chunks_of_output(info.key))
+        elif info.bytes >= SMALLEST_MARKER_BYTES:
+            name, generation = marker
+            found[name] = max(generation, found.get(name, 0))
+    return {name: generation for name, generation in found.items() if name in outputs}
+
+
+def look_at_owners(
+    store: Store,
+    claims: Claims | None,
+    generations: dict[str, int],
+    *,
+    own: Collection[str] = (),
+    listed: Collection[ChunkRef] = (),
+) -> Survey:
+    """Find out which chunks are done, and who holds the others.
+
+    Args:
+        store: The run's.
+        claims: Tells which owners are alive; None where the store cannot keep claims, then nobody holds anything.
+        generations: The chunks to ask for, each with the generation of the marker that makes it done.
+        own: Chunks of these that this worker has open: their claims are not looked at.
+        listed: Chunks of these that no job.json describes: a marker of their name may be of another file.
+    """
+    done = _done(store, generations)
+    for ref in listed:
+        if ref.name in done and not has_own_marker(store, ref, ref.generation):
+            done.remove(ref.name)
+    survey = Survey(done, {}, {}, [])
+    if claims is None:
+        return survey
+    wanted = [name for name in generations if name not in own]
+    claimed = _claimed(store) if len(wanted) > _FEW else None
+    owners: dict[tuple[str, int], Worker] = {}
+    for name in wanted:
+        if name in done:
+            continue
+        held = _read_claim(store, name) if claimed is None or name in claimed else None
+        if held is None:
+            survey.unclaimed.append(name)
+            continue
+        if not held.claim.worker:
+            survey.lapsed[name] = held  # released
+            continue
+        key = (held.claim.worker, held.claim.epoch)
+        # Only life is remembered: an owner that seemed gone may have come back, and made this claim since.
+        owner = owners.get(key) or claims.look(held)
+        if owner is None:
+            survey.lapsed[name] = held
+        else:
+            owners[key] = owner
+            survey.alive[name] = (held, owner)
+    return survey
+
+
+def release_given_up(store: Store, claims: Claims | None, names: Collection[str]) -> None:
+    """Release this worker's claims of chunks that it has given up.
+
+    Taking them seemed to fail, and a write that timed out may take effect long after. Kept, such a claim would let
+    two workers that have given up different chunks wait for each other for ever.
+    """
+    if claims is None:
+        return
+    if len(names) > _FEW:
+        names = sorted(_claimed(store).intersection(names))
+    for name in names:
+        with contextlib.suppress(ObjectNotFound):
+            held = _read_claim(store, name)
+            if held is not None and claims.is_ours(held.claim):
+                claims.release(name, held.etag)
+
+
+def _done(store: Store, generations: dict[str, int]) -> set[str]:
+    if len(generations) > _FEW:
+        finished = finished_chunks(store)
+        return {name for name, wanted in generations.items() if finished.get(name, -1) >= wanted}
+    return {
+        name
+        for name, wanted in generations.items()
+        if read_marker(store, name, wanted)[0] is not None
+    }
+
+
+def _claimed(store: Store) -> set[str]:
+    """Chunks that have a claim, by one listing."""
+    infos = store.list(layout.CLAIMS)
+    return {layout.stem(info.key).removesuffix(".json") for info in infos}
+
+
+def _read_claim(store: Store, name: str) -> Held | None:
+    """A chunk's claim as it stands, None if it has none."""
+    key = layout.claim_key(name)
+    try:
+        data, etag = store.get(key)
+    except ObjectNotFound:
+        return None
+    return Held(decode_claim(data, key), etag)
