@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.resources
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-
-WORKER_ARGS = frozenset(
-    """
-    aggregate_engine_logging async_scheduling attention_backend attention_config block_size collect_detailed_traces
-    compilation_config custom_histogram_buckets decode_context_parallel_size device_ids disable_cascade_attn
-    disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats
-    disable_nccl_for_dp_synchronization distributed_executor_backend distributed_timeout_seconds download_dir
-    ec_transfer_config enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator enable_dbo
-    enable_elastic_ep enable_ep_weight_filter enable_eplb enable_expert_parallel enable_fault_tolerance
-    enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mfu_metrics
-    enable_prefix_caching enable_shm_tensor_arena enable_sleep_mode eplb_config expert_placement_strategy
-    fail_on_environ_validation fault_tolerance_config fully_sharded_loras gdn_prefill_backend hf_token ir_op_priority
-    kda_decode_backend kda_prefill_backend kernel_config kv_cache_memory_bytes kv_events_config kv_transfer_config
-    linear_backend log_config_file log_level logging_config long_prefill_token_threshold mamba_backend master_addr
-    master_port max_cpu_loras max_cudagraph_capture_size max_long_partial_prefills max_loras max_num_active_seqs
-    max_num_partial_prefills max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens
-    max_parallel_loading_workers mm_encoder_attn_backend model_loader_extra_config moe_backend nnodes node_rank
-    num_gpu_blocks_override num_lookahead_slots optimization_level otlp_traces_endpoint performance_mode
-    preemption_mode prefill_context_parallel_size prefill_schedule_interval prefix_cache_retention_interval
-    prefix_caching_hash_algo profiler_config pt_load_map_location ray_workers_use_nsight renderer_num_workers
-    scheduler_reserve_full_isl scheduling_policy served_model_name show_hidden_metrics_for_version shutdown_timeout
-    skip_mm_profiling sparse_indexer_topk_backend specialize_active_lora stream_interval swap_space ubatch_size
-    use_tqdm_on_load watermark weight_transfer_config
-    """.split()  # noqa: SIM905 - a hundred names, read as a text
-)
-"""Engine arguments of vLLM that suit a machine (memory, batching, kernels, parallelism, logs) or may hold a secret:
-workers of one run may differ in them. Every other one is of the run, those of future versions too."""
-_WORKER_PREFIXES = (
-    "all2all_", "cp_", "cpu_", "cudagraph_", "data_parallel_", "dbo_", "dcp_", "dp_", "elastic_ep_", "jit_monitor_",
-    "kv_cache_metrics", "kv_offloading_", "numa_", "offload_", "safetensors_",
-)  # fmt: skip
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,10 +60,15 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         return {
             name: value
             for name, value in self.engine_args.items()
-            if value is not None
-            and name not in WORKER_ARGS
-            and not name.startswith(_WORKER_PREFIXES)
+            if value is not None and not any(fnmatchcase(name, each) for each in worker_args())
         }
+
+
+@cache
+def worker_args() -> tuple[str, ...]:
+    """Patterns of the engine arguments in which the workers of one run may differ, see worker_args.txt."""
+    text = importlib.resources.files("batchinfer.engines").joinpath("worker_args.txt").read_text()
+    return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
 
 def check_config(config: EngineConfig) -> None:

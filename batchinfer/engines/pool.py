@@ -249,7 +249,7 @@ class ProcessPool:
 
     @property
     def _free_slots(self) -> list[int]:
-        return [replica.room for replica in self.replicas]
+        return [replica.free_slots for replica in self.replicas]
 
     def _received(
         self, timeout_seconds: float

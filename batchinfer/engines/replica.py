@@ -75,8 +75,8 @@ class Replica:
         return self._process.pid
 
     @property
-    def room(self) -> int:
-        """How many more requests it should get."""
+    def free_slots(self) -> int:
+        """How many more requests it should get; 0 before it is loaded."""
         return max(0, self.info.max_in_flight - len(self.in_flight)) if self.info else 0
 
     def is_running(self) -> bool:

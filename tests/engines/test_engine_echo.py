@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import importlib.resources
+
 import pytest
 
 from batchinfer.core.errors import ConfigError, EngineDied, EngineStalled, Interrupted
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines import create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import EngineConfig, worker_args
 from batchinfer.engines.echo import EchoEngine, prompt_text
 from batchinfer.engines.vllm_loading import engine_arguments
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
@@ -198,6 +200,15 @@ def test_what_may_decide_answers_is_of_the_run_and_what_a_machine_needs_is_not()
     run = {"tokenizer_mode": "slow", "override_generation_config": {}, "an_argument_of_2030": 1}
     config = EngineConfig(engine_args={**machine, **run, "hf_token": "secret", "lora_dtype": None})
     assert config.answer_arguments == run
+
+
+def test_the_list_of_a_machines_engine_arguments_comes_with_the_package():
+    text = importlib.resources.files("batchinfer.engines").joinpath("worker_args.txt").read_text()
+    patterns = [line for line in text.splitlines() if not line.startswith("#")]
+    assert patterns == sorted(set(patterns))
+    assert len(patterns) == 116
+    assert all(pattern.removesuffix("*").isidentifier() for pattern in patterns)
+    assert worker_args() == tuple(patterns)
 
 
 def test_vllm_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.vllm_engine import StepRecorder, install
 from batchinfer.engines.vllm_loading import check_names, engine_arguments, refused_config
 from batchinfer.engines.vllm_requests import completion_of, sampling_kwargs
-from batchinfer.engines.vllm_steps import StepRecorder, install
 
 
 def output(texts, *, finish_reason="stop", logprob=-1.0):
