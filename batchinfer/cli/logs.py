@@ -1,7 +1,11 @@
-"""The log's events: a stable name and fields on a line, for ``--log-format json``. Listed in docs/logs.md."""
+"""The log: its events (a stable name and fields on a line, listed in docs/logs.md), formats and set-up."""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+import time
 from typing import Any
 
 EVENTS: dict[str, str] = {
@@ -44,3 +48,49 @@ def event(name: str, /, **fields: Any) -> dict[str, Any]:
     {'event': 'chunk_held', 'fields': {'chunk': 'part-00000', 'worker': 'w0'}}
     """
     return {"event": name, "fields": fields}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, event where there is one, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        entry: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for key in ("event", "fields"):
+            if hasattr(record, key):
+                entry[key] = getattr(record, key)
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure_logging() -> None:
+    """Send batchinfer's own log to stderr. Called once, by the command line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("batchinfer")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    # Each retry is in our own log; without a handler the library's bare event names would follow on stderr.
+    # gcsfs logs the traceback of what it then raises.
+    for library in ("stamina", "gcsfs"):
+        logging.getLogger(library).addHandler(logging.NullHandler())
+
+
+def set_level(level: str) -> None:
+    """Log only what is at least this important: debug, info, warning or error."""
+    logging.getLogger("batchinfer").setLevel(level.upper())
+
+
+def set_format(name: str) -> None:
+    """Log lines for people (text) or one JSON object a line (json)."""
+    if name == "json":
+        for handler in logging.getLogger("batchinfer").handlers:
+            handler.setFormatter(JsonFormatter())

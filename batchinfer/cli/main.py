@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from batchinfer import __version__
-from batchinfer.cli.commands import COMMANDS
-from batchinfer.cli.settings import configure_logging
+from batchinfer.cli.logs import configure_logging
+from batchinfer.cli.settings import COMMANDS
 from batchinfer.core.errors import BatchinferError
 
 _INTERRUPTED = 75

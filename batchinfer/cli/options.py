@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import REQUEST_FORMATS, TRUNCATIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -344,3 +347,55 @@ behaviour_options = _group(
         help="Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
     ),
 )
+
+# --------------------------------------------------------------------------- values
+
+_NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
+_NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+_decode_json = json.JSONDecoder().raw_decode
+
+
+def read_pairs(option: str, arguments: Iterable[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; an argument may hold several, with commas between. Pure.
+
+    A value is JSON where it can be (commas inside belong to it), else text up to the next pair. Of equal names the
+    last one counts.
+
+    Raises:
+        ConfigError: an argument that does not begin with NAME=.
+
+    >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
+    {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}
+    """
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        position = 0
+        while position < len(argument):
+            match = _NAME.match(argument, position)
+            if match is None:
+                raise ConfigError(
+                    f"{option} {argument[position:]!r}: expected NAME=VALUE",
+                    hint=f"several pairs have commas between them: {option} top_k=20,min_p=0.1",
+                )
+            value, position = _read_value(argument, match.end())
+            found[match[1].replace("-", "_")] = value
+    return found
+
+
+def _read_value(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at `start`, and where the next pair begins."""
+    try:
+        value, end = _decode_json(text, start)
+    except ValueError:
+        pass
+    else:
+        after = _NEXT.match(text, end)
+        if after is not None:
+            return value, after.end()
+        if text[end:].strip() in ("", ","):
+            return value, len(text)
+    after = _NEXT.search(text, start)
+    end, position = (after.start(), after.end()) if after else (len(text), len(text))
+    word = text[start:end]
+    return _WORDS.get(word.lower(), word), position

@@ -1,4 +1,4 @@
-"""What every command shares: option decorators, the settings file, and logging set-up."""
+"""What every command shares: the list of commands, their common options, and the settings file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,57 @@ import functools
 import json
 import logging
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 
+from batchinfer.cli.logs import set_format, set_level
 from batchinfer.core.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
+
+
+class CommandEntry(NamedTuple):
+    """Module with the click command `command`, and the line that `batchinfer --help` shows."""
+
+    module: str
+    help: str
+
+
+COMMANDS: dict[str, CommandEntry] = {
+    "split": CommandEntry(
+        "batchinfer.split.command", "Split data sets into JSONL chunks and per-worker manifests."
+    ),
+    "worker": CommandEntry(
+        "batchinfer.worker.command",
+        "Run a model over the chunks of a manifest; resumes where it was stopped.",
+    ),
+    "status": CommandEntry(
+        "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
+    ),
+    "verify": CommandEntry(
+        "batchinfer.runs.verify", "Prove that a run is complete and sound, or say what mends it."
+    ),
+    "clean": CommandEntry("batchinfer.runs.clean", "Remove what dead workers left under a run."),
+    "stop": CommandEntry("batchinfer.runs.stop", "Stop every worker of a run, or let it go on."),
+    "report": CommandEntry(
+        "batchinfer.runs.report",
+        "Write a run as one HTML page that opens anywhere, finished or not.",
+    ),
+    "collect": CommandEntry(
+        "batchinfer.collect.command",
+        "Collect a run's verified answers into parquet, JSON Lines, CSV or the Hub.",
+    ),
+    "check": CommandEntry(
+        "batchinfer.check.command",
+        "Find out before paying: configuration, access, prompts, memory, time and cost.",
+    ),
+}
+"""The commands, by name. The modules are imported when a command runs, so that `--help` answers at once."""
 
 SECTIONS = ("model", "engine", "prompt", "sampling", "output", "behaviour", "input")
 """Keys of a settings file that group the options of a run."""
@@ -47,7 +85,7 @@ def common_options(function: F) -> F:
             default="info",
             show_default=True,
             expose_value=False,
-            callback=_set_level,
+            callback=lambda _context, _option, value: set_level(value),
             is_eager=True,
             help="How much to log (to stderr).",
         ),
@@ -57,7 +95,7 @@ def common_options(function: F) -> F:
             default="text",
             show_default=True,
             expose_value=False,
-            callback=_set_format,
+            callback=lambda _context, _option, value: set_format(value),
             is_eager=True,
             help="Log lines for people, or one JSON object a line.",
         ),
@@ -127,8 +165,6 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
             f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
         )
     options = _options(command)
-    from batchinfer.cli.commands import COMMANDS
-
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
@@ -205,50 +241,3 @@ def _click_value(option: click.Option, value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# --------------------------------------------------------------------------- logging
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, event where there is one, message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
-        entry: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        for key in ("event", "fields"):
-            if hasattr(record, key):
-                entry[key] = getattr(record, key)
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def configure_logging() -> None:
-    """Send batchinfer's own log to stderr. Called once, by the command line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("batchinfer")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    # Each retry is in our own log; without a handler the library's bare event names would follow on stderr.
-    # gcsfs logs the traceback of what it then raises.
-    for library in ("stamina", "gcsfs"):
-        logging.getLogger(library).addHandler(logging.NullHandler())
-
-
-def _set_level(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
-    logging.getLogger("batchinfer").setLevel(value.upper())
-
-
-def _set_format(_context: click.Context, _parameter: click.Parameter, value: str) -> None:
-    if value == "json":
-        for handler in logging.getLogger("batchinfer").handlers:
-            handler.setFormatter(JsonFormatter())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.prompts.builder import PromptBuilder
-from batchinfer.prompts.parameters import make_sampling, read_pairs
+from batchinfer.prompts.parameters import make_sampling
 from batchinfer.prompts.templates import NamedTemplate, list_templates
 from batchinfer.prompts.types import (
     CHAT_URL,
@@ -31,5 +31,4 @@ __all__ = [
     "Tokenizer",
     "list_templates",
     "make_sampling",
-    "read_pairs",
 ]

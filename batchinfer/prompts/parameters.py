@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -366,56 +364,6 @@ _NEEDED_VALUES: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "prepend_bos": 
 """Of these, where only one value has no effect; any other asks for something that is not done."""
 _NEUTRAL_PAIRS: dict[str, Any] = {"typical_p": 1.0, "num_beam_groups": 1, "length_penalty": 1.0}
 
-_NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
-_NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
-_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
-_decode_json = json.JSONDecoder().raw_decode
-
-
-def read_pairs(option: str, arguments: Iterable[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; an argument may hold several, with commas between. Pure.
-
-    A value is JSON where it can be (commas inside belong to it), else text up to the next pair. Of equal names the
-    last one counts.
-
-    Raises:
-        ConfigError: an argument that does not begin with NAME=.
-
-    >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
-    {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}
-    """
-    found: dict[str, Any] = {}
-    for argument in arguments:
-        position = 0
-        while position < len(argument):
-            match = _NAME.match(argument, position)
-            if match is None:
-                raise ConfigError(
-                    f"{option} {argument[position:]!r}: expected NAME=VALUE",
-                    hint=f"several pairs have commas between them: {option} top_k=20,min_p=0.1",
-                )
-            value, position = _read_value(argument, match.end())
-            found[match[1].replace("-", "_")] = value
-    return found
-
-
-def _read_value(text: str, start: int) -> tuple[Any, int]:
-    """The value that begins at `start`, and where the next pair begins."""
-    try:
-        value, end = _decode_json(text, start)
-    except ValueError:
-        pass
-    else:
-        after = _NEXT.match(text, end)
-        if after is not None:
-            return value, after.end()
-        if text[end:].strip() in ("", ","):
-            return value, len(text)
-    after = _NEXT.search(text, start)
-    end, position = (after.start(), after.end()) if after else (len(text), len(text))
-    word = text[start:end]
-    return _WORDS.get(word.lower(), word), position
-
 
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
     """Make the run's sampling parameters of options and ``--sampling`` pairs; pairs win.
@@ -424,7 +372,7 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
 
     Args:
         options: By the names of Sampling's fields; None is an option that was not given.
-        pairs: From `read_pairs`.
+        pairs: By name, as `batchinfer.cli.options.read_pairs` gives them.
 
     Raises:
         ConfigError: a value of the wrong type, two names of one parameter, or what has no equivalent.

@@ -20,6 +20,7 @@ from batchinfer.cli.options import (
     input_options,
     output_options,
     prompt_options,
+    read_pairs,
     sampling_options,
 )
 from batchinfer.cli.settings import common_options
@@ -28,7 +29,7 @@ from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.jobs import load_job, rank_manifests
-from batchinfer.prompts import PromptConfig, make_sampling, read_pairs
+from batchinfer.prompts import PromptConfig, make_sampling
 from batchinfer.worker import preview
 from batchinfer.worker.background import unless_stopped
 from batchinfer.worker.notices import find_service, watch

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
-from batchinfer.cli.commands import COMMANDS
 from batchinfer.cli.main import main
+from batchinfer.cli.settings import COMMANDS
 from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets", "botocore")
@@ -170,7 +170,7 @@ def test_a_variable_is_named_as_its_option(
 
 def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
     code = (
-        "from batchinfer.cli.settings import configure_logging; configure_logging()\n"
+        "from batchinfer.cli.logs import configure_logging; configure_logging()\n"
         "from batchinfer.storage.retrying import RetryPolicy, TransientError, retried\n"
         "tries = iter([TransientError('x: no answer'), None])\n"
         "def ask():\n"

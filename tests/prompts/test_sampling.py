@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
+from batchinfer.cli.options import read_pairs
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
-from batchinfer.prompts.parameters import ALIASES, make_sampling, read_pairs
+from batchinfer.prompts.parameters import ALIASES, make_sampling
 
 # The generation config of a batch guide for transformers, as it is.
 COPIED = (
@@ -37,37 +38,6 @@ def test_no_sampling_is_temperature_0_whatever_else_the_config_holds() -> None:
     assert sampling("temperature=0.7,do_sample=true").temperature == 0.7
     with pytest.raises(ConfigError, match="true or false"):
         sampling("do_sample=perhaps")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "pairs"),
-    [
-        (["a=1", "b=x"], {"a": 1, "b": "x"}),
-        (["a=1, b = x y ,c=none"], {"a": 1, "b": "x y", "c": None}),
-        (['a=["x,y=1", "z"],b=2'], {"a": ["x,y=1", "z"], "b": 2}),
-        (['a={"k": [1, 2]},b=False'], {"a": {"k": [1, 2]}, "b": False}),
-        (["stop=,"], {"stop": ","}),
-        (["stop=a, b"], {"stop": "a, b"}),
-        (["bad-words=[]"], {"bad_words": []}),
-        (["a=1", "a=2"], {"a": 2}),
-        (["a="], {"a": ""}),
-        (["a=1e-3x,b=1"], {"a": "1e-3x", "b": 1}),
-        (["url=http://x/?q=1"], {"url": "http://x/?q=1"}),
-        (["a=1,"], {"a": 1}),
-        ([""], {}),
-    ],
-)
-def test_pairs_are_read_with_commas_between_and_inside(
-    arguments: list[str], pairs: dict[str, object]
-) -> None:
-    assert read_pairs("--sampling", arguments) == pairs
-
-
-@pytest.mark.parametrize("argument", ["top_k", "=3", "3=x", '"a"=1'])
-def test_what_is_no_pair_is_refused_with_an_example(argument: str) -> None:
-    with pytest.raises(ConfigError, match="expected NAME=VALUE") as caught:
-        read_pairs("--sampling", [argument])
-    assert "top_k=20" in caught.value.hint
 
 
 def test_pairs_win_over_options_and_unknown_names_go_to_the_engine() -> None:

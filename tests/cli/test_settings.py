@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from batchinfer.cli.settings import JsonFormatter, common_options
+from batchinfer.cli.logs import JsonFormatter
+from batchinfer.cli.settings import common_options
 from batchinfer.core.errors import ConfigError
 
 

@@ -1,0 +1,52 @@
+"""Every command's parameters are those that were recorded: scripts, settings files and variables rely on them.
+
+`parameters.json` changes with an option that is added or taken away, never by accident:
+`python tests/cli/test_parameters.py` records it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from batchinfer.cli.main import group
+
+RECORDED = Path(__file__).with_name("parameters.json")
+PINNED = ("name", "opts", "secondary_opts", "required", "multiple", "envvar", "is_flag")
+
+
+def describe(parameter: click.Parameter) -> dict[str, Any]:
+    """What callers rely on, so not the help text. Left out is what is empty or off."""
+    info = parameter.to_info_dict()
+    kind = {key: value for key, value in info["type"].items() if key != "name" and value}
+    pinned = {key: info[key] for key in PINNED if info.get(key)}
+    return {**pinned, "type": kind, "default": info["default"]}
+
+
+def parameters() -> dict[str, list[dict[str, Any]]]:
+    """By command, in the order in which `--show-config` shows them."""
+    context = click.Context(group)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found[name] = [describe(parameter) for parameter in command.params]
+    return found
+
+
+@pytest.mark.parametrize("name", group.list_commands(click.Context(group)))
+def test_a_commands_parameters_are_those_that_were_recorded(name: str) -> None:
+    recorded = json.loads(RECORDED.read_text())[name]
+    assert json.loads(json.dumps(parameters()[name], default=str)) == recorded
+
+
+if __name__ == "__main__":
+    blocks = []
+    for name, entries in parameters().items():
+        lines = ",\n".join(json.dumps(entry, default=str) for entry in entries)
+        blocks.append(f'"{name}": [\n{lines}\n]')
+    RECORDED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
