@@ -21,7 +21,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.formats.arrow_lines import ArrowBlock, can_read
-from batchinfer.formats.columns import LineBlock, Shape
+from batchinfer.formats.columns import ObjectBlock, Shape
 from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
@@ -130,7 +130,7 @@ class Block(NamedTuple):
     """Some consecutive rows of one chunk: answers, and beside them the source's columns if those are wanted."""
 
     chunk: str
-    lines: LineBlock | ArrowBlock
+    lines: ObjectBlock | ArrowBlock
     source: list[dict[str, Any]] | None
 
     @property
@@ -149,7 +149,7 @@ class _Fetched(NamedTuple):
 
     ref: ChunkRef
     output: Path | bytes
-    blocks: list[ArrowBlock | LineBlock] | None = None
+    blocks: list[ArrowBlock | ObjectBlock] | None = None
     """The output's lines, if they were decoded already."""
     chunk: Path | None = None
     problem: str = ""
@@ -170,7 +170,7 @@ class _Fetched(NamedTuple):
                 path.unlink(missing_ok=True)
 
 
-_Decode = Callable[[_Fetched], Iterable[ArrowBlock | LineBlock]]
+_Decode = Callable[[_Fetched], Iterable[ArrowBlock | ObjectBlock]]
 
 
 class Reader:
@@ -227,7 +227,7 @@ class Reader:
             RunUnsound: a chunk is damaged, and a part is not enough.
         """
         is_plain = can_read(shape) and source_from != OUTPUTS
-        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else LineBlock)
+        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else ObjectBlock)
         bring = partial(
             self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
         )
@@ -328,7 +328,7 @@ class Reader:
     def _read(
         fetched: _Fetched,
         marker: Marker,
-        blocks: Iterable[ArrowBlock | LineBlock],
+        blocks: Iterable[ArrowBlock | ObjectBlock],
         read: Callable[[bytes], dict[str, Any]] | None,
     ) -> Iterator[Block]:
         done = 0
@@ -339,7 +339,7 @@ class Reader:
                 source = None
                 if read is not None and chunk is not None:
                     source = [read(chunk.readline()) for _ in range(block.num_rows)]
-                elif read is not None and isinstance(block, LineBlock):
+                elif read is not None and isinstance(block, ObjectBlock):
                     source = list(map(read, block.sources()))
                 yield Block(fetched.ref.name, block, source)
         _check_count(fetched, marker, done)
@@ -371,8 +371,8 @@ class _Progress:
 
 
 def _decode(
-    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | LineBlock]
-) -> Iterator[ArrowBlock | LineBlock]:
+    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | ObjectBlock]
+) -> Iterator[ArrowBlock | ObjectBlock]:
     """An output's lines, a block at a time."""
     row = fetched.ref.first_row
     for data in fetched.pieces():

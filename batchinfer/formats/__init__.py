@@ -1,18 +1,35 @@
-"""Completions to output lines, and back as far as other commands need them. Pure."""
+"""Completions to output lines, and back as far as other commands need them. Pure.
+
+A format is one module that ends in a `FORMAT`. Entered in the table here it is known everywhere: as a value of
+``--output-format``, to the worker, and to every command that reads outputs.
+"""
 
 from __future__ import annotations
 
-from batchinfer.core.errors import ConfigError, near
-from batchinfer.formats.answers import Encoder
-from batchinfer.formats.completions import CompletionsEncoder
-from batchinfer.formats.native import NativeEncoder
-from batchinfer.formats.openai import OpenAIBatchEncoder
-from batchinfer.formats.reading import OutputSummary, read_line
+from contextlib import suppress
+
+from batchinfer.core.errors import ConfigError, InputError, near
+from batchinfer.formats import completions, native, openai
+from batchinfer.formats.lines import DECODE_ERRORS, Encoder, OutputFormat, OutputLine
 from batchinfer.prompts import PromptConfig
 
-OUTPUT_FORMATS = ("native", "openai-batch", "completions")
+FORMATS: dict[str, OutputFormat] = {
+    output_format.name: output_format
+    for output_format in (native.FORMAT, openai.FORMAT, completions.FORMAT)
+}
+"""Every output format by its name."""
+DEFAULT_FORMAT = PromptConfig().output_format
 
-__all__ = ["OUTPUT_FORMATS", "Encoder", "OutputSummary", "encoder_for", "read_line"]
+__all__ = [
+    "DEFAULT_FORMAT",
+    "FORMATS",
+    "Encoder",
+    "OutputFormat",
+    "OutputLine",
+    "encoder_for",
+    "find_format",
+    "read_line",
+]
 
 
 def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> Encoder:
@@ -27,15 +44,41 @@ def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> E
     Raises:
         ConfigError: no such format.
     """
-    name = config.output_format
-    if name == "native":
-        return NativeEncoder(strip=config.strip, has_timing=config.has_timing)
-    if name == "openai-batch":
-        return OpenAIBatchEncoder(model=model, created=created, strip=config.strip)
-    if name == "completions":
-        return CompletionsEncoder(strip=config.strip, has_timing=config.has_timing)
-    raise ConfigError(
-        f"--output-format {name}: expected one of {', '.join(OUTPUT_FORMATS)}"
-        + near(name, OUTPUT_FORMATS),
-        hint="`--output-format native` is the default",
+    return find_format(config.output_format).make_encoder(config, model, created)
+
+
+def find_format(name: str) -> OutputFormat:
+    """Look up a format by its name; an empty name is the default.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    found = FORMATS.get(name or DEFAULT_FORMAT)
+    if found is None:
+        raise ConfigError(
+            f"output format {name}: not known, expected one of {', '.join(FORMATS)}{near(name, FORMATS)}",
+            hint=f"`--output-format {DEFAULT_FORMAT}` is the default; for a run of a later version upgrade batchinfer",
+        )
+    return found
+
+
+def read_line(data: bytes, output_format: str = "") -> OutputLine:
+    """Read one output line of any format.
+
+    Args:
+        data: The line, without its newline.
+        output_format: Name of the format that it should have; empty takes a line of any.
+
+    Raises:
+        InputError: it is no output line, or one of another format.
+    """
+    if output_format:
+        return find_format(output_format).read_line(data)
+    for candidate in FORMATS.values():
+        with suppress(*DECODE_ERRORS):
+            line = candidate.decoder.decode(data)
+            return line if candidate.convert is None else candidate.convert(line)
+    raise InputError(
+        f"output line: not readable, expected one of {', '.join(FORMATS)}",
+        hint="`batchinfer verify` checks a run's outputs against their markers",
     )

@@ -1,4 +1,4 @@
-"""Native output lines as columns without a Python object for each: what `LineBlock` does, several times as fast.
+"""Native output lines as columns without a Python object for each: what `ObjectBlock` does, several times as fast.
 
 For the columns that nearly every run has; `can_read` says which.
 """
@@ -10,17 +10,18 @@ from collections import Counter
 from typing import Any
 
 from batchinfer.core.errors import InputError
+from batchinfer.formats import find_format
 from batchinfer.formats.columns import EXPLODED, LISTS, Counts, Shape, out_of_order
 
 
 def can_read(shape: Shape) -> bool:
     """Whether a run's columns are among those that this reads."""
     has_raw = shape.has_tool_calls or shape.has_logprobs or shape.has_prompt
-    return shape.output_format == "native" and not has_raw
+    return find_format(shape.output_format).has_flat_lines and not has_raw
 
 
 class ArrowBlock:
-    """Some consecutive native lines. The same questions and answers as `LineBlock`, with arrays for lists."""
+    """Some consecutive native lines. The same questions and answers as `ObjectBlock`, with arrays for lists."""
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
         import pyarrow as pa

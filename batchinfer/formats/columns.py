@@ -11,6 +11,8 @@ import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
+from batchinfer.formats import find_format
+from batchinfer.formats.lines import OutputChoice, OutputLine
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
 """Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""
@@ -67,14 +69,14 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
     # Requests bring their own n, which run.json does not know.
     may_differ = prompt.get("request_format", "rows") != "rows"
     has_several = may_differ or int(sampling.get("n") or 1) > 1
-    output_format = prompt.get("output_format") or "native"
+    output_format = find_format(prompt.get("output_format") or "")
     return Shape(
-        output_format=output_format,
+        output_format=output_format.name,
         answers=EXPLODED if explode else LISTS if has_several else SINGLE,
         has_reasoning=_mentions(config, "reasoning"),
         has_tool_calls=_mentions(config, "tool_call"),
         has_logprobs=sampling.get("logprobs") is not None,
-        has_prompt=bool(prompt.get("keep_prompt")) and output_format != "completions",
+        has_prompt=bool(prompt.get("keep_prompt")) and not output_format.repeats_request,
         has_embedding="embed" in str(prompt.get("task") or ""),
     )
 
@@ -89,84 +91,7 @@ def _mentions(value: Any, word: str) -> bool:
 # --------------------------------------------------------------------------- lines
 
 
-class _Message(msgspec.Struct, gc=False):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int = 0
-    text: str | None = None
-    message: _Message | None = None
-    finish_reason: str | None = None
-    reasoning: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
-    logprobs: msgspec.Raw = msgspec.Raw()
-
-
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Error(msgspec.Struct, gc=False):
-    code: str | None = None
-    message: str | None = None
-
-
-class _Body(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
-class _Response(msgspec.Struct, gc=False):
-    status_code: int = 0
-    body: _Body | None = None
-
-
-class _Native(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_id"}):
-    row: int
-    row_id: str
-    status: str
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-    embedding: list[float] | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    source: msgspec.Raw = msgspec.Raw()
-
-
-class _Batch(msgspec.Struct, gc=False):
-    custom_id: str
-    response: _Response | None = None
-    error: _Error | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    source: msgspec.Raw = msgspec.Raw()
-
-
-class _Completions(msgspec.Struct, gc=False):
-    result: _Body | None
-    error: _Error | None = None
-    source: msgspec.Raw = msgspec.Raw()
-
-
-_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
-    "native": msgspec.json.Decoder(_Native),
-    "openai-batch": msgspec.json.Decoder(_Batch),
-    "completions": msgspec.json.Decoder(_Completions),
-}
-
-
-class LineBlock:
+class ObjectBlock:
     """Some consecutive output lines, decoded.
 
     Args:
@@ -180,26 +105,14 @@ class LineBlock:
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
         self._shape = shape
-        decoder = _DECODERS.get(shape.output_format)
-        if decoder is None:
-            raise InputError(
-                f"run.json: output format {shape.output_format!r}, expected one of {', '.join(_DECODERS)}",
-                hint="upgrade batchinfer",
-            )
-        try:
-            lines = decoder.decode_lines(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"an output line: not in the format {shape.output_format} ({error})"
-            ) from error
+        self.lines: Sequence[OutputLine] = find_format(shape.output_format).read_lines(data)
         self._may_reason = b'"reasoning' in data
-        self.lines: Sequence[_Native] = lines
-        if shape.output_format == "openai-batch":
-            self.lines = [_from_batch(line, first_row + i) for i, line in enumerate(lines)]
-        elif shape.output_format == "completions":
-            self.lines = [_from_completions(line, first_row + i) for i, line in enumerate(lines)]
-        elif [line.row for line in lines] != list(range(first_row, first_row + len(lines))):
-            raise out_of_order(first_row)
+        for row, line in enumerate(self.lines, first_row):
+            if line.row is None:
+                line.row = row
+                line.id = str(row) if line.id is None else line.id
+            elif line.row != row:
+                raise out_of_order(first_row)
 
     @property
     def num_rows(self) -> int:
@@ -213,14 +126,14 @@ class LineBlock:
 
     def counts(self) -> Counts:
         """What the lines add up to."""
-        usages = [line.usage for line in self.lines if line.usage is not None]
+        usages = [line.usage for line in self.lines]
         return Counts(
-            Counter(line.error.code or "unknown" for line in self.lines if line.error is not None),
+            Counter(line.error.code for line in self.lines if line.error is not None),
             sum([usage.prompt_tokens for usage in usages]),
             sum([usage.completion_tokens for usage in usages]),
         )
 
-    def part(self, start: int, stop: int) -> LineBlock:
+    def part(self, start: int, stop: int) -> ObjectBlock:
         """Lines [start, stop)."""
         part = copy.copy(self)
         part.lines = self.lines[start:stop]
@@ -250,7 +163,7 @@ class LineBlock:
             firsts = [line.choices[0] if line.choices else None for line in lines]
             found |= self._single(firsts) if shape.answers == SINGLE else self._lists()
             return {name: found[name] for name in shape.names}, None
-        places: list[tuple[int, _Choice | None]] = []
+        places: list[tuple[int, OutputChoice | None]] = []
         for index, line in enumerate(lines):
             if line.choices:
                 places += [(index, choice) for choice in line.choices]
@@ -262,11 +175,11 @@ class LineBlock:
         found["choice_index"] = [None if one is None else one.index for _, one in places]
         return {name: found[name] for name in shape.names}, indices
 
-    def _of_lines(self, lines: Sequence[_Native]) -> dict[str, list[Any]]:
-        usages = [line.usage or _NO_USAGE for line in lines]
+    def _of_lines(self, lines: Sequence[OutputLine]) -> dict[str, list[Any]]:
+        usages = [line.usage for line in lines]
         found: dict[str, list[Any]] = {
             "row": [line.row for line in lines],
-            "id": [line.row_id for line in lines],
+            "id": [line.id for line in lines],
             "status": [line.status for line in lines],
             "prompt_tokens": [usage.prompt_tokens for usage in usages],
             "cached_tokens": [usage.cached_tokens for usage in usages],
@@ -280,7 +193,7 @@ class LineBlock:
             found["embedding"] = [line.embedding for line in lines]
         return found
 
-    def _single(self, choices: Sequence[_Choice | None]) -> dict[str, list[Any]]:
+    def _single(self, choices: Sequence[OutputChoice | None]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {
             "text": [None if one is None else one.text for one in choices],
             "finish_reason": [None if one is None else one.finish_reason for one in choices],
@@ -313,10 +226,7 @@ def out_of_order(first_row: int) -> InputError:
     )
 
 
-_NO_USAGE = _Usage()
-
-
-def _extra(choice: _Choice, name: str) -> str | None:
+def _extra(choice: OutputChoice, name: str) -> str | None:
     value = getattr(choice, name)
     return _text(value) if isinstance(value, msgspec.Raw) else value
 
@@ -327,40 +237,3 @@ def _text(raw: msgspec.Raw) -> str | None:
     if not data or data == b"null":
         return None
     return str(msgspec.json.decode(data)) if data.startswith(b'"') else data.decode()
-
-
-def _from_batch(line: _Batch, row: int) -> _Native:
-    response = line.response
-    body = (response.body if response is not None else None) or _Body()
-    is_ok = line.error is None and response is not None and response.status_code == 200
-    usage = body.usage or _Usage()
-    if usage.prompt_tokens_details is not None:
-        usage.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    for choice in body.choices:
-        message = choice.message
-        if message is not None:
-            choice.text = message.content or ""
-            choice.reasoning = message.reasoning or message.reasoning_content
-            choice.tool_calls = message.tool_calls
-    return _Native(
-        row=row,
-        row_id=line.custom_id,
-        status="ok" if is_ok else "error",
-        choices=body.choices if is_ok else [],
-        usage=usage,
-        error=None if is_ok else line.error or body.error or _Error("unknown", ""),
-        prompt=line.prompt,
-        source=line.source,
-    )
-
-
-def _from_completions(line: _Completions, row: int) -> _Native:
-    is_ok = line.error is None and line.result is not None
-    return _Native(
-        row=row,
-        row_id=str(row),
-        status="ok" if is_ok else "error",
-        choices=line.result.choices if is_ok and line.result is not None else [],
-        error=None if is_ok else line.error or _Error("unknown", ""),
-        source=line.source,
-    )

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from batchinfer.core.records import Choice, Completion
-from batchinfer.formats.answers import failure_of, shown_choices, to_line
+from batchinfer.formats.lines import (
+    OutputChoice,
+    OutputError,
+    OutputFormat,
+    OutputLine,
+    failure_of,
+    shown_choices,
+    to_line,
+)
 from batchinfer.formats.openai import completion_logprobs, error_object
 from batchinfer.prompts import Prepared
 
@@ -51,3 +61,37 @@ class CompletionsEncoder:
             "logprobs": completion_logprobs(choice),
             "finish_reason": choice.finish_reason,
         }
+
+
+class _Result(msgspec.Struct, gc=False):
+    choices: list[OutputChoice] = []
+
+
+class _ResultLine(msgspec.Struct, gc=False):
+    request: msgspec.Raw
+    result: _Result | None
+    error: OutputError | None = None
+    source: msgspec.Raw = msgspec.Raw()
+
+
+def _to_output_line(line: _ResultLine) -> OutputLine:
+    is_ok = line.error is None and line.result is not None
+    return OutputLine(
+        row=None,
+        id=None,
+        status="ok" if is_ok else "error",
+        choices=line.result.choices if is_ok and line.result is not None else [],
+        error=None if is_ok else line.error or OutputError(),
+        source=line.source,
+    )
+
+
+FORMAT = OutputFormat(
+    name="completions",
+    make_encoder=lambda config, _model, _created: CompletionsEncoder(
+        strip=config.strip, has_timing=config.has_timing
+    ),
+    decoder=msgspec.json.Decoder(_ResultLine),
+    convert=_to_output_line,
+    repeats_request=True,
+)

@@ -7,7 +7,11 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.records import Choice, Completion, TokenLogprob
-from batchinfer.formats.answers import (
+from batchinfer.formats.lines import (
+    OutputError,
+    OutputFormat,
+    OutputLine,
+    OutputUsage,
     failure_of,
     finite,
     num_completion_tokens,
@@ -40,36 +44,25 @@ class _ChoiceLine(msgspec.Struct, gc=False):
     logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
 
 
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class _Timing(msgspec.Struct, gc=False):
     queue_seconds: float
     generation_seconds: float
 
 
-class _Error(msgspec.Struct, gc=False):
-    code: str
-    message: str
-
-
-class _Line(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_id"}):
+class _NativeLine(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_id"}):
     row: int
     row_id: str
     status: str
     choices: list[_ChoiceLine]
-    usage: _Usage
+    usage: OutputUsage
     timing: _Timing | msgspec.UnsetType
-    error: _Error | None
+    error: OutputError | None
     prompt: Any = _UNSET
     prompt_logprobs: list[_LogprobLine | None] | msgspec.UnsetType = _UNSET
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
 
 
-_NO_USAGE = _Usage()
+_NO_USAGE = OutputUsage()
 
 
 class NativeEncoder:
@@ -87,10 +80,10 @@ class NativeEncoder:
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one native line."""
         failure = failure_of(prepared, completion)
-        line = _Line(prepared.row, prepared.id, "ok", [], _NO_USAGE, _UNSET, None)
+        line = _NativeLine(prepared.row, prepared.id, "ok", [], _NO_USAGE, _UNSET, None)
         if failure is not None:
             line.status = "error"
-            line.error = _Error(failure.code, failure.message)
+            line.error = OutputError(failure.code, failure.message)
         if completion is not None:
             self._add_answer(line, prepared, completion, is_ok=failure is None)
         if prepared.prompt is not None:
@@ -100,9 +93,9 @@ class NativeEncoder:
         return to_line(line)
 
     def _add_answer(
-        self, line: _Line, prepared: Prepared, completion: Completion, *, is_ok: bool
+        self, line: _NativeLine, prepared: Prepared, completion: Completion, *, is_ok: bool
     ) -> None:
-        line.usage = _Usage(
+        line.usage = OutputUsage(
             completion.prompt_tokens,
             num_completion_tokens(prepared, completion),
             completion.cached_tokens,
@@ -149,3 +142,13 @@ def _logprob(position: TokenLogprob) -> _LogprobLine:
 def _rounded(seconds: float) -> float:
     # Microseconds: more digits are noise. Engines without clocks say 0, and most rows of theirs are.
     return round(seconds, 6) if seconds else 0.0
+
+
+FORMAT = OutputFormat(
+    name="native",
+    make_encoder=lambda config, _model, _created: NativeEncoder(
+        strip=config.strip, has_timing=config.has_timing
+    ),
+    decoder=msgspec.json.Decoder(OutputLine),
+    has_flat_lines=True,
+)

@@ -6,8 +6,15 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from batchinfer.core.records import Choice, Completion, Failure, RowKey, TokenLogprob
-from batchinfer.formats.answers import (
+from batchinfer.formats.lines import (
+    OutputChoice,
+    OutputError,
+    OutputFormat,
+    OutputLine,
+    OutputUsage,
     failure_of,
     finite,
     num_completion_tokens,
@@ -177,3 +184,79 @@ def _response(digest: str, status_code: int, body: dict[str, Any]) -> dict[str, 
 
 def _digest(key: RowKey) -> str:
     return hashlib.blake2b(f"{key[0]}\0{key[1]}".encode(), digest_size=12).hexdigest()
+
+
+# --------------------------------------------------------------------------- reading
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class _BatchChoice(OutputChoice, gc=False):
+    message: _Message | None = None
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int = 0
+
+
+class _BatchUsage(OutputUsage, gc=False):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    choices: list[_BatchChoice] = []
+    usage: _BatchUsage = msgspec.field(default_factory=_BatchUsage)
+    error: OutputError | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    status_code: int = 0
+    body: _Body | None = None
+
+
+class _BatchLine(msgspec.Struct, gc=False):
+    custom_id: str
+    response: _Response | None = None
+    error: OutputError | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    source: msgspec.Raw = msgspec.Raw()
+
+
+def _to_output_line(line: _BatchLine) -> OutputLine:
+    response = line.response
+    body = (response.body if response is not None else None) or _Body()
+    is_ok = line.error is None and response is not None and response.status_code == 200
+    usage = body.usage
+    if usage.prompt_tokens_details is not None:
+        usage.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    for choice in body.choices:
+        message = choice.message
+        if message is not None:
+            choice.text = message.content or ""
+            choice.reasoning = message.reasoning or message.reasoning_content
+            choice.tool_calls = message.tool_calls
+    return OutputLine(
+        row=None,
+        id=line.custom_id,
+        status="ok" if is_ok else "error",
+        choices=list(body.choices) if is_ok else [],
+        usage=usage,
+        error=None if is_ok else line.error or body.error or OutputError(),
+        prompt=line.prompt,
+        source=line.source,
+    )
+
+
+FORMAT = OutputFormat(
+    name="openai-batch",
+    make_encoder=lambda config, model, created: OpenAIBatchEncoder(
+        model=model, created=created, strip=config.strip
+    ),
+    decoder=msgspec.json.Decoder(_BatchLine),
+    convert=_to_output_line,
+)

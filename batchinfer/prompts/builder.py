@@ -29,8 +29,6 @@ from batchinfer.prompts.types import (
     Tokenizer,
 )
 
-# Outputs that show the prompt even where nobody asked for it.
-_OUTPUTS_WITH_PROMPT = ("completions",)
 _SAMPLE = [{"role": "user", "content": "Hello"}]
 
 
@@ -43,6 +41,7 @@ class PromptBuilder:
         run_seed: Every sampled row gets a seed from it and its key alone; None: no seeds.
         tokenizer: None leaves rendering and tokenizing to the engine: requests then carry text or messages.
         max_model_len: Tokens of prompt and answer together; None: the engine refuses what is too long.
+        needs_prompt: Keep each prompt for the output line, as ``--keep-prompt`` does: some output formats repeat it.
 
     Raises:
         ConfigError: options that contradict each other or cannot work.
@@ -55,6 +54,8 @@ class PromptBuilder:
         run_seed: int | None,
         tokenizer: Tokenizer | None,
         max_model_len: int | None,
+        *,
+        needs_prompt: bool = False,
     ) -> None:
         _check_values(config)
         try:
@@ -70,7 +71,7 @@ class PromptBuilder:
         self._run_seed = run_seed
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._has_prompt = config.keep_prompt or config.output_format in _OUTPUTS_WITH_PROMPT
+        self._has_prompt = config.keep_prompt or needs_prompt
         self._reader: RowReader
         if config.request_format == "rows":
             eos_token = tokenizer.eos_token if tokenizer is not None else ""

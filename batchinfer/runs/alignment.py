@@ -14,7 +14,7 @@ import msgspec
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError
 from batchinfer.core.records import Marker, Run
-from batchinfer.formats import OutputSummary, read_line
+from batchinfer.formats import OutputLine, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import json_lines
@@ -113,7 +113,7 @@ class Alignment:
 
     def _check_line(
         self, line: bytes, row: bytes, number: int
-    ) -> tuple[OutputSummary | None, list[str]]:
+    ) -> tuple[OutputLine | None, list[str]]:
         """Read one output line and hold it against its row."""
         if not line.endswith(b"\n"):
             return None, ["is cut off"]

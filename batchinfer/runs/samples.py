@@ -126,8 +126,8 @@ def _row(chunk: str, index: int, line: bytes, source: list[Cell]) -> SampleRow:
         texts=[cut(text) for text in summary.texts[:4]],
         finish_reasons=summary.finish_reasons,
         error=cut(f"{summary.code}: {summary.message}") if not summary.is_ok else "",
-        prompt_tokens=summary.prompt_tokens,
-        completion_tokens=summary.completion_tokens,
+        prompt_tokens=summary.usage.prompt_tokens,
+        completion_tokens=summary.usage.completion_tokens,
     )
 
 

@@ -10,6 +10,7 @@ from batchinfer import __version__
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact
+from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
 from batchinfer.prompts import PromptBuilder, Tokenizer
@@ -85,6 +86,7 @@ class Membership:
             config.run_seed,
             tokenizer,
             None if info is None else info.max_model_len,
+            needs_prompt=find_format(prompt.output_format).repeats_request,
         )
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:

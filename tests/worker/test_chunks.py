@@ -185,7 +185,7 @@ def put_chunk(tmp_path: Path) -> tuple[Store, str]:
 
 def output_line(line: int) -> bytes:
     text = b"x" * (ROW_BYTES - 40)
-    return b'{"_row":%d,"status":"ok","choices":[{"text":"%s"}]}' % (line, text)
+    return b'{"_row":%d,"_id":"","status":"ok","choices":[{"text":"%s"}]}' % (line, text)
 
 
 def publisher(run: Store) -> Publisher:
@@ -257,7 +257,7 @@ def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(
     source = open_store(str(tmp_path / "job"))
     source.create("texts.jsonl", data)
     sha256 = codec.sha256(data)
-    failed = b'{"_row":1,"status":"error","error":{"code":"c","message":"m"}}'
+    failed = b'{"_row":1,"_id":"1","status":"error","error":{"code":"c","message":"m"}}'
     good = FinishedRow(line=1, ok=True, output=codec.raw(output_line(1)))
     bad = FinishedRow(line=1, ok=False, code="c", output=codec.raw(b"{}"))
     for seq, row in enumerate([bad, good, msgspec.structs.replace(bad, line=2)]):

@@ -1,0 +1,247 @@
+"""What every output format shares: the format as an object, a line as readers see it, and the answers to write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Choice, Completion, Failure, Record, TokenLogprob
+from batchinfer.prompts import Prepared, PromptConfig
+
+LOWEST_LOGPROB = -9999.0
+"""Written in place of minus infinity, which JSON does not have."""
+UNANSWERED = Failure(code="internal_error", message="the row has neither an answer nor an error")
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_UNKNOWN_CODE = "unknown"
+_encode = msgspec.json.Encoder().encode
+
+
+class Encoder(Protocol):
+    """Makes output lines. Pure."""
+
+    def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
+        """Return one JSON object, without a newline.
+
+        Args:
+            prepared: The row.
+            completion: The engine's answer; None for a row that failed before it had a request.
+        """
+        ...
+
+
+# --------------------------------------------------------------------------- reading
+
+
+class OutputChoice(msgspec.Struct, gc=False):
+    """One answer of an output line."""
+
+    index: int = 0
+    text: str | None = None
+    finish_reason: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+    logprobs: msgspec.Raw = msgspec.Raw()
+
+
+class OutputUsage(msgspec.Struct, gc=False):
+    """Token counts of an output line."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class OutputError(msgspec.Struct, gc=False):
+    """The reason of an error line."""
+
+    code: str = _UNKNOWN_CODE
+    message: str = ""
+
+
+class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
+    """An output line of any format. Native lines are decoded into it as they are.
+
+    `row` and `id` are None where the format has none; token counts are 0 where it has none.
+    """
+
+    row: int | None
+    id: str | None
+    status: Literal["ok", "error"]
+    choices: list[OutputChoice] = []
+    usage: OutputUsage = msgspec.field(default_factory=OutputUsage)
+    error: OutputError | None = None
+    embedding: list[float] | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    source: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the row was answered."""
+        return self.status == "ok"
+
+    @property
+    def code(self) -> str:
+        """Error code; empty for an answered row."""
+        if self.is_ok:
+            return ""
+        return self.error.code if self.error is not None else _UNKNOWN_CODE
+
+    @property
+    def message(self) -> str:
+        """Error message; empty for an answered row."""
+        return "" if self.is_ok or self.error is None else self.error.message
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of every choice."""
+        return [choice.text or "" for choice in self.choices]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reason of every choice."""
+        return [choice.finish_reason or "" for choice in self.choices]
+
+
+class OutputFormat(Record, frozen=True, kw_only=True):
+    """One output format: how its lines are written and read. `batchinfer.formats.FORMATS` holds all of them."""
+
+    name: str
+    """Value of ``--output-format``."""
+    make_encoder: Callable[[PromptConfig, str, int], Encoder]
+    """Makes the encoder of a run from its options, its model and the Unix seconds of its start."""
+    decoder: msgspec.json.Decoder[Any]
+    """Decodes a line of this format, and refuses lines of the others."""
+    convert: Callable[[Any], OutputLine] | None = None
+    """Makes the common form of what the decoder gives; None where that is the common form already."""
+    repeats_request: bool = False
+    """Lines begin with the request, so rows need their prompt even without ``--keep-prompt``, and tables get no
+    column of it."""
+    has_flat_lines: bool = False
+    """Lines have the fields of `OutputLine` under the same names, so Arrow can read them (see arrow_lines)."""
+
+    def read_line(self, data: bytes) -> OutputLine:
+        """Read one line.
+
+        Raises:
+            InputError: it is not a line of this format.
+        """
+        try:
+            line = self.decoder.decode(data)
+        except DECODE_ERRORS as error:
+            raise self._unreadable(error) from error
+        return line if self.convert is None else self.convert(line)
+
+    def read_lines(self, data: bytes) -> list[OutputLine]:
+        """Read whole lines, each with its newline.
+
+        Raises:
+            InputError: one of them is not a line of this format.
+        """
+        try:
+            lines = self.decoder.decode_lines(data)
+        except DECODE_ERRORS as error:
+            raise self._unreadable(error) from error
+        return lines if self.convert is None else list(map(self.convert, lines))
+
+    def _unreadable(self, error: Exception) -> InputError:
+        return InputError(
+            f"output line: not readable ({error}), expected {self.name}",
+            hint="`batchinfer verify` checks a run's outputs against their markers",
+        )
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def failure_of(prepared: Prepared, completion: Completion | None) -> Failure | None:
+    """Why the row has no answer, or None if it has one."""
+    if completion is None:
+        return prepared.failure or UNANSWERED
+    return completion.failure or prepared.failure
+
+
+def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice]:
+    """Return the answers in the form that the request asked for."""
+    view = prepared.view
+    if view is None or not view.echo:
+        return completion.choices
+    prefix = prepared.prompt if isinstance(prepared.prompt, str) else ""
+    positions = completion.prompt_logprobs
+    return [
+        _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
+        for choice in completion.choices
+    ]
+
+
+def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:
+    """Tokens generated, as the request sees them."""
+    if prepared.view is not None and prepared.view.is_prompt_only:
+        return 0
+    return completion.completion_tokens
+
+
+def _with_prompt(
+    choice: Choice,
+    prefix: str,
+    positions: list[TokenLogprob | None] | None,
+    *,
+    is_prompt_only: bool,
+) -> Choice:
+    logprobs = choice.logprobs
+    if is_prompt_only:
+        logprobs = [] if logprobs is not None else None
+    if logprobs is not None and positions is not None:
+        logprobs = [*_named(prefix, positions), *logprobs]
+    return msgspec.structs.replace(
+        choice,
+        text=prefix if is_prompt_only else prefix + choice.text,
+        finish_reason="length" if is_prompt_only else choice.finish_reason,
+        logprobs=logprobs,
+    )
+
+
+def _named(prefix: str, positions: list[TokenLogprob | None]) -> list[TokenLogprob]:
+    # The first token has no predecessor, hence no log-probability, and engines leave it out; its text
+    # is what the others leave of the prompt.
+    rest = "".join(position.token for position in positions if position is not None)
+    first = prefix[: len(prefix) - len(rest)] if rest and prefix.endswith(rest) else ""
+    if not rest:
+        first = prefix
+    return [
+        position if position is not None else TokenLogprob(token=first, logprob=float("nan"))
+        for position in positions
+    ]
+
+
+def finite(logprob: float) -> float | None:
+    """Return a log-probability as JSON can hold it: NaN marks a token that has none.
+
+    >>> finite(float("-inf")), finite(float("nan"))
+    (-9999.0, None)
+    """
+    if math.isnan(logprob):
+        return None
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def to_line(record: Any) -> bytes:
+    """Encode an output line; a lone surrogate from an engine becomes U+FFFD rather than a lost row."""
+    try:
+        return _encode(record)
+    except UnicodeEncodeError:
+        return _encode(_clean(msgspec.to_builtins(record)))
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value
