@@ -67,6 +67,19 @@ class WorkerView(Record, frozen=True, kw_only=True):
     price_source: str
     cost: float | None
 
+    @property
+    def place(self) -> str:
+        """Cloud and region, for people."""
+        return "/".join(filter(None, (self.cloud, self.region))) or units.NONE
+
+    @property
+    def machine(self) -> str:
+        """GPUs, for people."""
+        if not self.accelerator:
+            return units.NONE
+        spot = " spot" if self.is_spot else ""
+        return f"{self.gpus}\N{MULTIPLICATION SIGN}{self.accelerator}{spot}"
+
 
 class Timed(NamedTuple):
     """A worker with what its times mean here."""

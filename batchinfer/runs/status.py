@@ -245,13 +245,6 @@ def _short_id(name: str) -> str:
     return name if len(name) <= 32 else f"{name[:12]}…{name[-19:]}"
 
 
-def _gpus(view: WorkerView) -> str:
-    if not view.accelerator:
-        return units.NONE
-    spot = " spot" if view.is_spot else ""
-    return f"{view.gpus}×{view.accelerator}{spot}"  # noqa: RUF001 - the sign for times
-
-
 def _chunks(view: WorkerView) -> str:
     if not view.open_chunks:
         return units.NONE
@@ -271,11 +264,11 @@ _COLUMNS = (
     _Column("worker", lambda view: _short_id(view.id), "left"),
     _Column(
         "where",
-        lambda view: "/".join(filter(None, (view.cloud, view.region))) or units.NONE,
+        lambda view: view.place,
         "left",
         is_vital=False,
     ),
-    _Column("GPUs", _gpus, "left", is_vital=False),
+    _Column("GPUs", lambda view: view.machine, "left", is_vital=False),
     _Column("state", lambda view: view.state, "left"),
     _Column("chunks", _chunks, "left", is_vital=False),
     _Column("rows", lambda view: units.count(view.rows_done)),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
@@ -62,6 +63,17 @@ class Page(HTMLParser):
     @property
     def ids(self) -> set[str]:
         return {attrs["id"] or "" for _, attrs in self.tags if "id" in attrs}
+
+
+def drawings(text: str) -> list[ET.Element]:
+    """Every SVG of a page, which must be well-formed XML."""
+    found, depth, begin = [], 0, 0
+    for tag in re.finditer(r"<svg |</svg>", text):
+        begin = tag.start() if not depth else begin
+        depth += 1 if tag[0] == "<svg " else -1
+        if not depth:
+            found.append(ET.fromstring(text[begin : tag.end()]))
+    return found
 
 
 @pytest.fixture
@@ -135,6 +147,32 @@ def test_hostile_answers_prompts_and_errors_are_text(root: str) -> None:
     page = Page(make(write(root)))
     # In the answers, the example of an error, and the configuration.
     assert page.text.count(HOSTILE) >= 4
+
+
+def test_charts_are_well_formed_and_escape_names_from_the_bucket(root: str) -> None:
+    run = write(root)
+    evil = "\"><script>alert(1)</script>&'"
+    worker = make_workers(SMALL)[0]
+    spans = [
+        msgspec.structs.replace(worker.spans[0], chunk=evil, outcome=outcome)
+        for outcome in (evil, "done")
+    ]
+    record = msgspec.structs.replace(worker, id=evil, spans=spans, finish_reasons={evil: 0})
+    opener()(run).create("workers/evil.json", codec.encode(record))
+    text = make(run)
+    assert evil in Page(text).text
+    assert "<script" not in text
+    assert len(drawings(text)) > 10
+    for drawing in drawings(text):
+        assert not [element for element in drawing.iter() if "style" in element.attrib]
+
+
+def test_a_progress_bar_never_leaves_its_track(root: str) -> None:
+    text = make(write(root, SMALL._replace(rows_per_chunk=1)))
+    bar = next(drawing for drawing in drawings(text) if drawing.attrib["class"] == "bar")
+    widths = [float(rect.attrib["width"].rstrip("%")) for rect in bar]
+    assert widths[0] == 100
+    assert sum(widths[1:]) <= 100
 
 
 def test_an_unfinished_run_is_reported_as_such(root: str) -> None:
@@ -259,7 +297,6 @@ def test_a_big_run_makes_a_small_page(root: str) -> None:
     text = make(write(root, Shape(now=NOW)))
     assert len(text.encode()) < 5_000_000
     page = Page(text)
-    assert "heat" in text
     assert sum(attrs.get("class") == "m-kill" for _, attrs in page.tags) == 8
 
 
@@ -289,5 +326,10 @@ def test_the_pages_parts_are_package_data() -> None:
     import importlib.resources
 
     files = importlib.resources.files("batchinfer.runs")
-    for name in ("templates/report.html.jinja", "templates/report.css", "prices.yaml"):
+    for name in (
+        "templates/report.html.jinja",
+        "templates/charts.jinja",
+        "templates/report.css",
+        "prices.yaml",
+    ):
         assert files.joinpath(name).is_file()

@@ -230,4 +230,3 @@ def test_a_big_report_opens_quietly(tmp_path: Path, visit: Callable[..., Visit])
     seen = visit(path, width=390)
     assert_quiet(seen, path)
     assert seen.page.locator("#timeline .lane").count() == 41
-    assert seen.page.locator("#throughput .heat .lane").count() == 41
