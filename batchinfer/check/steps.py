@@ -100,7 +100,8 @@ class Examination:
             with self._step("model"):
                 self.model = self.world.describe_model(config.engine)
                 self.result["model"] = msgspec.to_builtins(self.model)
-                check_length(config.engine, self.model)
+                if warning := check_length(config.engine, self.model):
+                    self._problem(WARNING, "model", warning)
         with self._step("data"):
             self.data = self._find_data()
         if config.output:

@@ -75,12 +75,12 @@ def place(config: EngineConfig) -> Placement:
         names = [f"replica {index}" for index in range(count)]
         return Placement(config=config, replicas=[(name, {}) for name in names])
     model = describe_model(config)
-    check_length(config, model)
+    warning_of_length = check_length(config, model)
     gpus = visible_gpus(config.gpus)
     layout = choose_parallelism(model, gpus, config)
     logger.info("%s", layout.explanation)
-    if layout.warning:
-        logger.warning("%s", layout.warning)
+    for warning in filter(None, (warning_of_length, layout.warning)):
+        logger.warning("%s", warning)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
     size = layout.tensor_parallel_size * config.pipeline_parallel_size
     replicas: list[tuple[str, dict[str, str]]] = []
@@ -216,7 +216,7 @@ def smallest_size(
             return size, why, ""
     size = sizes[-1]
     weights, cache = memory_per_gpu(model, config, size, tokens)
-    check_fits(model, config, size, smallest_gpu)
+    check_weights(model, config, size, smallest_gpu)
     why = (
         f"weights {gib(weights)} of {gib(usable)} usable per GPU leave less than the {gib(cache)} that a "
         f"KV cache for {tokens} tokens takes, so the largest"
@@ -231,38 +231,27 @@ def smallest_size(
     return size, why, warning
 
 
-def check_fits(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
-    """Refuse a model that surely does not load: its weights, or with them one sequence, exceed what vLLM may use.
+def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
+    """Refuse a model whose weights alone exceed the memory that vLLM may use.
 
-    What is not sure (an estimate that an engine argument, a quantization or a window may have made too large)
-    is left to vLLM, and so is all that only the overhead decides.
+    Options that may change the size of the weights or take them from elsewhere make the sum an estimate: then it is
+    left to vLLM.
 
     Raises:
         ConfigError: with the arithmetic.
     """
-    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
-    most = int(gpu_bytes * share)
-    length = config.max_model_len or model.max_model_len
-    weights, sequence = memory_per_gpu(model, config, size, length)
     is_estimate = bool(config.quantization or config.hf_config_path)
     if is_estimate or set(config.engine_args) - HARMLESS_ENGINE_ARGS:
         return
-    room = f"{gib(gpu_bytes)} x {share:g} = {gib(most)} are usable"
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
+    most = int(gpu_bytes * share)
+    weights, _ = memory_per_gpu(model, config, size, 0)
     if weights > most:
         raise ConfigError(
             f"--model: {model.name} needs {gib(weights)} per GPU for its weights even with tensor parallel "
-            f"{size}, but {room}",
+            f"{size}, but {gib(gpu_bytes)} x {share:g} = {gib(most)} are usable",
             hint="use more or larger GPUs, a quantized model, or --cpu-offload-gb; "
             "with --tensor-parallel-size stated it is tried all the same",
-        )
-    kind = str(config.engine_args.get("kv_cache_dtype", "auto"))
-    is_exact = model.is_cache_exact and (kind == "auto" or kind.startswith("fp8"))
-    if is_exact and weights + sequence > most:
-        hint = advice(model, config, size, most - OVERHEAD_BYTES - weights)
-        raise ConfigError(
-            f"--max-model-len: {model.name}'s weights of {gib(weights)} and the KV cache of one sequence of {length} "
-            f"tokens, {gib(sequence)}, are needed per GPU with tensor parallel {size}, but {room}",
-            hint=f"{hint}; with --tensor-parallel-size stated it is tried all the same",
         )
 
 
@@ -282,8 +271,8 @@ def memory_per_gpu(
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
-    # Key-value heads are repeated, not split, once there are more GPUs than heads; a latent one is the only one.
-    split = 1 if model.has_latent_cache else min(size, model.num_kv_heads or size)
+    # Key-value heads are repeated, not split, once there are more GPUs than heads.
+    split = min(size, model.num_kv_heads or size)
     return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
 
 

@@ -34,20 +34,13 @@ TOKENIZER_FILES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # Of a weight file, so much at both ends tells it from another of equal size.
 SAMPLE_BYTES = 1 << 20
-# Models that keep every token in every layer unless their config speaks of windows. Of others (hybrids, shared
-# caches, compressed ones) the cache that is computed here may be larger than what vLLM takes.
-FULL_ATTENTION_ARCHITECTURES = {
-    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-    *("GemmaForCausalLM", "GraniteForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM"),
-}
 # Where a config states the longest length; of several, vLLM takes the smallest.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-# Scaled rotary positions of these kinds are in the stated length already.
-SCALINGS_IN_LENGTH = {"llama3", "longrope", "su"}
+# Entry of a config whose model has latent attention (DeepSeek).
+LATENT_RANK = "kv_lora_rank"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
@@ -55,9 +48,8 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     """A model. Numbers are 0 and texts empty where the config does not say.
 
     `identity` is what a run's fingerprint takes: the commit on the Hub, or a hash of a local folder's config,
-    tokenizer, generation config, weight index, and samples of its weight files. `is_cache_exact`: a sequence
-    takes no less than `kv_bytes_per_token` for each of its tokens. `has_latent_cache`: tensor parallelism does
-    not split the cache, every rank keeps all of it. `is_length_exact`: vLLM takes nothing longer than `max_model_len`.
+    tokenizer, generation config, weight index, and samples of its weight files. `parameter_bytes` and
+    `kv_bytes_per_token` are estimates: quantization while loading, windows and shared caches need less.
     """
 
     name: str
@@ -69,10 +61,9 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     quantization: str = ""
     max_model_len: int = 0
     is_length_exact: bool = False
+    """Whether vLLM takes nothing longer than `max_model_len`. False where the config leaves it open."""
     parameter_bytes: int = 0
     kv_bytes_per_token: int = 0
-    is_cache_exact: bool = False
-    has_latent_cache: bool = False
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -320,6 +311,8 @@ def build_info(
         parameter_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[stored]
     heads = number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = number(values, "num_key_value_heads", "multi_query_group_num") or heads
+    if number(values, LATENT_RANK):
+        kv_heads = 1  # as vLLM counts them: every rank of a tensor-parallel group keeps the whole latent vector
     architectures = values.get("architectures") or [""]
     return ModelInfo(
         architecture=str(architectures[0]),
@@ -329,8 +322,6 @@ def build_info(
         is_length_exact=not has_other_lengths(values) and not config.hf_config_path,
         parameter_bytes=parameter_bytes,
         kv_bytes_per_token=kv_bytes_per_token(config, values, heads, kv_heads, dtype),
-        is_cache_exact=keeps_every_token(values) and dtype in DTYPE_BYTES and not quantization,
-        has_latent_cache=bool(number(values, "kv_lora_rank")),
         num_layers=number(values, "num_hidden_layers", "n_layer", "n_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -359,48 +350,36 @@ def longest_length(values: Mapping[str, Any]) -> int:
 
 
 def has_other_lengths(values: Mapping[str, Any]) -> bool:
-    """Whether vLLM may derive another length than the stated one, from scaled positions or parts of the model."""
-    for name in ("rope_scaling", "rope_parameters"):
-        scaling = values.get(name)
-        if isinstance(scaling, dict):
-            for part in (scaling, *(one for one in scaling.values() if isinstance(one, dict))):
-                kind = part.get("rope_type") or part.get("type")
-                if part.get("factor") and kind not in SCALINGS_IN_LENGTH:
-                    return True
+    """Whether a part of the config scales positions or states a length of its own, so that vLLM may derive another."""
+    parts = [part for name, part in values.items() if name != "text_config"]
     return any(
-        isinstance(part, dict) and name != "text_config" and not part.keys().isdisjoint(LENGTHS)
-        for name, part in values.items()
+        not part.keys().isdisjoint({"factor", *LENGTHS}) or has_other_lengths(part)
+        for part in parts
+        if isinstance(part, dict)
     )
 
 
-def check_length(config: EngineConfig, model: ModelInfo) -> None:
-    """Refuse a length that the model surely does not take, before anything is loaded.
+def check_length(config: EngineConfig, model: ModelInfo) -> str:
+    """Refuse a --max-model-len that the model surely does not take, before anything is loaded.
+
+    Returns:
+        A warning where the length is beyond the stated one and only vLLM can tell; else an empty text.
 
     Raises:
         ConfigError: --max-model-len is more than the model's own.
     """
+    most, wanted = model.max_model_len, config.max_model_len or 0
+    if not 0 < most < wanted:
+        return ""
     is_overridden = bool(os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")) or not {
         "hf_overrides",
         "config_format",
     }.isdisjoint(config.engine_args)
-    most = model.max_model_len
-    if model.is_length_exact and not is_overridden and 0 < most < (config.max_model_len or 0):
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len}: the model takes {most}",
-            hint=f"use --max-model-len {most}, or leave it out",
-        )
-
-
-def keeps_every_token(values: Mapping[str, Any]) -> bool:
-    """Whether all layers surely attend to the whole sequence: no windows, no chunks, no layers of other kinds."""
-    architectures = values.get("architectures") or [""]
-    has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
-    kinds = set(values.get("layer_types") or ())
-    return (
-        architectures[0] in FULL_ATTENTION_ARCHITECTURES
-        and not has_window
-        and not values.get("attention_chunk_size")
-        and kinds <= {"full_attention"}
+    if not model.is_length_exact or is_overridden:
+        return f"--max-model-len {wanted}: the model's config states {most}; vLLM may refuse more"
+    raise ConfigError(
+        f"--max-model-len {wanted}: the model takes {most}",
+        hint=f"use --max-model-len {most}, or leave it out",
     )
 
 
@@ -415,7 +394,7 @@ def kv_bytes_per_token(
     element = DTYPE_BYTES.get(dtype, 2)
     if str(config.engine_args.get("kv_cache_dtype", "")).startswith("fp8"):
         element = 1
-    latent = number(values, "kv_lora_rank")
+    latent = number(values, LATENT_RANK)
     if latent:
         return layers * (latent + number(values, "qk_rope_head_dim")) * element
     hidden = number(values, "hidden_size", "n_embd", "d_model")
