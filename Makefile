@@ -8,6 +8,8 @@ SHELL := bash
 PY := .venv/bin/python
 # Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
 ARGS ?=
+# Processes of the test run: many tests wait for a server, a child or a clock.
+JOBS ?= 3
 # How many seeds `make simulate` runs; one failing seed again: ARGS="--seed 42".
 SEEDS ?= 3000
 # Of `make chaos`.
@@ -27,8 +29,8 @@ demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer 
 	@bash scripts/setup.sh --extras cpu,dev
 	$(PY) scripts/demo.py $(ARGS)
 
-test: setup ## the test suite (all but the tests marked slow)
-	$(PY) -m pytest $(ARGS)
+test: setup ## the test suite (all but the tests marked slow), in JOBS processes
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: setup ## lint, format, types, import layers, generated docs
 	$(PY) -m ruff check .

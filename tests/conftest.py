@@ -1,4 +1,4 @@
-"""What every test gets: a quiet, single-threaded, offline environment.
+"""What every test gets: a quiet, single-threaded, offline environment; and the order in which tests run.
 
 Fixtures of a subject live in `tests/fixtures_<subject>.py`; add the module to
 `pytest_plugins` below, or import it where only one test module needs it.
@@ -52,3 +52,28 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         if name.startswith(AMBIENT_PREFIXES) or name in AMBIENT_NAMES:
             monkeypatch.delenv(name)
+
+
+# Modules whose tests share something costly: one process of the test run has all of them.
+SHARED = (
+    "test_tokenizers_vllm",
+    "test_request_matrix_vllm",
+    "test_skypilot",
+    "test_report_browser",
+)
+# What takes longest comes first, so that no process ends with a minute of work of its own.
+FIRST = ("test_skypilot", "test_simulation", "test_chaos", "test_slow_storage")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for `--dist loadgroup`, and put the slow ones first."""
+
+    def name(item: pytest.Item) -> str:
+        return item.path.stem
+
+    for item in items:
+        if "vllm_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("vllm_engine"))
+        elif name(item) in SHARED:
+            item.add_marker(pytest.mark.xdist_group(name(item)))
+    items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, name(item) not in FIRST))

@@ -228,24 +228,6 @@ def opened(config, **changes):
     return engine, info
 
 
-def test_tensor_parallel_gives_the_same_answers(vllm_engine, vllm_config):
-    engine, info = opened(vllm_config, tensor_parallel_size=2)
-    try:
-        pids = family_of(engine.replicas[0].pid)
-        rows = requests(6, temperature=0.0, max_tokens=8)
-        found = drive(engine, ListSource(rows))
-        expected = drive(vllm_engine, ListSource(rows))
-        # Two ranks add in another order than one; with float32 the tokens agree all the same.
-        assert [found[row.key].choices[0].text for row in rows] == [
-            expected[row.key].choices[0].text for row in rows
-        ]
-        assert info.max_model_len == 512
-        assert len(pids) >= 3
-    finally:
-        engine.close()
-    wait_until_gone(pids)
-
-
 def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
     # Without a prefix cache, whose counters know of preemptions, too.
     small = {"kv_cache_memory_bytes": 9 << 18, "block_size": 32, "enable_prefix_caching": False}
@@ -382,17 +364,9 @@ def test_a_stop_while_vllm_loads_is_obeyed_at_once(vllm_config):
     wait_until_gone(pids, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"engine_args": {"max_num_seq": 3}}, "max_num_seq: "),
-        ({"dtype": "float99"}, "float99"),
-    ],
-    ids=["unknown argument", "unknown dtype"],
-)
-def test_options_that_vllm_does_not_take_are_a_configuration_error(vllm_config, changes, named):
-    engine = create_engine(msgspec.structs.replace(vllm_config, **changes))
-    with pytest.raises(ConfigError, match=named) as caught:
+def test_an_option_that_vllm_does_not_take_is_a_configuration_error(vllm_config):
+    engine = create_engine(msgspec.structs.replace(vllm_config, dtype="float99"))
+    with pytest.raises(ConfigError, match="float99") as caught:
         engine.open(Flag())
     assert caught.value.hint
     engine.close()

@@ -560,7 +560,8 @@ ENGINES = [
         "--engine vllm --prompt-column prompt --max-tokens 24 --max-model-len 256",
         1200,
         id="vllm",
-        marks=pytest.mark.vllm,
+        # A kill and a resume with vLLM is in tests/worker/test_worker_vllm.py.
+        marks=[pytest.mark.vllm, pytest.mark.slow],
     ),
 ]
 

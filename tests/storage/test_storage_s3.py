@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
@@ -187,8 +188,9 @@ def test_dangling_uploads_are_listed_and_aborted_by_age(s3_url, client):
 def test_more_than_a_page_of_keys_is_listed_and_deleted(s3_url, client):
     store = S3Store(s3_url("job"), retries=QUICK)
     keys = [f"x/{index:04d}" for index in range(1005)]
-    for key in keys:
-        client.put_object(Bucket=store.bucket, Key=f"job/{key}", Body=b"1")
+    with ThreadPoolExecutor(8) as pool:
+        for key in keys:
+            pool.submit(client.put_object, Bucket=store.bucket, Key=f"job/{key}", Body=b"1")
     client.put_object(Bucket=store.bucket, Key="job/x/", Body=b"")  # a console's "folder"
     assert [found.key for found in store.list("x/")] == keys
     store.delete(keys)

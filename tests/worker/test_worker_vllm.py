@@ -71,15 +71,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
-def make_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
-    """A place for a job: the local disk, and a bucket over a socket."""
-    if request.param == "local":
-        return lambda name: str(tmp_path / name)
-    found: Callable[[str], str] = request.getfixturevalue("s3_url")
-    return found
-
-
 def split(source: Path, job: str) -> None:
     done = run_process(
         [
@@ -178,11 +169,12 @@ def assert_all_gone(pids: set[int]) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "the engine's processes to end", seconds=15)
 
 
+@pytest.mark.s3
 def test_the_main_job_with_a_sigkill_and_a_resume(
-    make_url: Callable[[str], str], source: Path
+    s3_url: Callable[[str], str], source: Path
 ) -> None:
-    """Split, a killed worker, and the same worker again: every answer right."""
-    job, run = make_url("job"), make_url("run")
+    """Split, a killed worker, and the same worker again: every answer right. On local disks `make demo` does it."""
+    job, run = s3_url("job"), s3_url("run")
     split(source, job)
     store = open_store(run)
     first = start_process(worker(job, run, *GREEDY, "--worker-id", "w0", "--max-num-seqs", "4"))
