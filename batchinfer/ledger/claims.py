@@ -38,6 +38,39 @@ _WRITES = 5
 
 ENDED_STATES = ("done", "stopped", "failed")
 
+# --------------------------------------------------------------------------- when a worker is gone
+#
+# Every limit that says so stands here, in leases of the worker that is looked at.
+
+HEARTBEATS_PER_LEASE = 4
+"""Renewals of a worker's record in one lease, and looks of the others at it: three in a row may fail or be late."""
+LEASES_WITHOUT_STORAGE = 10.0
+"""Leases without a heartbeat after which a worker gives itself up: nothing that it does can be kept. Longer than it
+takes others to take over, since a bucket that was away for some minutes is no reason to load an engine again."""
+LAPSES_WITHOUT_STORAGE = 3
+"""Late heartbeats in a row that a worker survives however long they take: a machine that sleeps in the middle of a
+heartbeat makes that one late."""
+_LEASES_FOR_ONE_LOOK = 2.0
+"""Leases without a heartbeat after which a worker counts as gone for a reader that looks only once: by storage's
+clock, which may run ahead of the reader's, and without having seen the record stand still."""
+_LEASES_OF_A_STALL = 0.6
+"""Share of a lease without a heartbeat that is worth a warning: two heartbeats in a row are missing."""
+
+
+def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
+    """Whether a silence is long enough for others to take a worker's chunks. Of several leases the longest counts."""
+    return silent_seconds >= max(lease_seconds)
+
+
+def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
+    """Whether a worker is gone for a reader that looks only once and waits for `patience_seconds` at least."""
+    return silent_seconds > max(patience_seconds, _LEASES_FOR_ONE_LOOK * lease_seconds)
+
+
+def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
+    """Whether heartbeats are missing, though others still respect the worker's claims."""
+    return silent_seconds >= _LEASES_OF_A_STALL * lease_seconds
+
 
 class Lease:
     """This worker's own record. `take` once, then `renew` every quarter of the lease, from any thread.
@@ -132,9 +165,19 @@ class Lease:
         """Since the heartbeat that was written last."""
         return self._clock.monotonic() - self._renewed
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Seconds between two heartbeats."""
+        return self.lease_seconds / HEARTBEATS_PER_LEASE
+
+    @property
+    def give_up_seconds(self) -> float:
+        """Seconds without storage after which the worker is to end."""
+        return LEASES_WITHOUT_STORAGE * self.lease_seconds
+
     def is_held(self) -> bool:
         """Whether others must still respect this worker's claims."""
-        return not self._superseded and self.silent_seconds < self.lease_seconds
+        return not self._superseded and not has_lapsed(self.silent_seconds, self.lease_seconds)
 
     def require(self) -> None:
         """Raise unless the lease is this worker's and fresh. Called right before anything is published.
@@ -324,8 +367,8 @@ class Claims:
             return None
         if record.epoch == held.claim.epoch and record.state in ENDED_STATES:
             return None
-        lease_seconds = max(record.lease_seconds, self._lease.lease_seconds)
-        return None if asked - seen.since >= lease_seconds else record
+        is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)
+        return None if is_gone else record
 
     def _body(self) -> bytes:
         return codec.encode(

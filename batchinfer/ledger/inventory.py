@@ -15,15 +15,13 @@ from typing import NamedTuple, TypeVar
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Claim, Marker, Worker
-from batchinfer.ledger.claims import ENDED_STATES
+from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.storage import ObjectInfo, Store
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 NUM_READERS = 24
-_LEASES_OF_SILENCE = 2.0
-"""How many leases without a heartbeat make a worker count as gone, for who looks only once."""
 
 
 class Damaged(NamedTuple):
@@ -107,9 +105,11 @@ class Inventory:
     def _beats(self, info: ObjectInfo, record: Worker) -> bool:
         if record.state in ENDED_STATES:
             return False
-        silence = max(self.patience_seconds, _LEASES_OF_SILENCE * record.lease_seconds)
         # A store that gives no times leaves the worker's own clock.
-        return self.now - (info.modified or record.heartbeat) <= silence
+        silent_seconds = self.now - (info.modified or record.heartbeat)
+        return not seems_gone(
+            silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
+        )
 
     def look_again(self, store: Store, worker: str) -> None:
         """Read a worker's record as it is by now."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.core import units
 from batchinfer.core.records import Job, Record, Run, Worker
-from batchinfer.ledger.claims import ENDED_STATES
+from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.snapshot import SeenWorker, Snapshot
 from batchinfer.runs.prices import Machine, PriceSource, accelerator_count, accelerator_name
 
@@ -115,10 +115,10 @@ def _state(record: Worker, age: float) -> str:
     """What a worker is, from what it says and how long ago it said it."""
     if record.state in ENDED_STATES:
         return record.state
-    if age >= record.lease_seconds:
+    if has_lapsed(age, record.lease_seconds):
         return "gone"
-    if age >= 0.6 * record.lease_seconds:
-        return "stalled"  # two heartbeats are missing
+    if seems_stalled(age, record.lease_seconds):
+        return "stalled"
     if record.state != "running":
         return record.state
     if not record.open_chunks:

@@ -16,7 +16,7 @@ from batchinfer.core.errors import (
     StopRequested,
     StorageError,
 )
-from batchinfer.ledger.claims import Lease
+from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, unless_stopped
 from batchinfer.worker.stopping import Stopper
@@ -24,10 +24,6 @@ from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-_LEASES_WITHOUT_STORAGE = 10.0
-"""After so long without a heartbeat that could be written, nothing that is done here can be kept: give up."""
-_LAPSES = 3
-"""Nor by fewer late heartbeats in a row: a machine that sleeps in the middle of one makes one late."""
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 
@@ -79,7 +75,7 @@ class Heartbeat:
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
                 hint="mend the cause, then start it with another --worker-id or a higher --max-attempts",
             )
-        repeating = background.every(self.lease.lease_seconds / 4, self.beat)
+        repeating = background.every(self.lease.heartbeat_seconds, self.beat)
         stack.callback(repeating.cancel)
         telemetry.tell = partial(background.submit, self.beat)
 
@@ -95,7 +91,7 @@ class Heartbeat:
             self._stopper.request(error)
         # One that was written counts as of its beginning, and a machine may have slept in between.
         is_refused = lease.error is not None
-        if is_refused and lease.silent_seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+        if is_refused and lease.silent_seconds >= lease.give_up_seconds:
             reason = (
                 f"{self._store.url}: no heartbeat could be written for {lease.silent_seconds:.0f} s"
             )
@@ -115,7 +111,7 @@ class Heartbeat:
             self._lapsed_at = now
         self._num_lapses += 1
         seconds = now - self._lapsed_at
-        if self._num_lapses > _LAPSES and seconds >= _LEASES_WITHOUT_STORAGE * lease.lease_seconds:
+        if self._num_lapses > LAPSES_WITHOUT_STORAGE and seconds >= lease.give_up_seconds:
             reason = (
                 f"{self._store.url}: for {seconds:.0f} s each heartbeat of worker {lease.worker_id} took longer than "
                 f"its lease of {lease.lease_seconds:g} s, so nothing can be published"

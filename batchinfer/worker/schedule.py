@@ -15,7 +15,7 @@ from typing import NamedTuple
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.claims import Claims, Held
+from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Claims, Held, has_lapsed
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_owners, release_given_up
 from batchinfer.storage import Store
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 SLOWER = 1.5
 """A worker this many times slower than this one is helped with the chunks that it holds."""
-_LOOKS_PER_LEASE = 4
 _LONGEST_LOOK_SECONDS = 10.0
 
 
@@ -74,7 +73,7 @@ class Plan:
         self._background = background
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._look_seconds = min(lease_seconds / _LOOKS_PER_LEASE, _LONGEST_LOOK_SECONDS)
+        self._look_seconds = min(lease_seconds / HEARTBEATS_PER_LEASE, _LONGEST_LOOK_SECONDS)
         self._worker_id = worker_id
         self._earlier_rate = earlier_rate
         self._busy: set[str] = set()
@@ -255,7 +254,7 @@ class Plan:
             # As of asking: this machine may have slept over the answer. A record that is old says nothing of now.
             seen = seen._replace(beat=owner.beat, until=self._looked)
         self._progress[held.claim.worker] = seen
-        return seen.until - seen.since >= max(owner.lease_seconds, self._lease_seconds)
+        return has_lapsed(seen.until - seen.since, owner.lease_seconds, self._lease_seconds)
 
 
 def rows_per_second(worker: Worker) -> float:
