@@ -33,9 +33,8 @@ from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats,
 from batchinfer.engines import RequestSource, Stop, share_out
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
-from batchinfer.worker.services import Limits
+from batchinfer.worker.config import Limits, WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 
 NUM_PREFIXES = 500
 PREFIX_TOKENS = 512
@@ -235,8 +234,8 @@ def run_model(
         sampling=Sampling(max_tokens=1),
         limits=Limits(prefix_window=window),
     )
-    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
-    run_worker(config, dataclasses.replace(world, create_engine=lambda _: engine))
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
+    run_worker(config, dataclasses.replace(environment, create_engine=lambda _: engine))
     return Measured(engine.computed, engine.stats().steps)
 
 

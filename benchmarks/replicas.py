@@ -29,8 +29,8 @@ from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.pool import ProcessPool
 from batchinfer.prompts import PromptConfig
+from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 
 ECHO_SEQS = 64
 VLLM_SEQS = 32
@@ -84,10 +84,10 @@ def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> Meas
         prompt=PromptConfig(request_format="completions"),
         sampling=Sampling(),
     )
-    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
     sampler = Sampler(pool)
     cpu = time.process_time()
-    result = run_worker(config, dataclasses.replace(world, create_engine=lambda _: pool))
+    result = run_worker(config, dataclasses.replace(environment, create_engine=lambda _: pool))
     assert isinstance(engine.replicas, int)
     return Measured(
         result["generate_time_sec"],

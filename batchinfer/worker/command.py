@@ -31,13 +31,11 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.jobs import load_job, rank_manifests
 from batchinfer.prompts import PromptConfig, make_sampling
 from batchinfer.worker import preview
-from batchinfer.worker.background import unless_stopped
+from batchinfer.worker.background import install_signal_handlers, unless_stopped
+from batchinfer.worker.config import Limits, WorkerConfig, real_environment
 from batchinfer.worker.notices import find_service, watch
 from batchinfer.worker.progress import progress_for
-from batchinfer.worker.services import Limits
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.stopping import install_signal_handlers
-from batchinfer.worker.world import WorkerConfig, real_world
 
 _FILES = 65_536
 
@@ -72,17 +70,19 @@ def command(**options: Any) -> dict[str, Any]:
         return preview.run_preview(
             configure(), options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
         )
-    world = real_world(grace_seconds=options["grace_seconds"], progress=progress_for(sys.stderr))
+    outside = real_environment(
+        grace_seconds=options["grace_seconds"], show_progress=progress_for(sys.stderr)
+    )
     _raise_file_limit()
-    install_signal_handlers(world.stopper)
+    install_signal_handlers(outside.stopper)
     with contextlib.ExitStack() as stack:
-        stack.callback(world.background.close)
-        config = unless_stopped(world.background, world.stopper, configure)
+        stack.callback(outside.background.close)
+        config = unless_stopped(outside.background, outside.stopper, configure)
         service = find_service(config.host, environment) if options["notices"] else None
         if service is not None:
-            watcher = watch(service, world.background, world.stopper.request)
+            watcher = watch(service, outside.background, outside.stopper.request)
             stack.callback(watcher.cancel)
-        return run_worker(config, world)
+        return run_worker(config, outside)
 
 
 def _parts(options: dict[str, Any]) -> dict[str, Any]:

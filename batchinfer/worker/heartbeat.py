@@ -18,8 +18,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, Lease
 from batchinfer.storage import Store
-from batchinfer.worker.background import Background, unless_stopped
-from batchinfer.worker.stopping import Stopper
+from batchinfer.worker.background import Background, Stopper, unless_stopped
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)

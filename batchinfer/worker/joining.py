@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from batchinfer import __version__
-from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import EngineInfo, Run
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
+from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
-from batchinfer.prompts import PromptBuilder, Tokenizer
+from batchinfer.prompts import Code, PromptBuilder, Tokenizer
 from batchinfer.storage import Store
-from batchinfer.worker.world import WorkerConfig, World
+from batchinfer.worker.config import Environment, WorkerConfig
+from batchinfer.worker.telemetry import Telemetry
 
 _ANY_NUMBER = 2**31
 
 
 class Membership:
-    """Made without a look at the world; then `check` once, and `join` once the engine is there.
+    """Made without a look at the environment; then `check` once, and `join` once the engine is there.
 
     Args:
         config: What the worker was told.
-        world: Where it works.
+        environment: Where it works.
         store: The run's.
         assignment: The chunks that are its own.
     """
 
     def __init__(
-        self, config: WorkerConfig, world: World, store: Store, assignment: Assignment
+        self, config: WorkerConfig, environment: Environment, store: Store, assignment: Assignment
     ) -> None:
-        self._world = world
+        self._environment = environment
         self._store = store
         self.assignment = assignment
         self._model_identity = ""
@@ -51,10 +53,10 @@ class Membership:
         """
         self.run = read_run(self._store)
         self._take_revision()
-        self._model_identity = self._world.identify_model(self.config.engine)
+        self._model_identity = self._environment.identify_model(self.config.engine)
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
-        self._world.check_sampling(self.config)
+        self._environment.check_sampling(self.config)
         if self.assignment.job is not None:
             check_columns(self.assignment.job, self.config.prompt)
         self.make_builder(None, None)
@@ -162,11 +164,11 @@ class Membership:
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
             "job": redact(self.assignment.job_url),
-            "created": int(self._world.clock.now()),
+            "created": int(self._environment.clock.now()),
         }
 
 
-def read_work(config: WorkerConfig, world: World, store: Store) -> Assignment:
+def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:
     """Read what the manifests assign to this worker. Read-only.
 
     Raises:
@@ -177,7 +179,7 @@ def read_work(config: WorkerConfig, world: World, store: Store) -> Assignment:
         job_url=config.job,
         allow_absolute=config.allow_absolute,
         limit=config.limit,
-        open_store=world.open_store,
+        open_store=environment.open_store,
     )
     own_places = [f"{assignment.job_url}{part}" for part in ("", "/chunks", "/manifests")]
     if assignment.job is not None and store.url.rstrip("/") in own_places:
@@ -186,3 +188,95 @@ def read_work(config: WorkerConfig, world: World, store: Store) -> Assignment:
             hint=f"write the run beside it, as in --output {assignment.job_url}/runs/first",
         )
     return assignment
+
+
+def make_result(
+    config: WorkerConfig,
+    telemetry: Telemetry,
+    *,
+    run: Run | None,
+    info: EngineInfo | None,
+    error: BatchinferError | None,
+) -> dict[str, Any]:
+    """The JSON object of the last line. Names follow older batch tools' statistics where they have one."""
+    seconds = max(telemetry.busy_seconds, 1e-9)
+    result: dict[str, Any] = {
+        "status": "SUCCESS" if error is None else "FAILED",
+        "run_id": run_id(run),
+        "fingerprint": run.fingerprint if run else "",
+        "output": config.output,
+        "worker": telemetry.latest.id,
+        "model": config.engine.model or config.engine.engine,
+        "seed": config.run_seed,
+        "request_count": telemetry.rows_done,
+        "response_count": telemetry.rows_done - telemetry.rows_error,
+        "error_count": telemetry.rows_error,
+        "errors": telemetry.errors,
+        "rows_resumed": telemetry.rows_resumed,
+        "chunks_total": telemetry.num_chunks,
+        "chunks_done": telemetry.chunks_done,
+        "chunks_resumed": telemetry.chunks_resumed,
+        "chunks_skipped": telemetry.chunks_skipped,
+        "run_time_sec": round(telemetry.run_seconds, 3),
+        "engine_load_sec": round(info.load_seconds, 3) if info else None,
+        "generate_time_sec": round(telemetry.busy_seconds, 3),
+        "engine_steps": telemetry.stats.steps,
+        "preemptions": telemetry.stats.preemptions,
+        "replicas": info.num_replicas if info else None,
+        "replicas_lost": telemetry.stats.replicas_lost,
+        "total_prompt_tokens": telemetry.prompt_tokens,
+        "total_cached_tokens": telemetry.cached_tokens,
+        "total_tokens_generated": telemetry.completion_tokens,
+        "tokens_per_sec": {
+            "input": round(telemetry.prompt_tokens / seconds, 3),
+            "output": round(telemetry.completion_tokens / seconds, 3),
+        },
+    }
+    if error is not None:
+        result["exit_status"] = error.exit_status
+        result["reason"] = error.message
+    return result
+
+
+def run_id(run: Run | None) -> str:
+    """When the run was created, as 20230801T130712Z: the same for each of its workers and starts."""
+    created = run.recorded.get("created") if run else None
+    if not isinstance(created, int | float):
+        return ""
+    return datetime.fromtimestamp(created, UTC).strftime("%Y%m%dT%H%M%SZ")
+
+
+def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
+    """Raise ErrorRateExceeded, with the commonest errors, once more rows failed than --max-error-rate allows."""
+    if config.max_error_rate is None or telemetry.rows_error < config.min_errors:
+        return
+    rate = telemetry.rows_error / telemetry.rows_done
+    if rate <= config.max_error_rate:
+        return
+    commonest = sorted(telemetry.errors.items(), key=lambda item: -item[1])[:3]
+    lines = []
+    for code, count in commonest:
+        example = telemetry.examples.get(code)
+        where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
+        lines.append(f"  {count} x {code}{where}")
+    raise ErrorRateExceeded(
+        f"{rate:.1%} of {telemetry.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
+        + "\n".join(lines),
+        hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
+    )
+
+
+def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:
+    """Raise ConfigError if the engine refuses the parameters of a plain row.
+
+    Plain rows all have the run's own: what the engine says of one's is true of every one's.
+    """
+    if config.prompt.request_format != "rows":
+        return
+    for completion in completions:
+        failure = completion.failure
+        if failure is not None and failure.code == Code.INVALID_PARAMETER:
+            raise ConfigError(
+                f"sampling options: {config.engine.engine} refuses them: {failure.message}",
+                hint="see the sampling options in docs/cli.md; no row was lost",
+            )

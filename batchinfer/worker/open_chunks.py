@@ -1,6 +1,6 @@
 """The chunks that a worker has open: opening, checkpointing and publishing them, all in the background.
 
-    plan -> opening -> open -> (all rows done) -> publishing -> closed
+    schedule -> opening -> open -> (all rows done) -> publishing -> closed
 
 Belongs to the main thread; nothing here blocks. A chunk that cannot be opened or published stops neither the others
 nor generation: it is tried again, then kept in `failures` for the end.
@@ -19,12 +19,12 @@ from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.publishing import Published
 from batchinfer.storage import Store
 from batchinfer.worker.background import Pending
-from batchinfer.worker.checkpointing import Checkpointer
 from batchinfer.worker.chunk import OpenChunk
-from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened
-from batchinfer.worker.outgoing import PublishQueue
-from batchinfer.worker.schedule import Candidate, Plan
-from batchinfer.worker.services import Limits, Services
+from batchinfer.worker.config import Environment, Limits, RunAccess
+from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
+from batchinfer.worker.outgoing import Checkpointer, PublishQueue
+from batchinfer.worker.schedule import Candidate, Schedule
+from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,31 @@ class _Retry:
     attempts: int
 
 
-class Shelf:
+class OpenChunks:
     """See the module."""
 
-    def __init__(self, services: Services, plan: Plan, limits: Limits) -> None:
-        self._services = services
-        self._plan = plan
+    def __init__(
+        self,
+        environment: Environment,
+        run: RunAccess,
+        opener: Opener,
+        schedule: Schedule,
+        telemetry: Telemetry,
+        limits: Limits,
+    ) -> None:
+        self._clock = environment.clock
+        self._background = environment.background
+        self._run = run
+        self._opener = opener
+        self._schedule = schedule
+        self._telemetry = telemetry
         self._limits = limits
         self._openings: list[_Opening] = []
         self._retries: list[_Retry] = []
-        self._checkpointer = Checkpointer(services, self._may_checkpoint)
+        self._checkpointer = Checkpointer(run, self._background, self._may_checkpoint)
         self._publish_queue = PublishQueue(
-            services,
+            environment,
+            run,
             limits,
             may_give_up=lambda: not self._has_rows_left,
             must_wait=self._must_wait,
@@ -90,7 +103,7 @@ class Shelf:
         """Whether rows may still come from chunks that are not open."""
         if self.is_closing:
             return False
-        return bool(self._openings or self._retries) or not self._plan.is_finished
+        return bool(self._openings or self._retries) or not self._schedule.is_finished
 
     @property
     def is_drained(self) -> bool:
@@ -125,7 +138,7 @@ class Shelf:
         """Collect what has finished in the background and start what is due. Return chunks that others published.
 
         `rows_per_second` is what the engine eats now, `own_rate` what this worker did on the average: a slower one is
-        helped (see Plan.tick).
+        helped (see Schedule.tick).
 
         Raises:
             BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
@@ -133,7 +146,7 @@ class Shelf:
         self._checkpointer.tick()
         self._collect_published()
         self._collect_openings()
-        lost = [] if self.is_closing else self._plan.tick(list(self.open), own_rate)
+        lost = [] if self.is_closing else self._schedule.tick(list(self.open), own_rate)
         for name in lost:
             chunk = self.open.get(name)
             # What is being published finds the other's marker by itself, and needs its files until then.
@@ -155,7 +168,7 @@ class Shelf:
             return
         fresh = chunk.finish(rows)
         if fresh:
-            self._services.observer.rows_finished(fresh)
+            self._telemetry.rows_finished(fresh)
         if not chunk.num_left:
             self._publish_queue.add(chunk)
 
@@ -197,14 +210,14 @@ class Shelf:
         pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
             self._close(chunk, "released")
-        clock, background = self._services.clock, self._services.background
+        clock, background = self._clock, self._background
         while not all(job.is_done() for job in pending) and clock.monotonic() < deadline:
             background.wait(_RELEASE_POLL_SECONDS)
         self._clean_retired()
 
     def _give_back(self, chunk: OpenChunk) -> Pending[None]:
         """Release a chunk's claim in the background."""
-        claims, name, etag = self._services.claims, chunk.name, chunk.claim_etag
+        claims, name, etag = self._run.claims, chunk.name, chunk.claim_etag
 
         def work() -> None:
             if claims is None or not etag:
@@ -214,7 +227,7 @@ class Shelf:
             except BatchinferError as error:
                 logger.warning("%s: claim not released (%s); it lapses by itself", name, error)
 
-        return self._services.background.submit(work)
+        return self._background.submit(work)
 
     # -- opening
 
@@ -231,15 +244,15 @@ class Shelf:
             and len(self.open) + len(self._openings) < most
             and self._has_disk_left()
         ):
-            candidate = self._plan.next()
+            candidate = self._schedule.next()
             if candidate is None:
                 return
             self._start_opening(candidate, attempts=0)
             rows_ahead += self._expected_rows(candidate)
 
     def _start_opening(self, candidate: Candidate, *, attempts: int) -> None:
-        self._plan.started(candidate.ref.name)
-        opener, now = self._services.opener, self._services.clock.now()
+        self._schedule.started(candidate.ref.name)
+        opener, now = self._opener, self._clock.now()
         work: partial[Opened]
         if candidate.is_backup:
             logger.info(
@@ -255,16 +268,14 @@ class Shelf:
                 now=now,
                 take_over=candidate.take_over,
             )
-        pending = self._services.background.submit(work)
-        self._openings.append(
-            _Opening(candidate, pending, self._services.clock.monotonic(), attempts)
-        )
+        pending = self._background.submit(work)
+        self._openings.append(_Opening(candidate, pending, self._clock.monotonic(), attempts))
 
     def _collect_openings(self) -> None:
         for entry in [entry for entry in self._openings if entry.pending.is_done()]:
             self._openings.remove(entry)
             name = entry.candidate.ref.name
-            took = self._services.clock.monotonic() - entry.started
+            took = self._clock.monotonic() - entry.started
             # A slow one counts at once, and is forgotten slowly: the next may be slow, too.
             self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
             try:
@@ -275,8 +286,8 @@ class Shelf:
                 self._open_again_later(entry, error)
                 continue
             if isinstance(opened, AlreadyDone):
-                self._plan.finished(name)
-                self._services.observer.chunk_skipped(name)
+                self._schedule.finished(name)
+                self._telemetry.chunk_skipped(name)
             elif isinstance(opened, HeldByOther):
                 owner = opened.held.claim.worker
                 logger.info(
@@ -285,7 +296,7 @@ class Shelf:
                     owner,
                     extra=event("chunk_held", chunk=name, worker=owner),
                 )
-                self._plan.held_by_other(name)
+                self._schedule.held_by_other(name)
             else:
                 if entry.candidate.take_over is not None:
                     owner = entry.candidate.take_over.claim.worker
@@ -313,7 +324,7 @@ class Shelf:
                 delay,
                 extra=event("chunk_retry", chunk=name),
             )
-            due = self._services.clock.monotonic() + delay
+            due = self._clock.monotonic() + delay
             self._retries.append(_Retry(entry.candidate, due, attempts))
             return
         logger.error(
@@ -323,12 +334,12 @@ class Shelf:
             extra=event("chunk_failed", chunk=name),
         )
         self.failures[name] = error
-        self._plan.gave_up(name)
+        self._schedule.gave_up(name)
 
     def _retry_openings(self) -> None:
         if self.is_closing:
             return
-        now = self._services.clock.monotonic()
+        now = self._clock.monotonic()
         for entry in [entry for entry in self._retries if entry.due <= now]:
             self._retries.remove(entry)
             self._start_opening(entry.candidate, attempts=entry.attempts)
@@ -339,13 +350,13 @@ class Shelf:
             return
         self._rows_per_chunk = max(1, chunk.num_rows)
         self.open[chunk.name] = chunk
-        self._services.observer.chunk_opened(chunk)
+        self._telemetry.chunk_opened(chunk)
         if not chunk.num_left:
             self._publish_queue.add(chunk)
 
     def _expected_rows(self, candidate: Candidate) -> int:
-        begun = self._services.opener.begun or ()
-        if candidate.ref.generation or candidate.ref.name in begun:
+        has_checkpoints = candidate.ref.name in self._opener.chunks_with_checkpoints
+        if candidate.ref.generation or has_checkpoints:
             return 1  # of a repair, or of a chunk with checkpoints, perhaps no row is left
         return candidate.ref.rows or self._rows_per_chunk
 
@@ -362,7 +373,7 @@ class Shelf:
                 self._close(chunk, "done" if ended.is_ours else "lost")
             else:
                 self.failures[chunk.name] = ended
-                self._plan.gave_up(chunk.name)
+                self._schedule.gave_up(chunk.name)
                 self._give_back(chunk)
                 self._close(chunk, "released")
 
@@ -370,12 +381,12 @@ class Shelf:
         self.open.pop(chunk.name, None)
         self._publish_queue.drop(chunk)
         if outcome in ("done", "lost"):
-            self._plan.finished(chunk.name)
+            self._schedule.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
             # Its publisher has removed those that it knew when it began.
             keys = list(chunk.segment_keys)
-            self._services.background.submit(partial(_delete_quietly, self._services.run, keys))
-        self._services.observer.chunk_closed(chunk, outcome)
+            self._background.submit(partial(_delete_quietly, self._run.store, keys))
+        self._telemetry.chunk_closed(chunk, outcome)
         self._retired.append(chunk)
 
     def _clean_retired(self) -> None:

@@ -14,11 +14,12 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments, batches
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import Publisher, check_belongs_to
+from batchinfer.ledger.publishing import check_belongs_to
 from batchinfer.ledger.runs import read_run
 from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
+from batchinfer.storage.scratch import remove_quietly, scratch_errors
 from batchinfer.worker.chunk import OpenChunk, Spool
+from batchinfer.worker.config import RunAccess
 
 
 class AlreadyDone(NamedTuple):
@@ -39,26 +40,26 @@ Opened = OpenChunk | AlreadyDone | HeldByOther
 class Opener:
     """Opens chunks: claim, marker, local copy, finished rows. Runs in the background; holds no chunk's state.
 
-    `claims` is None where the store cannot keep them.
+    Args:
+        run: Access to the run.
+        sources: The stores that chunks are read from, by URL.
+        chunks_with_checkpoints: Names of chunks that had checkpoints when the worker started.
     """
 
     def __init__(
         self,
-        *,
-        run: Store,
+        run: RunAccess,
         sources: dict[str, Store],
-        claims: Claims | None,
-        publisher: Publisher,
-        scratch: Scratch,
+        chunks_with_checkpoints: set[str],
     ) -> None:
-        self._run = run
+        self._run = run.store
         self._sources = sources
-        self._claims = claims
-        self._publisher = publisher
-        self._scratch = scratch
-        self.begun: set[str] | None = None
-        """Chunks that had segments when the worker started; None: not known. Who has worked on a chunk since then has
-        left a claim, so a new claim on any other chunk needs no look for segments."""
+        self._claims = run.claims
+        self._publisher = run.publisher
+        self._scratch = run.scratch
+        self.chunks_with_checkpoints = chunks_with_checkpoints
+        """Chunks with checkpoints at start-up. A chunk not in this set whose claim is new cannot have any, so it is not
+        listed again."""
         self.fingerprint = ""
         """Of the run whose segments are taken up; "": not known yet."""
 
@@ -127,8 +128,8 @@ class Opener:
             started=now,
         )
         chunk.claim_etag = claim.etag
-        is_known = self.begun is not None and chunk.name not in self.begun
-        if claim.is_new and is_known and not chunk.generation:
+        may_have_segments = chunk.name in self.chunks_with_checkpoints
+        if claim.is_new and not may_have_segments and not chunk.generation:
             return chunk
         try:
             return self._resume(chunk)

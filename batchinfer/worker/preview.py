@@ -26,7 +26,7 @@ from batchinfer.prompts import (
     list_templates,
 )
 from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.world import WorkerConfig
+from batchinfer.worker.config import WorkerConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 

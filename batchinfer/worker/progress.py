@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, TextIO
 
 from batchinfer.cli.logs import event
-from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -17,10 +16,10 @@ logger = logging.getLogger(__name__)
 LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
 
-Progress = Callable[[Telemetry, "RowStream | None"], None]
+ShowProgress = Callable[[Telemetry], None]
 
 
-def progress_for(stream: TextIO) -> Progress:
+def progress_for(stream: TextIO) -> ShowProgress:
     """Choose between bar and lines."""
     return _Bar(stream) if stream.isatty() else _Lines()
 
@@ -58,11 +57,11 @@ class _Lines:
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_SECONDS
 
-    def __call__(self, telemetry: Telemetry, stream: RowStream | None) -> None:
+    def __call__(self, telemetry: Telemetry) -> None:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + LINE_SECONDS
-            state = "" if stream is not None else "engine loading; "
+            state = "engine loading; " if telemetry.is_loading else ""
             sums = {
                 "rows": telemetry.rows_done,
                 "rows_resumed": telemetry.rows_resumed,
@@ -85,7 +84,7 @@ class _Bar:
 
         return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)
 
-    def __call__(self, telemetry: Telemetry, stream: RowStream | None) -> None:
+    def __call__(self, telemetry: Telemetry) -> None:
         now = time.monotonic()
         if now < self._due:
             return
@@ -94,7 +93,9 @@ class _Bar:
             self._bar.total = telemetry.num_rows
             self._bar.initial = telemetry.rows_skipped
         self._bar.n = telemetry.rows_done + telemetry.rows_resumed + telemetry.rows_skipped
-        self._bar.set_description("loading engine" if stream is None else "rows", refresh=False)
+        self._bar.set_description(
+            "loading engine" if telemetry.is_loading else "rows", refresh=False
+        )
         seconds = max(telemetry.busy_seconds, 1e-9)
         self._bar.set_postfix_str(
             f"{telemetry.rows_resumed + telemetry.rows_skipped} resumed, "

@@ -1,7 +1,7 @@
 """Which chunk to open next: own ones first, then what others left, then the chunks of workers that are gone or slow.
 
-A plan belongs to the worker's main thread. It looks at storage only through `ledger.survey`, in the background, and
-only once its own chunks have run out.
+The schedule belongs to the worker's main thread. It looks at storage only through `ledger.survey`, in the background,
+and only once its own chunks have run out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from batchinfer.core.clock import Clock
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Claims, Held, has_lapsed
+from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Held, has_lapsed
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_owners, release_given_up
-from batchinfer.storage import Store
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Pending
+from batchinfer.worker.config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
 
@@ -45,36 +44,32 @@ class _Progress(NamedTuple):
     until: float
 
 
-class Plan:
+class Schedule:
     """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``.
 
     `earlier_rate` is what this worker did in a second at its earlier starts; 0: not known.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a worker that it draws on, each once
+    def __init__(
         self,
         own: Iterable[ChunkRef],
         *,
+        environment: Environment,
+        run: RunAccess,
         everything: Callable[[], dict[str, ChunkRef]] | None,
-        run: Store,
-        claims: Claims | None,
-        background: Background,
-        clock: Clock,
-        lease_seconds: float,
-        worker_id: str,
         earlier_rate: float,
         done: Iterable[str],
     ) -> None:
         self._todo = deque(Candidate(ref) for ref in own)
         self._own = {candidate.ref.name: candidate.ref for candidate in self._todo}
         self._everything = everything
-        self._run = run
-        self._claims = claims
-        self._background = background
-        self._clock = clock
-        self._lease_seconds = lease_seconds
-        self._look_seconds = min(lease_seconds / HEARTBEATS_PER_LEASE, _LONGEST_LOOK_SECONDS)
-        self._worker_id = worker_id
+        self._store = run.store
+        self._claims = run.claims
+        self._clock = environment.clock
+        self._background = environment.background
+        self._worker_id = run.lease.worker_id
+        self._lease_seconds = run.lease.lease_seconds
+        self._look_seconds = min(self._lease_seconds / HEARTBEATS_PER_LEASE, _LONGEST_LOOK_SECONDS)
         self._earlier_rate = earlier_rate
         self._busy: set[str] = set()
         self._done = set(done)
@@ -191,8 +186,8 @@ class Plan:
         given_up = list(self._given_up)
 
         def look() -> Survey:
-            release_given_up(self._run, self._claims, given_up)
-            return look_at_owners(self._run, self._claims, wanted, own=open_names, listed=listed)
+            release_given_up(self._store, self._claims, given_up)
+            return look_at_owners(self._store, self._claims, wanted, own=open_names, listed=listed)
 
         self._pending = self._background.submit(look)
 

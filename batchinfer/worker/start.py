@@ -27,7 +27,7 @@ from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.checkpoints import chunks_with_segments
 from batchinfer.ledger.claims import Claims, Lease
-from batchinfer.ledger.jobs import Assignment, ChunkRef
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
     Publisher,
     has_error_rows,
@@ -35,19 +35,23 @@ from batchinfer.ledger.publishing import (
     repair_generation,
 )
 from batchinfer.ledger.survey import finished_chunks
+from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.background import Pending, unless_stopped
+from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
+from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
-from batchinfer.worker.joining import Membership, read_work
-from batchinfer.worker.open_chunks import Shelf
+from batchinfer.worker.joining import (
+    Membership,
+    check_error_rate,
+    check_parameters,
+    make_result,
+    read_work,
+)
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.opening import Opener
-from batchinfer.worker.outcome import check_error_rate, check_parameters, make_result
-from batchinfer.worker.schedule import Plan, rows_per_second
-from batchinfer.worker.services import Services
-from batchinfer.worker.stopping import WhileLoading
+from batchinfer.worker.schedule import Schedule, rows_per_second
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
-from batchinfer.worker.world import WorkerConfig, World
 
 T = TypeVar("T")
 
@@ -61,7 +65,7 @@ _NUM_LOOKS = 4
 """Markers that are read at once, where many are."""
 
 
-def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
+def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
     """Do every chunk of the manifests. Idempotent, restartable at any point; see the module.
 
     Returns:
@@ -70,7 +74,7 @@ def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
     Raises:
         BatchinferError: with the exit status that design and docs/cli.md give; `result` holds the counts so far.
     """
-    worker = _Worker(config, world)
+    worker = _Worker(config, environment)
     try:
         worker.run()
     except BatchinferError as error:
@@ -82,32 +86,36 @@ def run_worker(config: WorkerConfig, world: World) -> dict[str, Any]:
 class _Worker:
     """One start of a worker. `run` is the whole story; the rest are its paragraphs."""
 
-    def __init__(self, config: WorkerConfig, world: World) -> None:
+    def __init__(self, config: WorkerConfig, environment: Environment) -> None:
         self.config = config
-        self.world = world
-        self.clock = world.clock
-        self.nonce = world.new_nonce()
-        self.worker_id = config.worker_id or f"w-{world.new_nonce()}"
-        self.telemetry = Telemetry(self.worker_id, world.clock, host=config.host, num_chunks=0)
-        self.store = world.open_store(config.output)
+        self.environment = environment
+        self.clock = environment.clock
+        self.nonce = environment.new_nonce()
+        self.worker_id = config.worker_id or f"w-{environment.new_nonce()}"
+        self.telemetry = Telemetry(
+            self.worker_id, environment.clock, host=config.host, num_chunks=0
+        )
+        self.store = environment.open_store(config.output)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
-        self._checkpointed = (world.clock.monotonic(), 0)
+        self._checkpointed = (environment.clock.monotonic(), 0)
         self._snapshot_at = float("-inf")
 
     def run(self) -> None:
         """Set up, generate, publish, tidy up."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.world.background.close)
+            stack.callback(self.environment.background.close)
             membership = self._look()
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
-                self.store, self._make_lease(), self.telemetry, self.world.stopper, self.clock
+                self.store, self._make_lease(), self.telemetry, self.environment.stopper, self.clock
             )
-            heartbeat.start(self.world.background, stack, max_attempts=self.config.max_attempts)
+            heartbeat.start(
+                self.environment.background, stack, max_attempts=self.config.max_attempts
+            )
             try:
-                engine = self.world.create_engine(self.config.engine)
+                engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
                 self.telemetry.set_state("done")
@@ -127,14 +135,18 @@ class _Worker:
 
     def _look(self) -> Membership:
         """Find out what there is to do, that it may be done, and what the store can do. Leaves nothing behind."""
-        assignment = self._unless_stopped(partial(read_work, self.config, self.world, self.store))
+        assignment = self._unless_stopped(
+            partial(read_work, self.config, self.environment, self.store)
+        )
         self.telemetry.num_chunks = len(assignment.chunks)
         self.telemetry.num_rows = _num_rows(assignment.chunks)
         self._unless_stopped(partial(check_stop_request, self.store))
-        self.membership = membership = Membership(self.config, self.world, self.store, assignment)
+        self.membership = membership = Membership(
+            self.config, self.environment, self.store, assignment
+        )
         self._unless_stopped(membership.check)
         self.config = membership.config
-        probe = partial(self.world.probe, self.store)
+        probe = partial(self.environment.probe, self.store)
         self.is_safe = self._unless_stopped(probe, may_finish=True).is_safe
         if not self.is_safe:
             logger.warning(
@@ -146,7 +158,7 @@ class _Worker:
 
     def _unless_stopped(self, work: Callable[[], T], *, may_finish: bool = False) -> T:
         return unless_stopped(
-            self.world.background, self.world.stopper, work, may_finish=may_finish
+            self.environment.background, self.environment.stopper, work, may_finish=may_finish
         )
 
     def _make_lease(self) -> Lease:
@@ -169,12 +181,12 @@ class _Worker:
         scratch: Scratch,
         stack: contextlib.ExitStack,
     ) -> None:
-        world, config = self.world, self.config
-        finished = world.background.submit(partial(finished_chunks, self.store))
-        begun = world.background.submit(partial(chunks_with_segments, self.store))
+        environment, config = self.environment, self.config
+        finished = environment.background.submit(partial(finished_chunks, self.store))
+        with_checkpoints = environment.background.submit(partial(chunks_with_segments, self.store))
         self.telemetry.engine_loading()
-        stop_loading = WhileLoading(world.stopper)
-        loading = world.background.submit(partial(engine.open, stop_loading))
+        stop_loading = WhileLoading(environment.stopper)
+        loading = environment.background.submit(partial(engine.open, stop_loading))
         stack.callback(self._end_loading, loading, stop_loading)
         name = config.engine.model or config.engine.engine
         logger.info(
@@ -182,25 +194,30 @@ class _Worker:
             name,
             extra=event("engine_loading", engine=config.engine.engine, model=name),
         )
-        tokenizer = world.background.submit(partial(world.load_tokenizer, config.engine))
+        tokenizer = environment.background.submit(
+            partial(environment.load_tokenizer, config.engine)
+        )
         done = self._await(finished)
         done = self._without_foreign_markers(membership.assignment.chunks, done)
-        services = self._services(membership.assignment, heartbeat.lease, scratch)
-        services.opener.begun = self._await(begun)
-        shelf = Shelf(services, self._plan(membership, services, done), config.limits)
-        info = self._await(loading, shelf)
+        access = self._access_run(heartbeat.lease, scratch)
+        opener = Opener(access, self._open_sources(membership), self._await(with_checkpoints))
+        schedule = self._make_schedule(membership, access, done)
+        open_chunks = OpenChunks(
+            environment, access, opener, schedule, self.telemetry, config.limits
+        )
+        info = self._await(loading, open_chunks)
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
-            self._raise_failures(shelf)
+            self._raise_failures(open_chunks)
             return
         self.info = info
         join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
         run = self._unless_stopped(join, may_finish=True)
-        services.opener.join(run.fingerprint)
-        shelf.allow_publishing(run.fingerprint)
+        opener.join(run.fingerprint)
+        open_chunks.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
-        world.background.submit(heartbeat.beat)  # whoever looks sees that it runs
+        environment.background.submit(heartbeat.beat)  # whoever looks sees that it runs
         logger.info(
             "engine ready: %s %s, %.1f s to load",
             info.name,
@@ -208,62 +225,60 @@ class _Worker:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-        builder = membership.make_builder(self._await(tokenizer, shelf), info)
+        builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
         encoder = encoder_for(
             config.prompt,
             model=config.engine.model or info.model,
             created=int(run.recorded.get("created", 0)),
         )
         stream = RowStream(
-            services, shelf, builder, encoder, config.limits, max_in_flight=info.max_in_flight
+            environment,
+            open_chunks,
+            builder,
+            encoder,
+            self.telemetry,
+            config.limits,
+            max_in_flight=info.max_in_flight,
         )
         try:
-            self._generate(engine, stream, shelf)
-            self._drain(shelf, stream)
+            self._generate(engine, stream, open_chunks)
+            self._drain(open_chunks, stream)
         except EngineError as error:
             known = getattr(error, "in_flight", None)
-            self._save(shelf, deaths=stream.rows_in_flight() if known is None else _by_chunk(known))
+            self._save(
+                open_chunks, deaths=stream.rows_in_flight() if known is None else _by_chunk(known)
+            )
             raise
         except Exception:
             # A mistake of ours, too: what is finished is worth keeping.
-            self._save(shelf, deaths={})
+            self._save(open_chunks, deaths={})
             raise
-        self._raise_failures(shelf)
+        self._raise_failures(open_chunks)
 
-    def _services(self, assignment: Assignment, lease: Lease, scratch: Scratch) -> Services:
-        world, config = self.world, self.config
+    def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
         claims = None
-        if self.is_safe and config.claims:
-            claims = Claims(self.store, lease, self.clock, new_nonce=world.new_nonce)
+        if self.is_safe and self.config.claims:
+            claims = Claims(self.store, lease, self.clock, new_nonce=self.environment.new_nonce)
         publisher = Publisher(
             self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
         )
-        # The job's own place too: a worker without chunks of its own still helps with others.
-        roots = {ref.root for ref in assignment.chunks}
-        if assignment.job is not None:
-            roots.add(assignment.job_url)
-        opener = Opener(
-            run=self.store,
-            sources={root: world.open_store(root) for root in roots},
-            claims=claims,
-            publisher=publisher,
-            scratch=scratch,
-        )
-        return Services(
-            run=self.store,
-            background=world.background,
-            clock=self.clock,
-            lease=lease,
-            claims=claims,
-            opener=opener,
-            publisher=publisher,
-            scratch=scratch,
-            observer=self.telemetry,
+        return RunAccess(
+            store=self.store, lease=lease, claims=claims, publisher=publisher, scratch=scratch
         )
 
-    def _plan(self, membership: Membership, services: Services, done: dict[str, int]) -> Plan:
-        """Which chunks are left to do, here and elsewhere."""
-        config, claims = self.config, services.claims
+    def _open_sources(self, membership: Membership) -> dict[str, Store]:
+        """Open the stores that chunks are read from, by URL."""
+        assignment = membership.assignment
+        roots = {ref.root for ref in assignment.chunks}
+        if assignment.job is not None:
+            # A worker without chunks of its own still helps with those of others.
+            roots.add(assignment.job_url)
+        return {root: self.environment.open_store(root) for root in roots}
+
+    def _make_schedule(
+        self, membership: Membership, access: RunAccess, done: dict[str, int]
+    ) -> Schedule:
+        """Find out which chunks are left to do, here and elsewhere."""
         own = membership.assignment.chunks
         left = membership.chunks_left(done, self._goal(done, own))
         num_done = len(own) - len(left)
@@ -275,18 +290,14 @@ class _Worker:
             num_done,
             extra=event("manifests_read", chunks=len(own), done_before=num_done),
         )
-        may_help = claims is not None and membership.may_help
-        return Plan(
+        may_help = access.claims is not None and membership.may_help
+        return Schedule(
             left,
+            environment=self.environment,
+            run=access,
             everything=membership.all_chunks if may_help else None,
-            run=self.store,
-            claims=claims,
-            background=self.world.background,
-            clock=self.clock,
-            lease_seconds=config.lease_seconds,
-            worker_id=self.worker_id,
             earlier_rate=rows_per_second(self.telemetry.latest),
-            done=done if not config.retry_errors else (),
+            done=done if not self.config.retry_errors else (),
         )
 
     def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
@@ -331,32 +342,32 @@ class _Worker:
                     found.append(item)
 
         parts = [items[index::_NUM_LOOKS] for index in range(_NUM_LOOKS)]
-        looks = [self.world.background.submit(partial(look, part)) for part in parts if part]
+        looks = [self.environment.background.submit(partial(look, part)) for part in parts if part]
         for pending in looks:
             self._await(pending)
         return found
 
-    def _await(self, pending: Pending[Any], shelf: Shelf | None = None) -> Any:
+    def _await(self, pending: Pending[Any], open_chunks: OpenChunks | None = None) -> Any:
         """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
 
         Raises what stops the worker.
         """
         while not pending.is_done():
-            self.world.stopper.raise_if_requested()
-            if shelf is not None:
-                if shelf.is_drained:
+            self.environment.stopper.raise_if_requested()
+            if open_chunks is not None:
+                if open_chunks.is_drained:
                     return None
-                shelf.tick(
-                    rows_ahead=shelf.num_unread,
+                open_chunks.tick(
+                    rows_ahead=open_chunks.num_unread,
                     rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
                     rows_per_second=0.0,
                     own_rate=None,
                     is_building=False,
                 )
-            self.world.progress(self.telemetry, None)
-            self.world.background.wait(_POLL_SECONDS)
+            self.environment.show_progress(self.telemetry)
+            self.environment.background.wait(_POLL_SECONDS)
         # An engine that was stopped while it loaded says so too, but not why.
-        self.world.stopper.raise_if_requested()
+        self.environment.stopper.raise_if_requested()
         return pending.result()
 
     def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
@@ -364,11 +375,11 @@ class _Worker:
         stop_loading.cancel()
         deadline = self.clock.monotonic() + _END_LOADING_SECONDS
         while not loading.is_done() and self.clock.monotonic() < deadline:
-            self.world.background.wait(_POLL_SECONDS)
+            self.environment.background.wait(_POLL_SECONDS)
 
-    def _generate(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+    def _generate(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
         """The loop: the engine takes rows as it has room, and gives back what finished."""
-        stopper = self.world.stopper
+        stopper = self.environment.stopper
         batches = engine.generate(stream, stopper)
         try:
             for completions in batches:
@@ -376,17 +387,17 @@ class _Worker:
                 check_parameters(self.config, completions)
                 stream.handle(completions)
                 stream.tick()
-                self._round(engine, stream, shelf)
+                self._round(engine, open_chunks)
                 if stopper.is_requested:
-                    if not shelf.is_closing:
+                    if not open_chunks.is_closing:
                         logger.info(
                             "%s; ending",
                             stopper.error,
                             extra=event("stop_requested", reason=str(stopper.error)),
                         )
-                        shelf.is_closing = True
+                        open_chunks.is_closing = True
                         # At once: whoever asked may not wait for the rows in flight.
-                        shelf.checkpoint()
+                        open_chunks.checkpoint()
                     if not stream.num_in_flight or stopper.is_set():
                         break
                 elif stream.is_complete:
@@ -394,9 +405,9 @@ class _Worker:
         finally:
             _close(batches)
         self.telemetry.engine_stats(engine.stats())
-        self.world.stopper.raise_if_requested()
+        self.environment.stopper.raise_if_requested()
 
-    def _round(self, engine: Engine, stream: RowStream, shelf: Shelf) -> None:
+    def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
         """What is due now and then: checkpoints, the record, the policy."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
@@ -404,43 +415,43 @@ class _Worker:
         rows_done = self.telemetry.rows_done
         is_due = now - since >= self.config.checkpoint_seconds
         if is_due or (every_rows is not None and rows_done - rows >= every_rows):
-            shelf.checkpoint()
+            open_chunks.checkpoint()
             self._checkpointed = (now, rows_done)
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._snapshot_at = now
             self.telemetry.engine_stats(engine.stats())
             self.telemetry.snapshot()
             check_error_rate(self.config, self.telemetry)
-        self.world.progress(self.telemetry, stream)
+        self.environment.show_progress(self.telemetry)
 
-    def _drain(self, shelf: Shelf, stream: RowStream) -> None:
+    def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
         """Publish what is still on its way."""
-        while not shelf.is_drained:
-            self.world.stopper.raise_if_requested()
+        while not open_chunks.is_drained:
+            self.environment.stopper.raise_if_requested()
             stream.tick()
-            self.world.progress(self.telemetry, stream)
-            if not shelf.is_drained:
-                self.world.background.wait(_POLL_SECONDS)
+            self.environment.show_progress(self.telemetry)
+            if not open_chunks.is_drained:
+                self.environment.background.wait(_POLL_SECONDS)
         check_error_rate(self.config, self.telemetry)
 
-    def _save(self, shelf: Shelf, *, deaths: dict[str, list[int]]) -> None:
+    def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
         """Before ending early: write down the finished rows and give the claims back, within the grace."""
-        shelf.begin_saving()
-        deadline = self.clock.monotonic() + max(5.0, self.world.stopper.seconds_left)
+        open_chunks.begin_saving()
+        deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
-            shelf.note_deaths(deaths)
-            shelf.checkpoint()
-            while shelf.is_writing and self.clock.monotonic() < deadline:
-                self.world.background.wait(_POLL_SECONDS)
-                self._save_more(shelf)
-            shelf.release_all(deadline)
+            open_chunks.note_deaths(deaths)
+            open_chunks.checkpoint()
+            while open_chunks.is_writing and self.clock.monotonic() < deadline:
+                self.environment.background.wait(_POLL_SECONDS)
+                self._save_more(open_chunks)
+            open_chunks.release_all(deadline)
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
 
-    def _save_more(self, shelf: Shelf) -> None:
+    def _save_more(self, open_chunks: OpenChunks) -> None:
         """One round of saving. What fails for one chunk keeps no other from being saved."""
         try:
-            shelf.tick(
+            open_chunks.tick(
                 rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=None, is_building=True
             )
         except Superseded:
@@ -448,7 +459,7 @@ class _Worker:
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
         # Again: a chunk whose segment was on its way has rows that came after it.
-        shelf.checkpoint()
+        open_chunks.checkpoint()
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """See outcome.make_result."""
@@ -460,12 +471,15 @@ class _Worker:
             error=error,
         )
 
-    def _raise_failures(self, shelf: Shelf) -> None:
-        if not shelf.failures:
+    def _raise_failures(self, open_chunks: OpenChunks) -> None:
+        if not open_chunks.failures:
             return
-        lines = [f"  {name}: {error.message}" for name, error in list(shelf.failures.items())[:5]]
+        lines = [
+            f"  {name}: {error.message}" for name, error in list(open_chunks.failures.items())[:5]
+        ]
         raise StorageError(
-            f"{len(shelf.failures)} chunks could not be done; all others are:\n" + "\n".join(lines),
+            f"{len(open_chunks.failures)} chunks could not be done; all others are:\n"
+            + "\n".join(lines),
             hint="mend them, then start the same command again",
         )
 

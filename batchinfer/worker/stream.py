@@ -21,10 +21,10 @@ from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Code, Prepared, PromptBuilder
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import DEATHS_BEFORE_ERROR, OpenChunk, RowState
-from batchinfer.worker.open_chunks import Shelf
-from batchinfer.worker.ordering import Lanes
-from batchinfer.worker.prefixes import PrefixWindow
-from batchinfer.worker.services import Limits, Services
+from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.open_chunks import OpenChunks
+from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
+from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -49,27 +49,30 @@ Batch = list[tuple[OpenChunk, list[Prepared]]]
 
 
 class RowStream:
-    """Implements `engines.RequestSource` over a shelf of open chunks."""
+    """Implements `engines.RequestSource` over the open chunks."""
 
     def __init__(
         self,
-        services: Services,
-        shelf: Shelf,
+        environment: Environment,
+        open_chunks: OpenChunks,
         builder: PromptBuilder,
         encoder: Encoder,
+        telemetry: Telemetry,
         limits: Limits,
         *,
         max_in_flight: int,
     ) -> None:
-        self._services = services
-        self._shelf = shelf
+        self._clock = environment.clock
+        self._background = environment.background
+        self._open_chunks = open_chunks
         self._builder = builder
         self._encoder = encoder
+        self._telemetry = telemetry
         self._limits = limits
         self._max_in_flight = max_in_flight
         self._building: Pending[Batch] | None = None
         self._num_building = 0
-        self._ready: Lanes[_Flight] = Lanes()
+        self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
         self._alone: RowKey | None = None
@@ -77,14 +80,14 @@ class RowStream:
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
         self._active_seconds = 0.0
-        self._ticked = services.clock.monotonic()
+        self._ticked = self._clock.monotonic()
         self._tokens_per_row = 0.0
 
     # -- what the engine asks
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """See engines.RequestSource. `free_slots` matters only with a prefix window."""
-        if self._shelf.is_closing:
+        if self._open_chunks.is_closing:
             return None
         self.tick()
         if not self._window.size or not free_slots:
@@ -95,23 +98,23 @@ class RowStream:
             most = min(max_requests, len(requests) + num_free)
             while self._ready and len(requests) < most and self._may_send(self._ready.head(index)):
                 flight = self._ready.pop(index)
-                if self._shelf.open.get(flight.chunk.name) is flight.chunk:
+                if self._open_chunks.open.get(flight.chunk.name) is flight.chunk:
                     requests.append(self._send(flight))
         if requests or self._in_flight or self._ready or len(self._window):
             return requests
-        if self._building is None and not self._shelf.num_unread:
+        if self._building is None and not self._open_chunks.num_unread:
             alone = self._next_alone()
             if alone is not None:
                 return [alone]
-            if not self._shelf.may_grow:
+            if not self._open_chunks.may_grow:
                 # "Never" is for good: a chunk opened after this would be held, and no engine would do it.
-                self._shelf.is_closing = True
+                self._open_chunks.is_closing = True
                 return None
         return []
 
     def wait(self, timeout_seconds: float) -> None:
         """See engines.RequestSource."""
-        self._services.background.wait(timeout_seconds)
+        self._background.wait(timeout_seconds)
         self.tick()
 
     # -- what the worker's loop calls
@@ -141,11 +144,11 @@ class RowStream:
             self._finish(name, rows)
 
     def tick(self) -> None:
-        """Collect prompts that are built, keep enough of them ready, and let the shelf do its round."""
+        """Collect prompts that are built, keep enough of them ready, and let the open chunks do their round."""
         self._collect_built()
         self._update_rate()
-        num_ahead = self._num_waiting + self._num_building + self._shelf.num_unread
-        lost = self._shelf.tick(
+        num_ahead = self._num_waiting + self._num_building + self._open_chunks.num_unread
+        lost = self._open_chunks.tick(
             rows_ahead=num_ahead,
             rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
@@ -169,7 +172,7 @@ class RowStream:
     @property
     def is_complete(self) -> bool:
         """Nothing is left that a completion could still change."""
-        return not self._in_flight and self._shelf.is_drained
+        return not self._in_flight and self._open_chunks.is_drained
 
     def rows_in_flight(self) -> dict[str, list[int]]:
         """Lines in the engine now, by chunk."""
@@ -217,7 +220,7 @@ class RowStream:
             line = self._encoder.encode(prepared, completion)
         failure = completion.failure
         if failure is not None:
-            self._services.observer.row_failed(*prepared.key, failure)
+            self._telemetry.row_failed(*prepared.key, failure)
         return FinishedRow(
             line=prepared.key[1],
             ok=failure is None,
@@ -231,21 +234,21 @@ class RowStream:
 
     def _finish(self, name: str, rows: list[FinishedRow]) -> None:
         self._num_finished += len(rows)
-        self._shelf.finish(name, rows)
+        self._open_chunks.finish(name, rows)
 
     def _build_more(self) -> None:
-        if self._building is not None or self._shelf.is_closing:
+        if self._building is not None or self._open_chunks.is_closing:
             return
         if self._window.is_full and self._num_waiting >= self._max_in_flight:
             return
         if self._num_waiting * self._tokens_per_row >= self._limits.max_waiting_tokens:
             return
-        chunks = [chunk for chunk in self._shelf.open.values() if chunk.num_unread]
+        chunks = [chunk for chunk in self._open_chunks.open.values() if chunk.num_unread]
         if not chunks:
             return
         limits, builder = self._limits, self._builder
         self._num_building = min(limits.max_build_rows, sum(chunk.num_unread for chunk in chunks))
-        self._building = self._services.background.submit(
+        self._building = self._background.submit(
             lambda: build(builder, chunks, limits.max_build_rows, limits.max_build_bytes),
             urgent=True,
         )
@@ -281,7 +284,7 @@ class RowStream:
 
     def _next_alone(self) -> Request | None:
         """The next row that may kill the engine, now that nothing else is in it."""
-        for chunk in list(self._shelf.open.values()):
+        for chunk in list(self._open_chunks.open.values()):
             for line in chunk.rows_to_run_alone():
                 chunk.state[line] = RowState.TAKEN
                 prepared = self._builder.build(
@@ -318,7 +321,7 @@ class RowStream:
 
     def _update_rate(self) -> None:
         """Keep two rates, both of the time in which rows were in the engine: the recent one, and that of all of it."""
-        now = self._services.clock.monotonic()
+        now = self._clock.monotonic()
         if self._in_flight:
             self._active_seconds += now - self._ticked
         else:

@@ -29,7 +29,7 @@ WAITING_SECONDS = 30.0
 
 
 class Telemetry:
-    """Counts on the main thread; `latest` is an immutable record for any thread. Implements services.Observer."""
+    """Counts on the main thread; `latest` is an immutable record for any thread."""
 
     def __init__(
         self, worker_id: str, clock: Clock, *, host: dict[str, Any], num_chunks: int
@@ -151,6 +151,11 @@ class Telemetry:
         """Starts, this one included, since one finished a new row."""
         return self._attempts
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the engine has not loaded yet."""
+        return self._running_since is None
+
     def engine_loading(self) -> None:
         """What there is to do is known, and the engine starts to load."""
         self._loading_since = self._clock.monotonic()
@@ -215,10 +220,10 @@ class Telemetry:
             )
         self._stats = stats
 
-    # -- Observer
+    # -- events, told on the main thread
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
-        """See services.Observer."""
+        """Count a chunk that is open now; its resumed rows are in `chunk.counts`."""
         self._open[chunk.name] = chunk
         self._has_had_a_chunk = True
         if self.latest.attempts < self._attempts:
@@ -238,7 +243,7 @@ class Telemetry:
         )
 
     def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
-        """See services.Observer."""
+        """Count a chunk that ended here as `done`, `lost` (somebody else published it) or `released`."""
         self._open.pop(chunk.name, None)
         if outcome == "done":
             self._counts["chunks_done"] += 1
@@ -263,17 +268,17 @@ class Telemetry:
         )
 
     def chunk_skipped(self, name: str) -> None:
-        """See services.Observer."""
+        """Count a chunk that turned out to be done already."""
         self._counts["chunks_skipped"] += 1
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
-        """See services.Observer."""
+        """Count rows that finished here, none of them resumed."""
         self._attempts = 0
         self._tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
-        """See services.Observer."""
+        """Count a row that becomes an error row."""
         example = self._tally.note(chunk, line, failure)
         if example is not None:
             logger.warning(

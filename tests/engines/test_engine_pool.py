@@ -24,9 +24,8 @@ from batchinfer.engines.pool import ProcessPool
 from batchinfer.prompts import PromptConfig
 from batchinfer.runs.status import StatusConfig, run_status
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.services import Limits
+from batchinfer.worker.config import Limits, WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 from making import make_job
 
@@ -166,8 +165,8 @@ def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, 
         worker_id="w0",
         limits=Limits(prefix_window=window),
     )
-    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
-    result = run_worker(config, dataclasses.replace(world, create_engine=Wounded))
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
+    result = run_worker(config, dataclasses.replace(environment, create_engine=Wounded))
     assert (result["response_count"], result["replicas"], result["replicas_lost"]) == (200, 2, 1)
     assert json.loads((tmp_path / "run/workers/w0.json").read_text())["replicas_lost"] == 1
     config = StatusConfig(run=run)

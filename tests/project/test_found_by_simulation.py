@@ -19,7 +19,7 @@ from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
-from batchinfer.worker.services import Limits
+from batchinfer.worker.config import Limits
 from fakes import marker_record, worker_record
 from simulation.oracle import RUN
 from simulation.scheduler import Process

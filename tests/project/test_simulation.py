@@ -203,7 +203,6 @@ class TestRunsTheRealWorker:
         "worker/heartbeat",
         "worker/stream",
         "worker/open_chunks",
-        "worker/checkpointing",
         "worker/outgoing",
         "worker/chunk",
         "worker/opening",
@@ -215,7 +214,7 @@ class TestRunsTheRealWorker:
         "ledger/jobs",
         "ledger/runs",
         "storage/scratch",
-        "worker/stopping",
+        "worker/background",
         "worker/telemetry",
         "core/codec",
         "core/layout",
@@ -246,9 +245,11 @@ class TestRunsTheRealWorker:
     def test_workers_are_started_by_run_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real, configs = worker_start.run_worker, []
 
-        def count(config: worker_start.WorkerConfig, world: worker_start.World) -> object:
+        def count(
+            config: worker_start.WorkerConfig, environment: worker_start.Environment
+        ) -> object:
             configs.append(config)
-            return real(config, world)
+            return real(config, environment)
 
         monkeypatch.setattr(worker_start, "run_worker", count)
         report = simulate(0)

@@ -5,7 +5,7 @@
 
 * `scheduler`: virtual time, and processes whose greenlets stand in for threads; kill, freeze.
 * `storage`: an S3 server in memory under `batchinfer.storage.s3.S3Store`'s own verbs, with faults.
-* `machine`: what `worker.start.run_worker` gets as its World: clock, background, engine, store.
+* `machine`: what `worker.start.run_worker` gets as its Environment: clock, background, engine, store.
 * `oracle`: what must hold after every write, and at the end.
 * `scenario`: what a seed stands for (job, workers, mishaps), run from its start to a finished run.
 * `cleaning`: `batchinfer clean --yes`, run beside the workers of a share of the seeds (`--clean`: of all).

@@ -24,7 +24,7 @@ from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import open_chunks, opening, schedule, stream
-from batchinfer.worker.checkpointing import Checkpointer
+from batchinfer.worker.outgoing import Checkpointer
 
 Defect = AbstractContextManager[Any]
 
@@ -175,15 +175,15 @@ def wrong_generation_rows() -> Defect:
 
 def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
-    real = open_chunks.Shelf.finish
+    real = open_chunks.OpenChunks.finish
 
-    def finish(self: open_chunks.Shelf, name: str, rows: list[FinishedRow]) -> None:
+    def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
         chunk = self.open.get(name)
         real(self, name, rows)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
             self._publish_queue.add(chunk)
 
-    return mock.patch.object(open_chunks.Shelf, "finish", finish)
+    return mock.patch.object(open_chunks.OpenChunks, "finish", finish)
 
 
 def other_configuration_let_in() -> Defect:
@@ -193,7 +193,7 @@ def other_configuration_let_in() -> Defect:
 
 def done_before_all_is_done() -> Defect:
     """A worker does not wait for its chunks that others hold."""
-    return mock.patch.object(schedule.Plan, "waiting_for", property(lambda _self: set()))
+    return mock.patch.object(schedule.Schedule, "waiting_for", property(lambda _self: set()))
 
 
 def loser_deletes_the_winner() -> Defect:
@@ -242,7 +242,7 @@ def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
     from batchinfer.worker.start import _Worker
 
-    def save(self: Any, shelf: open_chunks.Shelf, *, deaths: dict[str, list[int]]) -> None:
+    def save(self: Any, shelf: open_chunks.OpenChunks, *, deaths: dict[str, list[int]]) -> None:
         shelf.is_closing = True
         shelf.release_all(self.clock.monotonic() + 5)
 

@@ -1,4 +1,4 @@
-"""What one simulated worker process gets as its `world.World`."""
+"""What one simulated worker process gets as its `config.Environment`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
-from batchinfer.worker.background import Pending
-from batchinfer.worker.stopping import Stopper
-from batchinfer.worker.world import World
+from batchinfer.worker.background import Pending, Stopper
+from batchinfer.worker.config import Environment
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
@@ -273,7 +272,7 @@ class SimEngine:
         )
 
 
-def make_world(
+def make_environment(
     process: Process,
     network: Network,
     *,
@@ -282,7 +281,7 @@ def make_world(
     grace_seconds: float = 3.0,
     num_hands: int = 8,
     preconditions: Preconditions | None = None,
-) -> World:
+) -> Environment:
     """Everything outside of one worker. Without `preconditions` the worker probes the store itself."""
     clock = SimClock(process, skew_seconds)
     chance = process.scheduler.random
@@ -296,7 +295,7 @@ def make_world(
     def load_tokenizer(_config: EngineConfig) -> None:
         process.sleep(0.1 * chance.random())
 
-    return World(
+    return Environment(
         clock=clock,
         background=SimBackground(process, num_hands=num_hands, latency_seconds=0.01),
         open_store=open_store,
@@ -307,7 +306,7 @@ def make_world(
         check_sampling=lambda _config: None,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
         new_nonce=lambda: f"{chance.getrandbits(64):016x}",
-        progress=lambda _telemetry, _stream: None,
+        show_progress=lambda _telemetry: None,
     )
 
 

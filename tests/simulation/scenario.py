@@ -40,12 +40,11 @@ from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.services import Limits
-from batchinfer.worker.world import WorkerConfig, World
+from batchinfer.worker.config import Environment, Limits, WorkerConfig
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
-from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_world, sampling
+from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_environment, sampling
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
 from .storage import Network, Server, StillStore, Weather
@@ -74,7 +73,7 @@ class Start:
 
     slot: Slot
     process: Process
-    world: World
+    environment: Environment
     began: float
     outcome: str = ""
     stop_asked: float | None = None
@@ -432,7 +431,7 @@ class Scenario:
             )
         elif what == "stop":
             start.stop_asked = start.stop_asked or self.scheduler.now
-            start.world.stopper.request(Interrupted("stopped by the scenario"))
+            start.environment.stopper.request(Interrupted("stopped by the scenario"))
         elif start.slot.starts < 6:
             self.start(start.slot)
 
@@ -452,7 +451,7 @@ class Scenario:
         self.num_starts += 1
         plot, chance = self.plot, self.scheduler.random
         process = Process(self.scheduler, f"{slot.worker_id}#{slot.starts}")
-        world = make_world(
+        environment = make_environment(
             process,
             self.network,
             engine=lambda: SimEngine(process, plot.engine, self.oracle),
@@ -463,7 +462,7 @@ class Scenario:
             if chance.random() < 0.1
             else Preconditions(create=plot.is_safe, replace=plot.is_safe),
         )
-        start = Start(slot, process, world, self.scheduler.now)
+        start = Start(slot, process, environment, self.scheduler.now)
         config = self._worker_config(slot)
         self.live.append(start)
         process.on_exit.append(lambda: self._ended(start))
@@ -480,7 +479,7 @@ class Scenario:
     def _run_worker(self, start: Start, config: WorkerConfig) -> str:
         process = start.process
         try:
-            worker_start.run_worker(config, start.world)
+            worker_start.run_worker(config, start.environment)
         except BatchinferError as error:
             self._check_error(start, error)
             return type(error).__name__

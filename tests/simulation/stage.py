@@ -16,9 +16,9 @@ from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.storage import Preconditions
 from batchinfer.worker import start as worker_start
-from batchinfer.worker.start import WorkerConfig, World
+from batchinfer.worker.start import Environment, WorkerConfig
 
-from .machine import EngineTraits, SimClock, SimEngine, make_world, sampling
+from .machine import EngineTraits, SimClock, SimEngine, make_environment, sampling
 from .oracle import CLEANER, RUN
 from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
 from .scheduler import Process, Scheduler
@@ -48,7 +48,7 @@ class Stage:
         self.engine = EngineTraits()
         self.taken: list[RowKey] = []
         self.finished: list[RowKey] = []
-        self.world: World | None = None
+        self.environment: Environment | None = None
         lines, index = [], 0
         for part in prompts:
             lines.append([good_row(index + place, text).line for place, text in enumerate(part)])
@@ -78,13 +78,13 @@ class Stage:
         process = Process(self.scheduler, f"{worker_id}#{self.scheduler.num_events}")
         endings: list[Ending] = []
         self.network.hook, self.network.num_requests = hook, 0
-        world = make_world(
+        environment = make_environment(
             process,
             self.network,
             engine=lambda: SimEngine(process, self.engine, self),
             preconditions=Preconditions(create=self.server.is_safe, replace=self.server.is_safe),
         )
-        self.world = world
+        self.environment = environment
         config = WorkerConfig(
             **{
                 "manifests": [f"{BUCKET}job/{manifest}"],
@@ -102,7 +102,7 @@ class Stage:
 
         def main() -> None:
             try:
-                endings.append(Ending(False, None, worker_start.run_worker(config, world)))
+                endings.append(Ending(False, None, worker_start.run_worker(config, environment)))
             except BatchinferError as error:
                 endings.append(Ending(False, error, {}))
 
@@ -148,8 +148,8 @@ class Stage:
 
     def stop(self, error: BatchinferError) -> None:
         """Ask the worker that runs to stop."""
-        assert self.world is not None
-        self.world.stopper.request(error)
+        assert self.environment is not None
+        self.environment.stopper.request(error)
 
     # -- machine.Ward
 

@@ -9,7 +9,8 @@ import logging
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.config import RunAccess
 from batchinfer.worker.opening import AlreadyDone, Opener
 from fakes import marker_record
 from simulation.machine import FLAKY, sampling
@@ -193,11 +195,14 @@ def publisher(run: Store) -> Publisher:
 
 
 def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
-    made = Opener(
-        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
-    )
+    made = unjoined_opener(run, source, scratch)
     made.join("f")
     return made
+
+
+def unjoined_opener(run: Store, source: Store, scratch: Scratch) -> Opener:
+    access = SimpleNamespace(store=run, claims=None, publisher=publisher(run), scratch=scratch)
+    return Opener(cast("RunAccess", access), {"job": source}, set())
 
 
 def peak_of_opening(ref: ChunkRef, source: Store, run: Store, scratch: Scratch) -> int:
@@ -328,9 +333,7 @@ def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
         fingerprint=codec.fingerprint({}),
     )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
-    opens = Opener(
-        run=run, sources={"job": source}, claims=None, publisher=publisher(run), scratch=scratch
-    )
+    opens = unjoined_opener(run, source, scratch)
     for num_resumed in (0, 1):
         chunk = opens.open(ref, now=0.0)
         assert isinstance(chunk, OpenChunk)

@@ -17,10 +17,9 @@ from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import EchoEngine
 from batchinfer.prompts import PromptConfig
-from batchinfer.worker.prefixes import PrefixWindow, prefix_key
-from batchinfer.worker.services import Limits
+from batchinfer.worker.config import Limits, WorkerConfig, real_environment
+from batchinfer.worker.ordering import PrefixWindow, prefix_key
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 from making import make_job
 
 prompts = st.lists(st.integers(0, 3) | st.integers(0, 200_000), min_size=1, max_size=8)
@@ -127,8 +126,8 @@ def run(job: str, window: int) -> tuple[list[str], list[str]]:
         sampling=Sampling(),
         limits=Limits(prefix_window=window),
     )
-    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
-    run_worker(config, dataclasses.replace(world, create_engine=lambda _: engine))
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
+    run_worker(config, dataclasses.replace(environment, create_engine=lambda _: engine))
     paths = sorted(Path(output, "outputs").glob("*.jsonl"))
     return engine.prompts, [line for path in paths for line in path.read_text().splitlines()]
 

@@ -28,8 +28,8 @@ from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage.opening import open_store
+from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 from making import read_marker
 from samples import SCHEMAS, SEED_REQUEST
 
@@ -322,8 +322,9 @@ def run(
     source, job, out = tmp_path / "requests.jsonl", str(tmp_path / "job"), str(tmp_path / "run")
     source.write_bytes(b"".join(line + b"\n" for line in lines))
     run_split(SplitConfig(sources=[str(source)], output=job, num_chunks=1), store=open_store(job))
-    world = dataclasses.replace(
-        real_world(grace_seconds=1, progress=lambda *_: None), create_engine=lambda _: engine
+    environment = dataclasses.replace(
+        real_environment(grace_seconds=1, show_progress=lambda *_: None),
+        create_engine=lambda _: engine,
     )
     sampling = prompt.pop("sampling", Sampling())
     result = run_worker(
@@ -335,7 +336,7 @@ def run(
             sampling=sampling,
             run_seed=RUN_SEED,
         ),
-        world,
+        environment,
     )
     store = open_store(out)
     assert finished_chunks(store) == {"part-00000": 0}
@@ -577,9 +578,9 @@ def command(engine: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     from batchinfer.worker import command
 
     def shared_world(**options: Any) -> Any:
-        return dataclasses.replace(real_world(**options), create_engine=lambda _: engine)
+        return dataclasses.replace(real_environment(**options), create_engine=lambda _: engine)
 
-    monkeypatch.setattr(command, "real_world", shared_world)
+    monkeypatch.setattr(command, "real_environment", shared_world)
     monkeypatch.setattr(command, "install_signal_handlers", lambda _: None)
 
     def run_command(*arguments: str) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.open_chunks import Shelf
-from batchinfer.worker.services import Limits, Services
+from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
+from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
 
 PROMPT = PromptConfig(prompt_column="q", keep=["note"])
@@ -36,8 +37,8 @@ class AtOnce:
         pass
 
 
-class OpenChunks:
-    """A shelf on which chunks are put by hand."""
+class ChunksPutByHand:
+    """Open chunks that the test puts there by hand."""
 
     is_closing = False
     may_grow = False
@@ -69,23 +70,24 @@ class OpenChunks:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[OpenChunks]:
-    chunks = OpenChunks(tmp_path)
+def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
+    chunks = ChunksPutByHand(tmp_path)
     yield chunks
     for chunk in chunks.open.values():
         chunk.close()
 
 
 def stream_over(
-    shelf: OpenChunks, encoder: Encoder | None = None, *, prefix_window: int = 0
+    chunks: ChunksPutByHand, encoder: Encoder | None = None, *, prefix_window: int = 0
 ) -> RowStream:
-    observer = SimpleNamespace(row_failed=lambda *_: None)
-    services = SimpleNamespace(clock=FakeClock(), background=AtOnce(), observer=observer)
+    environment = SimpleNamespace(clock=FakeClock(), background=AtOnce())
+    telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
-        cast("Services", services),
-        cast("Shelf", shelf),
+        cast("Environment", environment),
+        cast("OpenChunks", chunks),
         PromptBuilder(PROMPT, Sampling(), None, None, None),
         encoder or encoder_for(PROMPT),
+        cast("Telemetry", telemetry),
         Limits(row_attempts=3, prefix_window=prefix_window),
         max_in_flight=4,
     )
@@ -100,15 +102,15 @@ def answer(request: Request) -> Completion:
     return Completion(key=request.key, choices=[Choice(index=0, text="said")])
 
 
-def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(shelf: OpenChunks) -> None:
+def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(chunks: ChunksPutByHand) -> None:
     """The engine was busy, and the second try went in among the rows of the next chunk."""
-    shelf.put("first", 2).deaths = {0: 2}
-    stream = stream_over(shelf)
+    chunks.put("first", 2).deaths = {0: 2}
+    stream = stream_over(chunks)
     [harmless] = take(stream)
     stream.handle([answer(harmless)])
     [suspect] = take(stream)
     assert (harmless.key, suspect.key) == (("first", 1), ("first", 0))
-    shelf.put("second", 2)
+    chunks.put("second", 2)
     stream.tick()
     busy = Failure(code="engine_busy", message="busy", transient=True)
     stream.handle([Completion(key=suspect.key, failure=busy)])
@@ -118,7 +120,7 @@ def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(shelf: OpenChunks
     assert [request.key for request in take(stream)] == [("second", 0), ("second", 1)]
 
 
-def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(shelf: OpenChunks) -> None:
+def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(chunks: ChunksPutByHand) -> None:
     """Reading had gone just deep enough; writing did not, and ended every worker that came to the row."""
     encoder = encoder_for(PROMPT)
 
@@ -128,22 +130,22 @@ def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(shelf: OpenChunks)
                 raise RecursionError("maximum recursion depth exceeded")
             return encoder.encode(prepared, completion)
 
-    shelf.put("first", 1)
-    stream = stream_over(shelf, Shallow())
+    chunks.put("first", 1)
+    stream = stream_over(chunks, Shallow())
     stream.handle([answer(request) for request in take(stream)])
-    [row] = shelf.finished
+    [row] = chunks.finished
     assert (row.ok, row.code) == (False, "invalid_json")
     assert not read_line(bytes(row.output)).is_ok
 
 
-def texts_for(stream: RowStream, *rooms: int) -> str:
-    return "".join(request.text or "" for request in stream.take(sum(rooms), rooms) or [])
+def texts_for(stream: RowStream, *free_slots: int) -> str:
+    return "".join(request.text or "" for request in stream.take(sum(free_slots), free_slots) or [])
 
 
-def test_with_a_window_each_replica_gets_rows_that_begin_alike(shelf: OpenChunks) -> None:
+def test_with_a_window_each_replica_gets_rows_that_begin_alike(chunks: ChunksPutByHand) -> None:
     """The sorted rows were dealt out: two replicas computed nearly every prefix of the window, eight all the more."""
-    shelf.put("first", 16, texts="abcd")
-    stream = stream_over(shelf, prefix_window=16)
+    chunks.put("first", 16, texts="abcd")
+    stream = stream_over(chunks, prefix_window=16)
     stream.tick()
     assert texts_for(stream, 2, 2) == "aacc"
     assert texts_for(stream, 0, 3) == "ccd"
@@ -152,9 +154,9 @@ def test_with_a_window_each_replica_gets_rows_that_begin_alike(shelf: OpenChunks
     assert texts_for(stream, 5) == "b", "and one that is alone now all that is left"
 
 
-def test_without_a_window_the_rooms_change_no_order(shelf: OpenChunks) -> None:
-    shelf.put("first", 8, texts="abcd")
-    stream = stream_over(shelf)
+def test_without_a_window_the_free_slots_change_no_order(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 8, texts="abcd")
+    stream = stream_over(chunks)
     stream.tick()
     assert texts_for(stream, 0, 3) == "abc"
     assert texts_for(stream, 2, 3) == "dabcd"

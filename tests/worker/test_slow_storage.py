@@ -13,8 +13,8 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage.opening import open_store
+from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 from making import make_job
 
 SEQS = 8
@@ -99,11 +99,11 @@ def run(job: str, name: str, seconds: float) -> Steps:
         sampling=Sampling(),
         checkpoint_seconds=0.5,
     )
-    world = real_world(grace_seconds=1.0, progress=lambda *_: None)
-    world = dataclasses.replace(
-        world, open_store=lambda url: Slow(url, seconds), create_engine=lambda _: engine
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
+    environment = dataclasses.replace(
+        environment, open_store=lambda url: Slow(url, seconds), create_engine=lambda _: engine
     )
-    result = run_worker(config, world)
+    result = run_worker(config, environment)
     assert result["request_count"] == ROWS
     return engine
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.core.errors import Interrupted, StopRequested
-from batchinfer.worker.stopping import Stopper, WhileLoading, install_signal_handlers
+from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
 from fakes import FakeClock
 
 

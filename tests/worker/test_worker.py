@@ -33,8 +33,8 @@ from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Object, ObjectInfo, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
+from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
-from batchinfer.worker.world import WorkerConfig, real_world
 from making import (
     ECHO,
     default_row,
@@ -259,7 +259,7 @@ class TestStoppedAndStartedAgain:
     def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(self, tmp_path: Path) -> None:
         """The last heartbeat was tried for minutes, on the main thread, whatever signals came."""
         make_job(tmp_path / "job", rows=1, per_chunk=1)
-        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+        environment = real_environment(grace_seconds=0.5, show_progress=lambda *_: None)
 
         class Away(LocalStore):
             def replace(self, key: str, data: bytes, etag: str) -> str:
@@ -276,7 +276,7 @@ class TestStoppedAndStartedAgain:
         )
         begin = time.monotonic()
         result = run_worker(
-            config, dataclasses.replace(world, open_store=lambda url: Away(Path(url)))
+            config, dataclasses.replace(environment, open_store=lambda url: Away(Path(url)))
         )
         assert result["request_count"] == 1
         assert time.monotonic() - begin < 40
@@ -326,13 +326,13 @@ class TestStoppedAndStartedAgain:
     def test_no_request_of_the_set_up_keeps_it_from_ending(
         self, job: str, verb: str, key: str
     ) -> None:
-        world = real_world(grace_seconds=0.5, progress=lambda *_: None)
+        environment = real_environment(grace_seconds=0.5, show_progress=lambda *_: None)
         silence = threading.Event()
 
         class Silent(LocalStore):
             def _wait(self, what: str, asked: str) -> None:
                 if what == verb and asked.startswith(key):
-                    world.stopper.request(Interrupted("stopped by the test"))
+                    environment.stopper.request(Interrupted("stopped by the test"))
                     silence.wait(60)
 
             def get(self, key: str) -> Object:
@@ -358,7 +358,8 @@ class TestStoppedAndStartedAgain:
         try:
             with pytest.raises(Interrupted):
                 run_worker(
-                    config, dataclasses.replace(world, open_store=lambda url: Silent(Path(url)))
+                    config,
+                    dataclasses.replace(environment, open_store=lambda url: Silent(Path(url))),
                 )
             assert time.monotonic() - begin < 30
         finally:
@@ -367,12 +368,12 @@ class TestStoppedAndStartedAgain:
 
     def test_a_record_that_is_just_being_taken_is_closed(self, job: str) -> None:
         """Who looks at the run, or starts the worker again, learns that it was stopped; it did not vanish."""
-        world = real_world(grace_seconds=20, progress=lambda *_: None)
+        environment = real_environment(grace_seconds=20, show_progress=lambda *_: None)
 
         class Slow(LocalStore):
             def create(self, key: str, data: bytes) -> str:
                 if key.startswith(layout.WORKERS):
-                    world.stopper.request(Interrupted("stopped by the test"))
+                    environment.stopper.request(Interrupted("stopped by the test"))
                     time.sleep(0.5)
                 return super().create(key, data)
 
@@ -385,7 +386,9 @@ class TestStoppedAndStartedAgain:
             worker_id="w0",
         )
         with pytest.raises(Interrupted):
-            run_worker(config, dataclasses.replace(world, open_store=lambda url: Slow(Path(url))))
+            run_worker(
+                config, dataclasses.replace(environment, open_store=lambda url: Slow(Path(url)))
+            )
         record = codec.decode(
             open_store(f"{job}/runs/a").get(layout.worker_key("w0")).data, Worker, name="w0"
         )

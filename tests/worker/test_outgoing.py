@@ -16,10 +16,11 @@ from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.memory import MemoryStore
-from batchinfer.worker import checkpointing
-from batchinfer.worker.checkpointing import Checkpointer
+from batchinfer.worker import outgoing
+from batchinfer.worker.background import Background
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.services import Services
+from batchinfer.worker.config import RunAccess
+from batchinfer.worker.outgoing import Checkpointer
 from simulation.scenario import simulate
 from simulation.stage import Stage, when
 
@@ -30,7 +31,7 @@ PROMPTS = [[f"say {index}" for index in range(40)]]
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(checkpointing, "_SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr(outgoing, "_SEGMENT_BYTES", SEGMENT_BYTES)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -107,9 +108,10 @@ def finish(chunk: OpenChunk, *lines: int) -> None:
     chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in lines])
 
 
-def services_with(hands: Hands, store: str) -> Services:
+def checkpointer_with(hands: Hands, store: MemoryStore) -> Checkpointer:
     lease = SimpleNamespace(epoch=1, writer="w0", require=lambda: None)
-    return cast("Services", SimpleNamespace(run=MemoryStore(store), lease=lease, background=hands))
+    run = cast("RunAccess", SimpleNamespace(store=store, lease=lease))
+    return Checkpointer(run, cast("Background", hands), lambda _chunk: True)
 
 
 def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
@@ -117,8 +119,8 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
 ) -> None:
     """With all hands busy it waited to be written, then its first part came back: it was begun twice."""
     hands = Hands()
-    services = services_with(hands, "memory://asked-twice")
-    checkpointer = Checkpointer(services, lambda _chunk: True)
+    store = MemoryStore("memory://asked-twice")
+    checkpointer = checkpointer_with(hands, store)
     checkpointer.fingerprint = "f"
     long = open_chunk(tmp_path, "long", 12)
     chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
@@ -130,9 +132,7 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     while checkpointer.is_busy:
         checkpointer.tick()
     assert long.checkpointed_bytes == long.spool.size_bytes
-    found = Segments(
-        services.run, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", num_lines=12
-    )
+    found = Segments(store, "long", chunk_sha256="a" * 64, fingerprint=lambda: "f", num_lines=12)
     assert [row.line for row in found.rows()] == list(range(12))
     assert found.keys == long.segment_keys
     assert len(found.keys) == 4
@@ -145,8 +145,8 @@ def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later
 ) -> None:
     """The newest came first, and each round forgot the rest: the oldest, of the slowest rows, were never written."""
     hands = Hands()
-    services = services_with(hands, "memory://in-turn")
-    checkpointer = Checkpointer(services, lambda _chunk: True)
+    store = MemoryStore("memory://in-turn")
+    checkpointer = checkpointer_with(hands, store)
     chunks = [open_chunk(tmp_path, f"chunk-{index}", 2, num_done=1) for index in range(9)]
     checkpointer.ask(chunks)
     for chunk in chunks[:4]:
@@ -154,7 +154,7 @@ def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later
     checkpointer.ask(chunks)
     while checkpointer.is_busy:
         checkpointer.tick()
-    order = [info.key.split("/")[1] for info in services.run.list(layout.CHECKPOINTS)]
+    order = [info.key.split("/")[1] for info in store.list(layout.CHECKPOINTS)]
     assert sorted(order) == sorted([c.name for c in chunks] + [c.name for c in chunks[:4]])
     assert [chunk.num_segments_written for chunk in chunks] == [2] * 4 + [1] * 5
     for chunk in chunks:
@@ -177,10 +177,10 @@ def test_the_log_counts_the_rows_that_the_segment_holds(
 ) -> None:
     """Rows that were finished while a segment was on its way were counted as safe."""
     logging.disable(logging.NOTSET)
-    lines, log = Lines(), logging.getLogger("batchinfer.worker.checkpointing")
+    lines, log = Lines(), logging.getLogger("batchinfer.worker.outgoing")
     monkeypatch.setattr(log, "handlers", [lines])
     monkeypatch.setattr(log, "level", logging.INFO)
-    checkpointer = Checkpointer(services_with(Hands(), "memory://counted"), lambda _chunk: True)
+    checkpointer = checkpointer_with(Hands(), MemoryStore("memory://counted"))
     chunk = open_chunk(tmp_path, "part", 8, num_done=2)
     checkpointer.ask([chunk])
     finish(chunk, 2, 3, 4)

@@ -1,0 +1,135 @@
+"""Everything that a worker gets as arguments: its configuration, the outside world, and its access to the run."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.records import Record, Sampling
+from batchinfer.engines import Engine, create_engine, find_engine, identify_model
+from batchinfer.engines.config import EngineConfig
+from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.publishing import Publisher
+from batchinfer.prompts import PromptConfig, Tokenizer
+from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.background import Background, Stopper, ThreadBackground
+from batchinfer.worker.telemetry import Telemetry
+
+_LONGEST_DELAY_SECONDS = 60.0
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """Bounds on memory and disk, beside the engine's own `max_in_flight`, and on attempts."""
+
+    max_open_chunks: int = 64
+    max_openings: int = 4
+    """Chunks that are being opened at the same time."""
+    max_open_bytes: int = 16 << 30
+    """Bytes of scratch disk that open chunks may use: their downloaded rows plus their finished rows."""
+    prefix_window: int = 0
+    """Rows that are sorted together by the beginnings of their prompts; 0 keeps the input order."""
+    max_build_rows: int = 512
+    """Rows whose prompts are built in one background job."""
+    max_build_bytes: int = 8 << 20
+    """Bytes of input rows whose prompts are built in one background job."""
+    max_waiting_tokens: int = 4 << 20
+    """Tokens of prompts that are built and not yet in the engine; a token takes about 36 bytes of memory here."""
+    row_attempts: int = 3
+    storage_attempts: int = 4
+    """Attempts to open or publish a chunk; more are made while there are other rows to generate."""
+    storage_retry_seconds: float = 5.0
+    """Seconds to wait after the first failure; each further wait is twice as long, up to a minute."""
+
+    def storage_delay_seconds(self, attempts: int) -> float:
+        """How long to wait after so many failures."""
+        return min(self.storage_retry_seconds * 2.0 ** max(0, attempts - 1), _LONGEST_DELAY_SECONDS)
+
+
+class WorkerConfig(Record, frozen=True, kw_only=True):
+    """The configuration of one worker. Paths may be URLs."""
+
+    manifests: list[str]
+    output: str
+    engine: EngineConfig
+    prompt: PromptConfig
+    sampling: Sampling
+    job: str | None = None
+    run_seed: int | None = 0
+    worker_id: str = ""
+    limit: int | None = None
+    allow_absolute: bool = False
+    retry_errors: bool = False
+    claims: bool = True
+    steal: bool = True
+    lease_seconds: float = 120.0
+    checkpoint_seconds: float = 30.0
+    checkpoint_rows: int | None = None
+    grace_seconds: float = 20.0
+    max_error_rate: float | None = None
+    min_errors: int = 20
+    max_attempts: int = 5
+    scratch_dir: str | None = None
+    limits: Limits = Limits()
+    host: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The outside world of one worker. Tests and the simulation supply their own."""
+
+    clock: Clock
+    background: Background
+    open_store: Callable[[str], Store]
+    probe: Callable[[Store], Preconditions]
+    create_engine: Callable[[EngineConfig], Engine]
+    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
+    identify_model: Callable[[EngineConfig], str]
+    check_sampling: Callable[[WorkerConfig], None]
+    stopper: Stopper
+    new_nonce: Callable[[], str]
+    show_progress: Callable[[Telemetry], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAccess:
+    """A worker's access to its run, made once its lease is taken."""
+
+    store: Store
+    lease: Lease
+    claims: Claims | None
+    """None where the store ignores preconditions or claims are switched off."""
+    publisher: Publisher
+    scratch: Scratch
+
+
+def real_environment(
+    *, grace_seconds: float, show_progress: Callable[[Telemetry], None]
+) -> Environment:
+    """Make the environment of a real worker: threads, the system's clock, and storage by URL."""
+    from batchinfer.engines.tokenizers import tokenizer_for
+    from batchinfer.storage.opening import open_store, probe
+
+    clock = SystemClock()
+    return Environment(
+        clock=clock,
+        background=ThreadBackground(),
+        open_store=open_store,
+        probe=probe,
+        create_engine=create_engine,
+        load_tokenizer=tokenizer_for,
+        identify_model=identify_model,
+        check_sampling=check_sampling,
+        stopper=Stopper(clock, grace_seconds=grace_seconds),
+        new_nonce=lambda: secrets.token_hex(8),
+        show_progress=show_progress,
+    )
+
+
+def check_sampling(config: WorkerConfig) -> None:
+    """Refuse sampling parameters that the engine does not know. Starts and imports nothing heavy."""
+    if config.sampling.extra:
+        find_engine(config.engine.engine).check_parameters(config.sampling.extra)
