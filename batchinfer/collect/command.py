@@ -26,7 +26,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.ledger.jobs import OpenStore, split_name
-from batchinfer.storage.hub_upload import HubDataset, parse_address
+from batchinfer.storage.hub import HubDataset, parse_address
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)

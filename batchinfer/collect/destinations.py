@@ -13,7 +13,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.storage import Store
-from batchinfer.storage.hub_upload import CARD, HubDataset
+from batchinfer.storage.hub import CARD, HubDataset
 
 logger = logging.getLogger(__name__)
 

@@ -146,7 +146,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
         _require("huggingface_hub", url, "pip install huggingface_hub")
     else:
         _require("aiohttp", url, "pip install aiohttp")
-    from batchinfer.storage.remote import ReadOnlyStore
+    from batchinfer.storage.hub import ReadOnlyStore
 
     return ReadOnlyStore(url, retries=retries)
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store, split_url
-from batchinfer.storage.remote import ReadOnlyStore
 from batchinfer.storage.s3 import S3Store
 
 

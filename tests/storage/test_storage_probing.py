@@ -6,9 +6,9 @@ import pytest
 
 from batchinfer.core.errors import AccessDenied, AlreadyExists, PreconditionFailed, StorageError
 from batchinfer.storage import Preconditions
+from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.memory import MemoryStore, forget
 from batchinfer.storage.opening import probe
-from batchinfer.storage.remote import ReadOnlyStore
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 
 URL = "memory://probing"

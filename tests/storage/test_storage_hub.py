@@ -6,15 +6,23 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from huggingface_hub import errors as client_errors
 
-from batchinfer.core.errors import AccessDenied, InputError, ObjectNotFound, StorageError
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    InputError,
+    ObjectNotFound,
+    StorageError,
+)
+from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.remote import ReadOnlyStore
-from batchinfer.storage.retrying import NotSupported, RetryPolicy
+from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 REPOSITORY = "datasets/org/name"
@@ -176,3 +184,57 @@ def test_refusal_and_outage_are_told_apart(server: Server):
     server.refusals = [500] * 99
     with pytest.raises(StorageError, match="after 3 attempts"):
         store.get("data/a.txt")
+
+
+def make_error(kind: type[Exception], status: int | None = None) -> Exception:
+    """An error of a client as it raises it, whatever its constructor takes."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "from the test")
+    if status is not None:
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (make_error(client_errors.GatedRepoError, 403), AccessDenied, "terms"),
+        (make_error(client_errors.LocalTokenNotFoundError), AccessDenied, "HF_TOKEN"),
+        (make_error(client_errors.RepositoryNotFoundError, 401), InputError, "HF_TOKEN"),
+        (make_error(client_errors.RevisionNotFoundError, 404), InputError, "branch"),
+        (make_error(client_errors.HFValidationError), InputError, ""),
+        (make_error(client_errors.OfflineModeIsEnabled), InputError, "HF_HUB_OFFLINE"),
+        (make_error(client_errors.BadRequestError, 400), InputError, ""),
+        (make_error(client_errors.LocalEntryNotFoundError), TransientError, "HF_ENDPOINT"),
+        (make_error(client_errors.RemoteEntryNotFoundError, 404), ObjectNotFound, ""),
+        (make_error(client_errors.HfHubHTTPError, 401), AccessDenied, "HF_TOKEN"),
+        (make_error(client_errors.HfHubHTTPError, 429), TransientError, "answered 429"),
+        (make_error(client_errors.HfHubHTTPError, 503), TransientError, "answered 503"),
+        (make_error(client_errors.HfHubHTTPError, 418), StorageError, ""),
+        (make_error(client_errors.HfHubHTTPError), TransientError, "again"),
+        (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
+        (FileNotFoundError("x"), ObjectNotFound, ""),
+    ],
+)
+def test_an_error_of_the_hub_is_said_in_our_words(
+    error: Exception, raised: type[BatchinferError], said: str
+) -> None:
+    with pytest.raises(raised, match=r"^the subject: ") as caught, hub_errors("the subject"):
+        raise error
+    assert type(caught.value) is raised
+    assert said in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.__cause__ is error
+
+
+def test_an_outage_behind_a_file_that_is_not_found_is_an_outage() -> None:
+    outage = FileNotFoundError("x")
+    outage.__cause__ = ConnectionError("no route")
+    with pytest.raises(TransientError), hub_errors("the subject"):
+        raise outage
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), InputError("ours")])
+def test_what_no_client_raised_passes(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, hub_errors("the subject"):
+        raise error
+    assert caught.value is error

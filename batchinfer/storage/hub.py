@@ -1,0 +1,341 @@
+"""The Hugging Face Hub and the web: a store that is only read, publishing a data set, and what their errors mean.
+
+huggingface_hub and fsspec take their time to load, so only the functions that use them import them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    StorageError,
+)
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from batchinfer.storage.scratch import scratch_errors
+
+T = TypeVar("T")
+
+CARD = "README.md"
+"""File of a data set's repository that the Hub shows as its page."""
+
+_ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
+_CLIENTS = {
+    *("aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
+    *("requests", "urllib3"),
+}
+"""Packages below which the Hub's client and fsspec send requests, each with a tree of errors of its own."""
+_ACCESS_HINT = (
+    "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
+    "a gated repository also wants its terms accepted on its page"
+)
+_NETWORK_HINT = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again"
+
+
+# --------------------------------------------------------------------------- errors
+
+
+@contextmanager
+def hub_errors(subject: str) -> Iterator[None]:
+    """Turn what the Hub's client or an HTTP client raises into one of our errors, whose message starts with `subject`.
+
+    Errors that come neither from a client nor from the network pass as they are.
+
+    Raises:
+        AccessDenied: The repository is gated, or the token is missing, refused or lacks the rights.
+        InputError: There is no such repository or revision, the name is invalid, HF_HUB_OFFLINE forbids to ask, or
+            the Hub refuses what was sent.
+        ObjectNotFound: There is no such file.
+        TransientError: The server cannot be reached, is overloaded or fails; it is a StorageError.
+        StorageError: The server answered anything else.
+    """
+    try:
+        yield
+    except BatchinferError:
+        raise
+    except Exception as error:  # four HTTP clients, no common base
+        translated = _translate(error, subject)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translate(error: Exception, subject: str) -> BatchinferError | None:
+    """Our error for a client's; None for one that is no client's."""
+    cause = error.__cause__
+    # fsspec reports an outage as FileNotFoundError too, with the truth as its cause; so does the Hub's cache.
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        return _translate(cause, subject) or ObjectNotFound(f"{subject}: no such file")
+    status = _status(error)
+    by_name = _of_hub(error, subject)
+    if by_name is not None:
+        return by_name
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return ObjectNotFound(f"{subject}: no such file")
+    if isinstance(error, PermissionError) or status in {401, 403}:
+        return AccessDenied(f"{subject}: the server refused access", hint=_ACCESS_HINT)
+    if status is None and isinstance(error, ValueError):
+        return InputError(f"{subject}: {error}")
+    if status is None and not _is_of_client(error):
+        return None
+    if status is None:
+        what = f"cannot be reached ({type(error).__name__}: {_first_line(error)})"
+        return TransientError(f"{subject}: the server {what}", hint=_NETWORK_HINT)
+    if status in {408, 429} or status >= 500:
+        return TransientError(f"{subject}: the server answered {status}", hint=_NETWORK_HINT)
+    return StorageError(f"{subject}: the server answered {status}")
+
+
+def _of_hub(error: Exception, subject: str) -> BatchinferError | None:
+    """Our error for one of the Hub's own kinds. A package that is not loaded has raised nothing."""
+    hub: Any = sys.modules.get("huggingface_hub.errors")
+    if hub is None:
+        return None
+    if isinstance(error, hub.GatedRepoError | hub.LocalTokenNotFoundError):
+        return AccessDenied(f"{subject}: needs a token with access", hint=_ACCESS_HINT)
+    if isinstance(error, hub.RepositoryNotFoundError):
+        # The Hub also answers so where the repository exists but the token may not see it.
+        return InputError(
+            f"{subject}: no such repository on the Hub, or a private one",
+            hint=f"check the name; for a private one {_ACCESS_HINT}",
+        )
+    if isinstance(error, hub.RevisionNotFoundError):
+        return InputError(
+            f"{subject}: no such revision", hint="name a branch, a tag or a commit of it"
+        )
+    if isinstance(error, hub.HFValidationError):
+        return InputError(f"{subject}: is no valid name on the Hub ({_first_line(error)})")
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return InputError(
+            f"{subject}: the Hub may not be asked, as HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE",
+        )
+    if isinstance(error, hub.LocalEntryNotFoundError):
+        return TransientError(f"{subject}: the Hub cannot be reached", hint=_NETWORK_HINT)
+    if isinstance(error, hub.BadRequestError):
+        return InputError(f"{subject}: the Hub refuses it ({_first_line(error)})")
+    return None
+
+
+def _is_of_client(error: Exception) -> bool:
+    """Whether an error without a status comes from the network or an HTTP client, and is no bug of ours."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _status(error: Exception) -> int | None:
+    """HTTP status that an error of aiohttp, requests or httpx carries."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --------------------------------------------------------------------------- reading
+
+
+class ReadOnlyStore:
+    """Objects below an ``hf://`` or ``http(s)://`` URL. Writing verbs raise AccessDenied.
+
+    Safe for threads. ``HF_TOKEN`` and ``HF_ENDPOINT`` are honoured. A web server can be read but not listed.
+
+    Args:
+        url: For example ``hf://datasets/org/name@revision``.
+        retries: How each request is repeated.
+    """
+
+    def __init__(self, url: str, *, retries: RetryPolicy | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._scheme, _, root = self.url.partition("://")
+        self._retries = retries or RetryPolicy()
+        import fsspec
+
+        self._fs = fsspec.filesystem(
+            self._scheme, use_listings_cache=False, skip_instance_cache=True
+        )
+        self._root = root if self._scheme == "hf" else self.url
+
+    def get(self, key: str) -> Object:
+        """See `Store.get`. The etag is asked for by a request of its own."""
+        etag = self.stat(key).etag
+        return Object(self._ask(key, self._fs.cat_file), etag)
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store.download`."""
+        with scratch_errors(path.parent):
+            path.write_bytes(b"")
+        self._ask(key, lambda url: self._fs.get_file(url, str(path)))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """See `Store.stat`."""
+        self._fs.invalidate_cache()
+        found = self._ask(key, self._fs.info)
+        if found.get("type") == "directory":
+            raise ObjectNotFound(f"{self.url}/{key}: no such object")
+        return _info(key, found)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`. Raises NotSupported for a web server."""
+        check_prefix(prefix)
+        if self._scheme != "hf":
+            raise NotSupported(
+                f"{self.url}: a web server cannot be listed", hint="name the files one by one"
+            )
+        self._fs.invalidate_cache()
+        found = self._retry("", partial(self._fs.find, self._root, detail=True))
+        # The Hub's file system spells the revision in its own way; the keys are what comes after the common root.
+        root = self._fs.resolve_path(self._root).unresolve().rstrip("/") + "/"
+        named = {name.removeprefix(root): info for name, info in found.items()}
+        return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])
+
+    def create(self, key: str, data: bytes) -> str:  # noqa: ARG002 - the protocol's arguments
+        """Refuse."""
+        raise self._read_only()
+
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - as create
+        """Refuse."""
+        raise self._read_only()
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:  # noqa: ARG002 - as create
+        """Refuse."""
+        raise self._read_only()
+
+    def delete(self, keys: Iterable[str]) -> None:  # noqa: ARG002 - as create
+        """Refuse."""
+        raise self._read_only()
+
+    def _read_only(self) -> AccessDenied:
+        return AccessDenied(
+            f"{self.url}: is read-only here, expected a store that can be written",
+            hint="write to a folder, s3:// or gs://",
+        )
+
+    def _ask(self, key: str, action: Callable[[str], T]) -> T:
+        url = f"{self._root}/{check_key(key)}"
+        return self._retry(key, lambda: action(url))
+
+    def _retry(self, key: str, action: Callable[[], T]) -> T:
+        def attempt() -> T:
+            with hub_errors(f"{self.url}/{key}".rstrip("/")):
+                return action()
+
+        return retried(self._retries, attempt)
+
+
+def _info(key: str, found: dict[str, Any]) -> ObjectInfo:
+    etag = found.get("ETag") or found.get("blob_id") or found.get("Last-Modified") or ""
+    commit = found.get("last_commit")
+    modified = commit.date.timestamp() if commit is not None and hasattr(commit, "date") else 0.0
+    return ObjectInfo(key, int(found.get("size") or 0), str(etag), modified)
+
+
+# --------------------------------------------------------------------------- publishing
+
+
+class Address(NamedTuple):
+    """Where to upload; `branch` empty means the main one."""
+
+    repo: str
+    branch: str
+
+
+def parse_address(url: str) -> Address:
+    """Read hf://datasets/org/name[@branch].
+
+    Raises:
+        ConfigError: it is none.
+
+    >>> parse_address("hf://datasets/org/name")
+    Address(repo='org/name', branch='')
+    """
+    match = _ADDRESS.match(url)
+    if match is None:
+        raise ConfigError(
+            f"{url}: no place for a data set on the Hub, expected hf://datasets/org/name[@branch]",
+            hint="a model's or a space's repository takes no data set, nor does a folder in one",
+        )
+    return Address(match["repo"], match["branch"] or "")
+
+
+class HubDataset:
+    """A repository on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN)."""
+
+    def __init__(self, address: Address, *, is_private: bool) -> None:
+        self._address = address
+        self._is_private = is_private
+
+    @property
+    def url(self) -> str:
+        """The address."""
+        branch = f"@{self._address.branch}" if self._address.branch else ""
+        return f"hf://datasets/{self._address.repo}{branch}"
+
+    def files(self) -> list[str]:
+        """Files that are there; [] also where there is no repository. Read-only.
+
+        Raises:
+            AccessDenied: the token is missing or refused.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        with hub_errors(self.url):
+            try:
+                return list(
+                    HfApi().list_repo_files(
+                        self._address.repo,
+                        repo_type="dataset",
+                        revision=self._address.branch or None,
+                    )
+                )
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                return []
+
+    def upload(self, folder: Path, *, message: str, delete: list[str]) -> str:
+        """Make the repository if need be and put a folder there, all in one commit.
+
+        Args:
+            folder: What to upload.
+            message: Of the commit.
+            delete: Patterns of files to remove in the same commit.
+
+        Returns:
+            The commit.
+
+        Raises:
+            AccessDenied: the token may not write there.
+            StorageError: the Hub failed.
+        """
+        from huggingface_hub import HfApi
+
+        repo, branch = self._address
+        with hub_errors(self.url):
+            api = HfApi()
+            api.create_repo(repo, repo_type="dataset", private=self._is_private, exist_ok=True)
+            if branch:
+                api.create_branch(repo, repo_type="dataset", branch=branch, exist_ok=True)
+            info = api.upload_folder(
+                repo_id=repo,
+                repo_type="dataset",
+                revision=branch or None,
+                folder_path=str(folder),
+                commit_message=message,
+                delete_patterns=delete or None,
+            )
+        return str(getattr(info, "oid", "") or "")
