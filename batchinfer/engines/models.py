@@ -12,9 +12,16 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    ConfigError,
+    EngineLoadError,
+    StorageError,
+)
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EngineConfig
+from batchinfer.storage.hub import hub_errors
 
 logger = logging.getLogger(__name__)
 
@@ -191,43 +198,22 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
     """Describe a model on the Hub at its revision, or as it lies in the cache when the Hub is out of reach."""
     import huggingface_hub as hub
     from huggingface_hub import constants
-    from huggingface_hub import errors as hub_errors
 
     subject = f"--model: {config.model}"
     if constants.HF_HUB_OFFLINE:
         return describe_in_cache(config, None)
     try:
-        info = hub.HfApi().model_info(
-            config.model, revision=config.revision, files_metadata=True, timeout=30.0
-        )
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        names = [name for name in sizes if "/" not in name]
-        check_files(subject, names, config)
-        path = None
-        if CONFIG_FILE in names:
-            path = Path(hub.hf_hub_download(config.model, CONFIG_FILE, revision=info.sha))
-    except hub_errors.GatedRepoError as error:
-        raise AccessDenied(
-            f"{subject} is gated on the Hub",
-            hint=f"accept its licence at https://huggingface.co/{config.model} and set HF_TOKEN",
-        ) from error
-    except hub_errors.RevisionNotFoundError as error:
-        raise ConfigError(
-            f"--revision: {config.revision} is no branch, tag or commit of {config.model}"
-        ) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{subject} is neither a folder on this machine nor a model on the Hub that you may see",
-            hint="check the spelling; a private model needs HF_TOKEN",
-        ) from error
-    except hub_errors.HFValidationError as error:
-        raise ConfigError(f"{subject} is no valid name for the Hub: {error}") from error
-    except (hub_errors.HfHubHTTPError, OSError) as error:
-        return describe_in_cache(config, error)
-    except Exception as error:
-        # httpx, requests and others behind the Hub's client each have a tree of their own.
-        if not is_network_error(error):
-            raise
+        with hub_errors(subject):
+            info = hub.HfApi().model_info(
+                config.model, revision=config.revision, files_metadata=True, timeout=30.0
+            )
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+            names = [name for name in sizes if "/" not in name]
+            check_files(subject, names, config)
+            path = None
+            if CONFIG_FILE in names:
+                path = Path(hub.hf_hub_download(config.model, CONFIG_FILE, revision=info.sha))
+    except (AccessDenied, StorageError) as error:
         return describe_in_cache(config, error)
     weights = weight_files({name: sizes[name] for name in names})
     return build_info(
@@ -240,30 +226,25 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
     )
 
 
-def is_network_error(error: Exception) -> bool:
-    """Whether an exception comes from one of the HTTP clients that the Hub's client may use."""
-    return type(error).__module__.split(".")[0] in {
-        *("httpx", "httpcore", "httpx2", "httpcore2", "requests", "urllib3")
-    }
-
-
-def describe_in_cache(config: EngineConfig, cause: Exception | None) -> ModelInfo:
-    """Describe a model as an earlier download left it."""
+def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> ModelInfo:
+    """Describe a model as an earlier download left it. `cause` is why the Hub was not asked or did not tell."""
     import huggingface_hub as hub
-    from huggingface_hub import errors as hub_errors
+    from huggingface_hub import errors
 
     try:
         folder = Path(
             hub.snapshot_download(config.model, revision=config.revision, local_files_only=True)
         )
-    except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
+        if isinstance(cause, AccessDenied):
+            raise cause from error
         subject = f"--model: {config.model} is not in this machine's cache and the Hub"
         if cause is None:
             raise ConfigError(
                 f"{subject} is switched off by HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE"
             ) from error
         raise EngineLoadError(
-            f"{subject} cannot be reached: {type(cause).__name__}",
+            f"{subject} cannot be reached: {cause.message}",
             hint="check the network; a model that is in the cache needs none",
         ) from error
     logger.info("%s: taken from the cache, commit %s", config.model, folder.name)

@@ -19,17 +19,20 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from batchinfer.core.codec import ZstdFile
-from batchinfer.core.errors import AccessDenied, BatchinferError, InputError, StorageError
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    InputError,
+    ObjectNotFound,
+    StorageError,
+)
+from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import fsspec_options, open_store
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 _REFUSED_STATUS = (401, 403)
-_UNREACHABLE = frozenset({"ConnectionError", "Timeout", "TransportError"})
-"""Names of what requests, httpx and the system raise where nobody answers; OfflineModeIsEnabled is one of them."""
-
-
 CONVERTED = "refs/convert/parquet"
 """The branch where the Hub keeps a data set's conversion to parquet, as <config>/<split>/<number>.parquet."""
 
@@ -208,29 +211,58 @@ def open_stream(found: FoundFile, offset: int = 0) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
     """Turn whatever fails while `url` is listed or read into one of our errors, which names it."""
+    is_web = url.startswith(("hf://", "http://", "https://"))
     try:
-        yield
+        with (
+            hub_errors(url, otherwise=_way_round(url)) if is_web else contextlib.nullcontext(),
+            _damage(url),
+        ):
+            yield
+    except ObjectNotFound as error:
+        raise InputError(f"{url}: no such file", hint="check the spelling") from error
     except BatchinferError:
         raise
     except _outside_errors() as error:
         raise _translate(url, error) from error
 
 
+def _way_round(url: str) -> str:
+    """What else to do where the Hub cannot be asked."""
+    match = _URL.match(url)
+    if match is None:
+        return ""
+    return (
+        f"where there is a network, `hf download --repo-type dataset {match['repo']} --local-dir data`, "
+        "and split that folder"
+    )
+
+
+@contextlib.contextmanager
+def _damage(url: str) -> Iterator[None]:
+    """Turn what decompressing and parsing raise into an InputError."""
+    kinds: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
+    for module, name in (("pyarrow", "ArrowException"), ("zstandard", "ZstdError")):
+        if module in sys.modules:  # a package that was not loaded has raised nothing
+            kinds.append(getattr(sys.modules[module], name))
+    try:
+        yield
+    except tuple(kinds) as error:
+        raise damaged(url, str(error)) from error
+    except OSError as error:
+        # pyarrow reports damaged pages as an OSError without a number, the system always sets one.
+        if type(error) is OSError and error.errno is None and is_local(url):
+            raise damaged(url, str(error)) from error
+        raise
+
+
 def _outside_errors() -> tuple[type[Exception], ...]:
     """What adapters raise. Packages that were not loaded cannot have raised anything."""
-    kinds: list[type[Exception]] = [OSError, EOFError, zlib.error]
+    kinds: list[type[Exception]] = [OSError]
     for module, name in (
-        ("pyarrow", "ArrowException"),
         ("botocore.exceptions", "BotoCoreError"),
         ("botocore.exceptions", "ClientError"),
-        ("zstandard", "ZstdError"),
-        ("huggingface_hub.errors", "HfHubHTTPError"),
-        ("huggingface_hub.errors", "HFValidationError"),
-        ("huggingface_hub.errors", "OfflineModeIsEnabled"),
-        ("httpx", "HTTPError"),
-        ("httpx2", "HTTPError"),
-        ("requests", "RequestException"),
         ("aiohttp", "ClientError"),
+        ("requests", "RequestException"),
         ("gcsfs.retry", "HttpError"),
     ):
         if module in sys.modules and hasattr(sys.modules[module], name):
@@ -241,55 +273,14 @@ def _outside_errors() -> tuple[type[Exception], ...]:
 def _translate(url: str, error: Exception) -> BatchinferError:
     names = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if names & {"NoCredentialsError", "PartialCredentialsError", "GatedRepoError"}:
+    is_refusal = isinstance(error, PermissionError) or status in _REFUSED_STATUS
+    if is_refusal or names & {"NoCredentialsError", "PartialCredentialsError"}:
         return _access_denied(url, error)
-    if names & {"RepositoryNotFoundError"}:  # the Hub answers 401, so as not to tell private names
-        return InputError(
-            f"{url}: no such data set on the Hub, or a private one",
-            hint="check the name; for a private or gated data set set HF_TOKEN",
-        )
-    if url.startswith("hf://") and names & _UNREACHABLE:
-        return _hub_unreachable(url, error, names)
-    if isinstance(error, PermissionError) or status in _REFUSED_STATUS:
-        return _access_denied(url, error)
-    if names & {"RevisionNotFoundError"}:
-        return InputError(
-            f"{url}: no such revision", hint="name a branch, a tag or a commit after @"
-        )
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return InputError(f"{url}: no such file, folder or bucket", hint="check the spelling")
     if isinstance(error, IsADirectoryError):
         return InputError(f"{url}: is a folder, expected a file", hint="name the files in it")
-    if names & {"HFValidationError"}:
-        return InputError(
-            f"{url}: {error}", hint="expected hf://datasets/org/name[@revision][/path]"
-        )
-    is_content = (
-        isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
-        or names & {"ArrowException", "ZstdError"}
-        # pyarrow reports damaged pages as an OSError without a number, the system always sets one.
-        or (type(error) is OSError and error.errno is None and is_local(url))
-    )
-    if is_content:
-        return damaged(url, str(error))
     return StorageError(f"{url}: cannot be read ({error})", hint="run the same command again")
-
-
-def _hub_unreachable(url: str, error: Exception, names: set[str]) -> BatchinferError:
-    """Another try may help, unless it was forbidden to ask."""
-    elsewhere = (
-        "where there is a network, `hf download --repo-type dataset "
-        f"{parse_hub_url(url).repo} --local-dir data`, and split that folder"
-    )
-    if "OfflineModeIsEnabled" in names:
-        return InputError(
-            f"{url}: the Hub may not be asked, as HF_HUB_OFFLINE is set",
-            hint=f"unset HF_HUB_OFFLINE; or {elsewhere}",
-        )
-    return StorageError(
-        f"{url}: the Hub cannot be reached ({error})",
-        hint=f"check the network, HTTPS_PROXY and HF_ENDPOINT, then run the same command again; or, {elsewhere}",
-    )
 
 
 def damaged(url: str, what: str) -> InputError:
@@ -304,7 +295,6 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
     hints = {
         "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for R2 and others AWS_ENDPOINT_URL too",
         "gs": "run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS",
-        "hf": "set HF_TOKEN to a token that may read it; for a gated data set accept its terms on the Hub first",
     }
     return AccessDenied(
         f"{url}: access refused ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})",

@@ -47,10 +47,14 @@ _NETWORK_HINT = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the sa
 
 
 @contextmanager
-def hub_errors(subject: str) -> Iterator[None]:
-    """Turn what the Hub's client or an HTTP client raises into one of our errors, whose message starts with `subject`.
+def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
+    """Turn what the Hub's client or an HTTP client raises into one of our errors.
 
     Errors that come neither from a client nor from the network pass as they are.
+
+    Args:
+        subject: What is read or written; messages start with it.
+        otherwise: What else to do where the server cannot be asked, for the hint.
 
     Raises:
         AccessDenied: The repository is gated, or the token is missing, refused or lacks the rights.
@@ -65,20 +69,21 @@ def hub_errors(subject: str) -> Iterator[None]:
     except BatchinferError:
         raise
     except Exception as error:  # four HTTP clients, no common base
-        translated = _translate(error, subject)
+        translated = _translate(error, subject, otherwise)
         if translated is None:
             raise
         raise translated from error
 
 
-def _translate(error: Exception, subject: str) -> BatchinferError | None:
+def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
     """Our error for a client's; None for one that is no client's."""
     cause = error.__cause__
     # fsspec reports an outage as FileNotFoundError too, with the truth as its cause; so does the Hub's cache.
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-        return _translate(cause, subject) or ObjectNotFound(f"{subject}: no such file")
+        return _translate(cause, subject, otherwise) or ObjectNotFound(f"{subject}: no such file")
+    retry_hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
     status = _status(error)
-    by_name = _of_hub(error, subject)
+    by_name = _of_hub(error, subject, otherwise)
     if by_name is not None:
         return by_name
     if isinstance(error, FileNotFoundError) or status == 404:
@@ -91,13 +96,13 @@ def _translate(error: Exception, subject: str) -> BatchinferError | None:
         return None
     if status is None:
         what = f"cannot be reached ({type(error).__name__}: {_first_line(error)})"
-        return TransientError(f"{subject}: the server {what}", hint=_NETWORK_HINT)
+        return TransientError(f"{subject}: {what}", hint=retry_hint)
     if status in {408, 429} or status >= 500:
-        return TransientError(f"{subject}: the server answered {status}", hint=_NETWORK_HINT)
+        return TransientError(f"{subject}: the server answered {status}", hint=retry_hint)
     return StorageError(f"{subject}: the server answered {status}")
 
 
-def _of_hub(error: Exception, subject: str) -> BatchinferError | None:
+def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
     """Our error for one of the Hub's own kinds. A package that is not loaded has raised nothing."""
     hub: Any = sys.modules.get("huggingface_hub.errors")
     if hub is None:
@@ -119,10 +124,11 @@ def _of_hub(error: Exception, subject: str) -> BatchinferError | None:
     if isinstance(error, hub.OfflineModeIsEnabled):
         return InputError(
             f"{subject}: the Hub may not be asked, as HF_HUB_OFFLINE is set",
-            hint="unset HF_HUB_OFFLINE",
+            hint="; or ".join(filter(None, ("unset HF_HUB_OFFLINE", otherwise))),
         )
     if isinstance(error, hub.LocalEntryNotFoundError):
-        return TransientError(f"{subject}: the Hub cannot be reached", hint=_NETWORK_HINT)
+        hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
+        return TransientError(f"{subject}: cannot be reached, and is not in the cache", hint=hint)
     if isinstance(error, hub.BadRequestError):
         return InputError(f"{subject}: the Hub refuses it ({_first_line(error)})")
     return None

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
-from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError
+from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError, InputError
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.gpus import (
     GIB,
@@ -226,9 +226,9 @@ def test_a_model_on_the_hub_is_known_by_its_commit_without_its_weights(fake_hub)
     ("kind", "raised"),
     [
         (hub_errors.GatedRepoError, AccessDenied),
-        (hub_errors.RepositoryNotFoundError, ConfigError),
-        (hub_errors.RevisionNotFoundError, ConfigError),
-        (hub_errors.HFValidationError, ConfigError),
+        (hub_errors.RepositoryNotFoundError, InputError),
+        (hub_errors.RevisionNotFoundError, InputError),
+        (hub_errors.HFValidationError, InputError),
         (hub_errors.HfHubHTTPError, EngineLoadError),
         (ConnectionError, EngineLoadError),
     ],

@@ -661,7 +661,7 @@ def test_a_hub_that_does_not_answer_is_said_with_a_way_round(tmp_path, offline):
         assert "may not be asked, as HF_HUB_OFFLINE is set" in done.stderr
     else:
         assert done.status == 34
-        assert "the Hub cannot be reached" in done.stderr
+        assert "cannot be reached" in done.stderr
         assert "HTTPS_PROXY" in done.stderr
     assert not (tmp_path / "job").exists()
 
@@ -701,7 +701,7 @@ def test_hub_conversion_stands_in_for_missing_parquet(hub):
 
 
 def test_hub_refusals_say_what_to_do(hub):
-    assert "no such data set" in hub.read("hf://datasets/org/nothing")["message"]
+    assert "no such repository" in hub.read("hf://datasets/org/nothing")["message"]
     assert "no such revision" in hub.read("hf://datasets/org/native@nothing")["message"]
     assert "no such file" in hub.read("hf://datasets/org/native/nothing.parquet")["message"]
     refused = hub.read("hf://datasets/org/gated")
