@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.core.errors import InputError
 from batchinfer.ledger.jobs import Assignment, ChunkRef, OpenStore
-from batchinfer.prompts import PromptConfig, RawRow
+from batchinfer.prompts import PromptConfig, RawRow, find_request_format
 from batchinfer.prompts.templates import PromptTemplate, named_template
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import read_first_rows
@@ -109,13 +109,10 @@ def _spread(length: int, count: int) -> list[int]:
 def _synthetic_row(prompt: PromptConfig, draw: random.Random, number: int) -> dict[str, Any]:
     words = max(1, round(draw.lognormvariate(0, 1) * 100))
     text = " ".join(islice(iter(lambda: draw.choice(_WORDS), None), words))
+    make_row = find_request_format(prompt.request_format).make_row
+    if make_row is not None:
+        return make_row(f"synthetic-{number}", text)
     messages = [{"role": "user", "content": text}]
-    if prompt.request_format == "completions":
-        return {"prompt": text}
-    if prompt.request_format == "openai-batch":
-        body = {"messages": messages}
-        url = "/v1/chat/completions"
-        return {"custom_id": f"synthetic-{number}", "method": "POST", "url": url, "body": body}
     if prompt.messages_column:
         return {prompt.messages_column: messages}
     if prompt.prompt_column:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from batchinfer.core.records import Record, Run
+from batchinfer.prompts import find_request_format
 
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
 _MORE_SIZES = ((10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (10**9, "100M<n<1B"))
@@ -107,8 +108,9 @@ def _making(run: Run, facts: CardFacts) -> list[tuple[str, Any]]:
 
 
 def _prompt_kind(prompt: dict[str, Any]) -> str:
-    if prompt.get("request_format", "rows") != "rows":
-        return f"requests of their own ({prompt['request_format']})"
+    request_format = find_request_format(prompt.get("request_format") or "")
+    if request_format.has_own_parameters:
+        return f"requests of their own ({request_format.name})"
     for key, text in (
         ("messages_column", "the conversation in the column"),
         ("prompt_column", "the text in the column"),

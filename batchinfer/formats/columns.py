@@ -13,6 +13,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
 from batchinfer.formats import find_format
 from batchinfer.formats.lines import OutputChoice, OutputLine
+from batchinfer.prompts import find_request_format
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
 """Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""
@@ -67,7 +68,7 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
     """
     prompt, sampling = config.get("prompt") or {}, config.get("sampling") or {}
     # Requests bring their own n, which run.json does not know.
-    may_differ = prompt.get("request_format", "rows") != "rows"
+    may_differ = find_request_format(prompt.get("request_format") or "").has_own_parameters
     has_several = may_differ or int(sampling.get("n") or 1) > 1
     output_format = find_format(prompt.get("output_format") or "")
     return Shape(

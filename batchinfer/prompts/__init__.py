@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from batchinfer.prompts.builder import PromptBuilder
+from batchinfer.prompts.builder import (
+    REQUEST_FORMATS,
+    PromptBuilder,
+    find_request_format,
+)
 from batchinfer.prompts.parameters import make_sampling
 from batchinfer.prompts.templates import NamedTemplate, list_templates
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
-    REQUEST_FORMATS,
     TRUNCATIONS,
     Code,
     Prepared,
     PromptConfig,
     RawRow,
+    RequestFormat,
     Tokenizer,
 )
 
@@ -28,7 +32,9 @@ __all__ = [
     "PromptBuilder",
     "PromptConfig",
     "RawRow",
+    "RequestFormat",
     "Tokenizer",
+    "find_request_format",
     "list_templates",
     "make_sampling",
 ]

@@ -11,25 +11,50 @@ import msgspec
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError, near
 from batchinfer.core.records import Failure, Request, RowKey, Sampling
-from batchinfer.prompts import conversation
-from batchinfer.prompts.from_columns import RowsReader
-from batchinfer.prompts.from_requests import RequestsReader
+from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
 from batchinfer.prompts.sandbox import compile_template
 from batchinfer.prompts.types import (
-    REQUEST_FORMATS,
     TRUNCATIONS,
     Code,
     Draft,
     Prepared,
     PromptConfig,
     RawRow,
+    RequestFormat,
     RowProblem,
-    RowReader,
     Tokenizer,
 )
 
+REQUEST_FORMATS: dict[str, RequestFormat] = {
+    request_format.name: request_format
+    for request_format in (
+        from_columns.ROWS,
+        from_requests.COMPLETIONS,
+        from_requests.OPENAI_BATCH,
+    )
+}
+"""Every request format by its name."""
+DEFAULT_REQUEST_FORMAT = PromptConfig().request_format
+
 _SAMPLE = [{"role": "user", "content": "Hello"}]
+
+
+def find_request_format(name: str) -> RequestFormat:
+    """Look up a request format by its name; an empty name is the default.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    found = REQUEST_FORMATS.get(name or DEFAULT_REQUEST_FORMAT)
+    if found is None:
+        raise ConfigError(
+            f"request format {name}: not known, expected one of {', '.join(REQUEST_FORMATS)}"
+            + near(name, REQUEST_FORMATS),
+            hint=f"`--request-format {DEFAULT_REQUEST_FORMAT}` is the default; "
+            "for a run of a later version upgrade batchinfer",
+        )
+    return found
 
 
 class PromptBuilder:
@@ -72,15 +97,12 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._has_prompt = config.keep_prompt or needs_prompt
-        self._reader: RowReader
-        if config.request_format == "rows":
-            eos_token = tokenizer.eos_token if tokenizer is not None else ""
-            reader = RowsReader(config, eos_token=eos_token)
-            self._reader = reader
-            if reader.is_chat:
-                self._check_chat()
-        else:
-            self._reader = RequestsReader(config, sampling)
+        eos_token = tokenizer.eos_token if tokenizer is not None else ""
+        self._reader = find_request_format(config.request_format).make_reader(
+            config, sampling, eos_token
+        )
+        if self._reader.is_chat:
+            self._check_chat()
 
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
         """Prepare rows: one result for each, in order. A bad row is a result with a failure, never a raise.
@@ -298,15 +320,11 @@ def _fail(draft: Draft, error: RowError) -> None:
 
 
 def _check_values(config: PromptConfig) -> None:
-    for option, value, known in (
-        ("--request-format", config.request_format, REQUEST_FORMATS),
-        ("--truncate-prompt", config.truncate_prompt, TRUNCATIONS),
-    ):
-        if value not in known:
-            raise ConfigError(
-                f"{option} {value}: expected one of {', '.join(known)}{near(value, known)}",
-                hint=f"pass {option} {known[0]}, which is the default",
-            )
+    if (mode := config.truncate_prompt) not in TRUNCATIONS:
+        raise ConfigError(
+            f"--truncate-prompt {mode}: expected one of {', '.join(TRUNCATIONS)}{near(mode, TRUNCATIONS)}",
+            hint=f"`--truncate-prompt {TRUNCATIONS[0]}` is the default",
+        )
     texts = {
         "--system-prompt": config.system_prompt,
         "--continue-final": config.continue_final if isinstance(config.continue_final, str) else "",

@@ -11,7 +11,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
-from batchinfer.prompts.types import Code, Draft, PromptConfig, RowProblem
+from batchinfer.prompts.types import Code, Draft, PromptConfig, RequestFormat, RowProblem
 
 _UNSET = msgspec.UNSET
 _MANY_TOKENS = 2**32
@@ -231,6 +231,13 @@ def token_ids(value: Any, subject: str) -> list[int]:
             f"{subject} holds {largest}, expected token ids below {_MANY_TOKENS}",
         )
     return value
+
+
+ROWS = RequestFormat(
+    name="rows",
+    make_reader=lambda config, _sampling, eos_token: RowsReader(config, eos_token=eos_token),
+    has_own_parameters=False,
+)
 
 
 def _turns(turns: str) -> str | int:

@@ -19,6 +19,7 @@ from batchinfer.prompts.types import (
     Draft,
     EchoView,
     PromptConfig,
+    RequestFormat,
     RowProblem,
 )
 
@@ -46,15 +47,19 @@ class RequestsReader:
     Args:
         config: Options that make prompts from columns have no place here: a ConfigError.
         sampling: The run's parameters, for what a request leaves open.
+        is_batch: Rows are lines of an OpenAI batch, which frame the request; otherwise the row is the request.
     """
 
-    def __init__(self, config: PromptConfig, sampling: Sampling) -> None:
+    is_chat = False
+    """A conversation is a request's own affair."""
+
+    def __init__(self, config: PromptConfig, sampling: Sampling, *, is_batch: bool) -> None:
         _refuse_row_options(config)
         self._config = config
         self._sampling = sampling
         self._limits = RequestLimits(max_n=config.max_n, max_logprobs=config.max_logprobs)
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
-        self._is_batch = config.request_format == "openai-batch"
+        self._is_batch = is_batch
 
     def fill(self, draft: Draft, data: bytes) -> None:
         """Read one request."""
@@ -194,6 +199,24 @@ class RequestsReader:
         draft.continue_final = options.continue_final
         draft.chat_template_kwargs = options.chat_template_kwargs
         draft.is_open_ended = options.is_open_ended
+
+
+def _batch_row(row_id: str, text: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}]}
+    return {"custom_id": row_id, "method": "POST", "url": CHAT_URL, "body": body}
+
+
+COMPLETIONS = RequestFormat(
+    name="completions",
+    make_reader=lambda config, sampling, _eos: RequestsReader(config, sampling, is_batch=False),
+    make_row=lambda _row_id, text: {"prompt": text},
+)
+OPENAI_BATCH = RequestFormat(
+    name="openai-batch",
+    make_reader=lambda config, sampling, _eos: RequestsReader(config, sampling, is_batch=True),
+    id_field="custom_id",
+    make_row=_batch_row,
+)
 
 
 def _refuse_row_options(config: PromptConfig) -> None:

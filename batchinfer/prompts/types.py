@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -11,7 +11,6 @@ import msgspec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import Failure, Record, Request, RowKey, Sampling
 
-REQUEST_FORMATS = ("rows", "completions", "openai-batch")
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 CHAT_URL = "/v1/chat/completions"
@@ -177,11 +176,32 @@ class RowProblem(RowError):
 
 
 class RowReader(Protocol):
-    """One request format: fills a draft from a line."""
+    """Reads the lines of one request format for one run."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether every row becomes a conversation, so that the run cannot do without a chat template."""
+        ...
 
     def fill(self, draft: Draft, data: bytes) -> None:
         """Raise RowProblem for a bad row; what is already in `draft` is kept."""
         ...
+
+
+class RequestFormat(Record, frozen=True, kw_only=True):
+    """One request format: what the rows of a chunk hold. `REQUEST_FORMATS` has all of them."""
+
+    name: str
+    """Value of ``--request-format``."""
+    make_reader: Callable[[PromptConfig, Sampling, str], RowReader]
+    """Makes the reader of a run from its options, its sampling parameters and the end-of-sequence text."""
+    has_own_parameters: bool = True
+    """Each row brings sampling parameters of its own, so that what the run says holds for none for certain."""
+    id_field: str = ""
+    """Field that names a row before its `_id` does; empty where there is none."""
+    make_row: Callable[[str, str], dict[str, Any]] | None = None
+    """Makes the row that asks for an answer to a text, from an id and the text; None where the columns of rows are
+    the data set's own."""
 
 
 class Tokenizer(Protocol):

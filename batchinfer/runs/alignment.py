@@ -17,7 +17,7 @@ from batchinfer.core.records import Marker, Run
 from batchinfer.formats import OutputLine, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.prompts import json_lines
+from batchinfer.prompts import find_request_format, json_lines
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
@@ -39,8 +39,9 @@ class Alignment:
         options: dict[str, Any] = prompt if isinstance(prompt, dict) else {}
         self._format = str(options.get("output_format") or "")
         columns = [str(options.get("id_column") or json_lines.ID_FIELD)]
-        if options.get("request_format") == "openai-batch":
-            columns.insert(0, "custom_id")
+        request_format = find_request_format(str(options.get("request_format") or ""))
+        if request_format.id_field:
+            columns.insert(0, request_format.id_field)
         # Only what the worker reads of every row too, so that what it could read can be read here.
         self._read_ids = json_lines.projection(columns)
         self._store = store

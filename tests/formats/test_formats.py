@@ -12,10 +12,20 @@ import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
+from batchinfer.check import command as check_command
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Choice, Completion, Failure, Sampling, TokenLogprob
 from batchinfer.formats import FORMATS, encoder_for, read_line
-from batchinfer.prompts import Code, Prepared, PromptBuilder, PromptConfig, RawRow
+from batchinfer.prompts import (
+    REQUEST_FORMATS,
+    Code,
+    Prepared,
+    PromptBuilder,
+    PromptConfig,
+    RawRow,
+)
+from batchinfer.worker import command as worker_command
+from making import make_job, run_worker_here
 from samples import SCHEMAS
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "format.md").read_text()
@@ -91,6 +101,25 @@ def test_the_docs_list_every_code_with_its_explanation():
 
 def test_the_docs_own_request_line_fits_its_schema():
     jsonschema.validate(CHAT_LINE, SCHEMAS["request-openai-batch"])
+
+
+@pytest.mark.parametrize(
+    ("option", "table"), [("output_format", FORMATS), ("request_format", REQUEST_FORMATS)]
+)
+def test_the_worker_and_check_offer_the_formats_of_the_table(option, table):
+    for module in (worker_command, check_command):
+        choices = {parameter.name: parameter.type for parameter in module.command.params}
+        assert list(choices[option].choices) == list(table)
+
+
+def test_a_worker_repeats_the_prompts_of_plain_rows_where_the_format_repeats_requests(tmp_path):
+    job, run = str(tmp_path / "job"), str(tmp_path / "run")
+    make_job(job, rows=3, per_chunk=3, make_row=lambda index: {"prompt": f"say {index}"})
+    run_worker_here(job, run, "--output-format", "completions")
+    lines = (tmp_path / "run" / "outputs" / "part-00000.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["request"] for line in lines] == [
+        {"prompt": f"say {index}"} for index in range(3)
+    ]
 
 
 def test_an_unknown_format_is_refused_with_its_nearest_match():
