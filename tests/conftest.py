@@ -65,6 +65,7 @@ SHARED = (
 FIRST = ("test_skypilot", "test_simulation", "test_chaos", "test_slow_storage")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests for `--dist loadgroup`, and put the slow ones first."""
 
