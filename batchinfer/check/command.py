@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,8 @@ import msgspec
 
 from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
 from batchinfer.check.task_file import ERROR, Problem
-from batchinfer.cli.options import (
-    behaviour_options,
-    engine_options,
-    input_options,
-    output_options,
-    prompt_options,
-    sampling_options,
-)
+from batchinfer.cli.options import SectionCommand
+from batchinfer.cli.run_options import run_options, value_of
 from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
@@ -57,10 +52,6 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
             )
             return None
 
-    seed = str(options["seed"])
-    if seed.lower() != "none" and not seed.lstrip("-").isdecimal():
-        attempt(lambda _: _raise(f"--seed: is {seed!r}, expected a whole number or none"))
-        seed = "none"
     config = CheckConfig(
         sources=list(options["sources"]),
         manifests=list(options["manifests"]),
@@ -71,7 +62,7 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
         engine=attempt(engine_config),
         prompt=attempt(prompt_config),
         sampling=attempt(sampling_config),
-        run_seed=None if seed.lower() == "none" else int(seed),
+        run_seed=attempt(partial(value_of, "seed")),
         checkpoint_seconds=options["checkpoint_seconds"],
         task_files=list(options["task_files"]),
         gpu=options["gpu"] or "",
@@ -86,10 +77,6 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
         scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
     )
     return msgspec.structs.replace(config, problems=problems)
-
-
-def _raise(message: str) -> None:
-    raise ConfigError(message)
 
 
 def tell(result: dict[str, Any]) -> None:
@@ -121,7 +108,7 @@ def tell(result: dict[str, Any]) -> None:
         click.echo(f"{problem['level']}: {problem['message']}{hint}", err=True)
 
 
-@click.command("check")
+@click.command("check", cls=SectionCommand)
 @click.argument("sources", nargs=-1)
 @click.option(
     "--yaml",
@@ -143,18 +130,19 @@ def tell(result: dict[str, Any]) -> None:
     type=click.FloatRange(0, min_open=True),
     help="Advise how many workers finish in so long.",
 )
-@click.option("--sample-rows", type=click.IntRange(1), default=200, show_default=True)
+@click.option(
+    "--sample-rows",
+    type=click.IntRange(1),
+    default=200,
+    show_default=True,
+    help="Rows to look at, from all over the data.",
+)
 @click.option(
     "--show", type=click.IntRange(0), default=3, show_default=True, help="Prompts to show in full."
 )
 @click.option("--synthetic", type=click.IntRange(1), metavar="N", help="Check with N made-up rows.")
 @price_options
-@input_options
-@engine_options
-@prompt_options
-@sampling_options
-@output_options
-@behaviour_options
+@run_options(with_look=False)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.

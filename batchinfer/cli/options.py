@@ -1,354 +1,160 @@
-"""The options of `batchinfer worker`, in the groups that its help and settings files have."""
+"""What an option of a run is: how it is spelled, which field it fills, and how a recorded value is spelled again.
+
+The options themselves are rows of a table, `batchinfer.cli.run_options`. From a row come the option of the command line
+with its help, its variable and its key in settings files, the value in the configuration, and the word in the command
+that goes on with a run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.prompts import REQUEST_FORMATS, TRUNCATIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SECTIONS = ("input", "model", "engine", "prompt", "sampling", "output", "behaviour")
+"""Sections of a run's options, in help and in settings files."""
+FIRST = "what a first run needs"
+LOOK = "a look before working"
+COMMON = "settings and logs"
+REHEARSAL = "rehearsal, with --engine echo"
+_OTHERS = "options"
+_HELP_ORDER = (_OTHERS, FIRST, *SECTIONS, LOOK, COMMON, REHEARSAL)
 
-def _group(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
 
-    return decorate
+# --------------------------------------------------------------------------- kinds of values
 
 
-input_options = _group(
-    click.option(
-        "--manifest",
-        "manifests",
-        multiple=True,
-        envvar=["BATCHINFER_WORKER_MANIFEST", "DATA_METADATA"],
-        help="Manifest to work through: path or URL; may be repeated. Default: by rank, see --job.",
-    ),
-    click.option(
-        "--job",
-        metavar="URL",
-        help="The job that manifest lines are relative to. Needed without --manifest.",
-    ),
-    click.option(
-        "--output",
-        metavar="RUN",
-        help="Where the run lies: path or URL. Default: JOB/runs/default.",
-    ),
-    click.option(
-        "--allow-absolute",
-        is_flag=True,
-        help="Take absolute paths and URLs from a remote manifest.",
-    ),
-    click.option("--limit", type=click.IntRange(1), help="Only the first N rows of the job."),
+class FromFile(NamedTuple):
+    """A text that a command takes from a file."""
+
+    text: str
+    prefix: str = ""
+    """What stands before the file's name on the command line."""
+
+
+class Kind(NamedTuple):
+    """How the values of an option are spelled."""
+
+    click: dict[str, Any]
+    """Arguments of click.Option: how the command line and its variables are parsed."""
+    read: Callable[[str, Any], Any]
+    """The value in the configuration. Takes the option's flag, for messages, and what click has parsed."""
+    write: Callable[[Any], Sequence[str | FromFile]]
+    """The way back: one word for each time that the option is given; none where it need not be given."""
+
+
+def _write_plain(value: Any) -> list[str]:
+    return [] if value in (None, "") else [str(value)]
+
+
+def _plain(kind: click.ParamType[Any] | type) -> Kind:
+    """Values that the configuration has as click parses them."""
+    return Kind({"type": kind}, lambda _flag, given: given, _write_plain)
+
+
+TEXT = _plain(str)
+WHOLE = _plain(int)
+NUMBER = _plain(float)
+FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
+FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
+
+
+def at_least(least: int) -> Kind:
+    """Whole numbers from `least` on."""
+    return _plain(click.IntRange(least))
+
+
+def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
+    """Numbers from `least` on, or above it where `is_open`, up to `most` if given."""
+    return _plain(click.FloatRange(least, most, min_open=is_open))
+
+
+def one_of(*names: str) -> Kind:
+    """One of some names."""
+    return _plain(click.Choice(names))
+
+
+def whole_or(word: str, meaning: str | None) -> Kind:
+    """A whole number, or a word that stands for `meaning`."""
+
+    def read(flag: str, given: Any) -> Any:
+        return meaning if str(given).lower() == word else _integer(flag, given, f" or {word}")
+
+    return Kind({"type": str}, read, lambda value: [word if value == meaning else str(value)])
+
+
+def _integer(flag: str, text: Any, alternative: str = "") -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{flag}: is {text!r}, expected a whole number{alternative}") from None
+
+
+def _split_commas(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _write_commas(value: Any) -> list[str]:
+    return _write_plain(",".join(map(str, value or ())))
+
+
+NAMES = Kind({"type": str}, lambda _flag, given: _split_commas(given), _write_commas)
+"""Names with commas between; a list, perhaps empty."""
+NAMES_OR_NONE = NAMES._replace(read=lambda _flag, given: _split_commas(given) or None)
+
+
+def _read_integers(flag: str, given: str | None) -> list[int] | None:
+    return [_integer(flag, part) for part in _split_commas(given)] or None
+
+
+INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
+"""Whole numbers with commas between; None for none."""
+
+
+def _read_two(flag: str, given: str | None) -> tuple[int, int] | None:
+    if not given:
+        return None
+    parts = _read_integers(flag, given) or []
+    if len(parts) != 2:
+        raise ConfigError(f"{flag} {given!r}: expected two numbers, e.g. 5,50")
+    return parts[0], parts[1]
+
+
+TWO_INTEGERS = Kind({"type": str}, _read_two, _write_commas)
+
+REPEATED = Kind(
+    {"type": str, "multiple": True},
+    lambda _flag, given: list(given or ()) or None,
+    lambda value: list(value or ()),
 )
+"""An option that may be given several times; None where it is not given."""
 
-engine_options = _group(
-    click.option(
-        "--engine",
-        default="vllm",
-        show_default=True,
-        help="vllm, or echo to rehearse without a model.",
-    ),
-    click.option("--model", default="", help="Model: a name on the Hub or a local folder."),
-    click.option(
-        "--revision",
-        help="Commit, tag or branch of the model. Default: the run's, else the latest.",
-    ),
-    click.option("--tokenizer", help="Tokenizer, where it is not the model's own."),
-    click.option("--hf-config-path", help="Where config.json lies, if not with the model."),
-    click.option(
-        "--tensor-parallel-size",
-        type=click.IntRange(1),
-        help="GPUs a replica. Default: the fewest that fit.",
-    ),
-    click.option("--pipeline-parallel-size", type=click.IntRange(1), default=1, show_default=True),
-    click.option(
-        "--replicas",
-        default="auto",
-        show_default=True,
-        help="Engine processes, or auto: as many as fit.",
-    ),
-    click.option("--gpus", help="GPUs to use, e.g. 2,5. Default: all that are visible."),
-    click.option("--dtype", default="auto", show_default=True),
-    click.option("--quantization"),
-    click.option(
-        "--max-model-len", type=click.IntRange(1), help="Longest prompt plus answer, in tokens."
-    ),
-    click.option(
-        "--max-num-seqs", type=click.IntRange(1), help="Rows that the engine runs at once."
-    ),
-    click.option(
-        "--max-num-batched-tokens",
-        type=click.IntRange(1),
-        help="Tokens that the engine takes in a step.",
-    ),
-    click.option(
-        "--gpu-memory-utilization", type=float, help="Share of GPU memory that the engine may use."
-    ),
-    click.option("--cpu-offload-gb", type=float, default=0.0, show_default=True),
-    click.option(
-        "--enforce-eager/--no-enforce-eager",
-        default=None,
-        help="Run without CUDA graphs and compilation.",
-    ),
-    click.option(
-        "--trust-remote-code",
-        is_flag=True,
-        help="Run code that comes with the model. Recorded in run.json.",
-    ),
-    click.option(
-        "--engine-arg",
-        "engine_args",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Any other vLLM engine argument.",
-    ),
-    click.option(
-        "--stall-seconds",
-        type=float,
-        default=300.0,
-        show_default=True,
-        help="Without progress for so long, the engine counts as hung.",
-    ),
-    click.option("--load-timeout-seconds", type=float, default=1800.0, show_default=True),
-    click.option(
-        "--echo-latency-seconds", type=float, default=0.0, help="echo: mean latency of a row."
-    ),
-    click.option(
-        "--echo-tokens", metavar="LEAST,MOST", help="echo: random number of answer tokens."
-    ),
-    click.option("--echo-seed", type=int, default=0),
-    click.option("--echo-load-seconds", type=float, default=0.0),
-)
 
-prompt_options = _group(
-    click.option(
-        "--request-format", type=click.Choice(REQUEST_FORMATS), default="rows", show_default=True
-    ),
-    click.option(
-        "--messages-column",
-        default="",
-        help="Column with a conversation; goes through the chat template.",
-    ),
-    click.option(
-        "--turns", default="first", show_default=True, help="first, all, or how many user turns."
-    ),
-    click.option("--prompt-column", default="", help="Column with the prompt: text or token ids."),
-    click.option(
-        "--prompt-template",
-        type=click.Path(path_type=Path),
-        help="Jinja file over the row's columns.",
-    ),
-    click.option(
-        "--template", "template_name", default="", help="A named template; `list` shows them."
-    ),
-    click.option(
-        "--as-chat",
-        is_flag=True,
-        help="Send the prompt as one user message through the chat template.",
-    ),
-    click.option("--system-prompt", default="", help="Text, or @FILE."),
-    click.option(
-        "--chat-template", default="", help="Jinja text or @FILE in place of the model's own."
-    ),
-    click.option(
-        "--chat-template-kwargs",
-        default="{}",
-        metavar="JSON",
-        help='E.g. {"enable_thinking": false}.',
-    ),
-    click.option(
-        "--continue-final",
-        default=None,
-        help="Text that every answer starts with; `row` continues the row's own last answer.",
-    ),
-    click.option(
-        "--blank-columns",
-        default="",
-        metavar="A,B",
-        help="Columns to empty before the template sees them.",
-    ),
-    click.option(
-        "--few-shot", type=click.Path(path_type=Path), help="JSON Lines file with example rows."
-    ),
-    click.option(
-        "--truncate-prompt",
-        type=click.Choice(TRUNCATIONS),
-        default="error",
-        show_default=True,
-        help="What to do with prompts longer than the model takes.",
-    ),
-)
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
-sampling_options = _group(
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(1),
-        help="Longest answer. Default: what the model has room for.",
-    ),
-    click.option("--temperature", type=float),
-    click.option("--top-p", type=float),
-    click.option("--top-k", type=int),
-    click.option("--min-p", type=float),
-    click.option("--repetition-penalty", type=float),
-    click.option("--presence-penalty", type=float),
-    click.option("--frequency-penalty", type=float),
-    click.option("--stop", multiple=True, help="Text that ends an answer; may be repeated."),
-    click.option("--stop-token-ids", metavar="A,B", help="Token ids that end an answer."),
-    click.option(
-        "--n", type=click.IntRange(1), default=1, show_default=True, help="Answers a row."
-    ),
-    click.option(
-        "--logprobs",
-        type=click.IntRange(0),
-        help="Log-probability of every token, and of so many alternatives.",
-    ),
-    click.option(
-        "--seed",
-        default="0",
-        show_default=True,
-        help="Seed of the run, or `none`: faster on a GPU, not repeatable.",
-    ),
-    click.option(
-        "--sampling",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Any other sampling parameter, by its name in vLLM or in transformers' GenerationConfig; "
-        "several with commas: top_k=20,num_return_sequences=3.",
-    ),
-)
 
-output_options = _group(
-    click.option(
-        "--output-format",
-        type=click.Choice(["native", "openai-batch", "completions"]),
-        default="native",
-        show_default=True,
-    ),
-    click.option(
-        "--keep", default="", metavar="A,B", help="Columns to repeat in the output; * for all."
-    ),
-    click.option(
-        "--id-column",
-        default="",
-        help="Column whose value is each row's _id, for chunks that split did not make.",
-    ),
-    click.option(
-        "--timing/--no-timing",
-        "has_timing",
-        default=True,
-        show_default=True,
-        help="Write each row's seconds. Without them equal answers are equal bytes.",
-    ),
-    click.option("--keep-prompt", is_flag=True, help="Repeat the prompt in the output."),
-    click.option("--strip", is_flag=True, help="Remove white space around every answer."),
-)
+def _read_object(flag: str, given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag}: expected a JSON object")
+    return value
 
-behaviour_options = _group(
-    click.option(
-        "--worker-id",
-        envvar=["BATCHINFER_WORKER_WORKER_ID"],
-        help="Stable name of this worker. Default: SkyPilot's task id and node rank, else random.",
-    ),
-    click.option(
-        "--checkpoint-seconds",
-        type=click.FloatRange(0, min_open=True),
-        default=30.0,
-        show_default=True,
-        help="Seconds between checkpoints of open chunks.",
-    ),
-    click.option(
-        "--checkpoint-rows",
-        type=click.IntRange(1),
-        help="Checkpoint also after so many finished rows.",
-    ),
-    click.option(
-        "--lease-seconds",
-        type=click.FloatRange(0, min_open=True),
-        default=120.0,
-        show_default=True,
-        help="Without a heartbeat for so long, others take a worker's chunks.",
-    ),
-    click.option(
-        "--claims/--no-claims",
-        default=True,
-        show_default=True,
-        help="Whether to agree with other workers on who does what.",
-    ),
-    click.option(
-        "--steal/--no-steal",
-        default=True,
-        show_default=True,
-        help="Help others once the own chunks are done.",
-    ),
-    click.option(
-        "--grace-seconds",
-        type=click.FloatRange(0),
-        default=20.0,
-        show_default=True,
-        help="Time to finish rows after SIGTERM or SIGINT.",
-    ),
-    click.option(
-        "--notices/--no-notices",
-        default=True,
-        show_default=True,
-        help="Ask AWS or Google for preemption notices, on their machines only.",
-    ),
-    click.option(
-        "--max-error-rate",
-        type=click.FloatRange(0, 1),
-        help="Stop (exit 3) when a larger share of rows fails.",
-    ),
-    click.option(
-        "--min-errors",
-        type=click.IntRange(1),
-        default=20,
-        show_default=True,
-        help="Errors before --max-error-rate counts.",
-    ),
-    click.option(
-        "--max-attempts",
-        type=click.IntRange(1),
-        default=5,
-        show_default=True,
-        help="Starts without a new finished row before the worker gives up (exit 3).",
-    ),
-    click.option(
-        "--retry-errors",
-        is_flag=True,
-        help="Do the error rows of a finished run again. A repair that was begun is ended first.",
-    ),
-    click.option(
-        "--scratch-dir",
-        type=click.Path(path_type=Path),
-        help="Local folder for chunks and outputs under way.",
-    ),
-    click.option(
-        "--max-open-chunks",
-        type=click.IntRange(1),
-        default=64,
-        show_default=True,
-        help="Chunks under way at once. Exceeded where chunks are so small that the engine would wait for rows.",
-    ),
-    click.option(
-        "--prefix-window",
-        type=click.IntRange(0),
-        default=0,
-        metavar="ROWS",
-        help="Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
-    ),
-)
 
-# --------------------------------------------------------------------------- values
+JSON_OBJECT = Kind({"type": str}, _read_object, lambda value: [_json(value)])
 
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
 _NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
@@ -356,7 +162,7 @@ _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
 _decode_json = json.JSONDecoder().raw_decode
 
 
-def read_pairs(option: str, arguments: Iterable[str]) -> dict[str, Any]:
+def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
     """Read NAME=VALUE pairs; an argument may hold several, with commas between. Pure.
 
     A value is JSON where it can be (commas inside belong to it), else text up to the next pair. Of equal names the
@@ -375,8 +181,8 @@ def read_pairs(option: str, arguments: Iterable[str]) -> dict[str, Any]:
             match = _NAME.match(argument, position)
             if match is None:
                 raise ConfigError(
-                    f"{option} {argument[position:]!r}: expected NAME=VALUE",
-                    hint=f"several pairs have commas between them: {option} top_k=20,min_p=0.1",
+                    f"{flag} {argument[position:]!r}: expected NAME=VALUE",
+                    hint=f"several pairs have commas between them: {flag} top_k=20,min_p=0.1",
                 )
             value, position = _read_value(argument, match.end())
             found[match[1].replace("-", "_")] = value
@@ -399,3 +205,206 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
     end, position = (after.start(), after.end()) if after else (len(text), len(text))
     word = text[start:end]
     return _WORDS.get(word.lower(), word), position
+
+
+PAIRS = Kind(
+    {"type": str, "multiple": True},
+    lambda flag, given: read_pairs(flag, given or ()),
+    lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
+)
+"""NAME=VALUE pairs, as a mapping."""
+
+
+def _read_file(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error})") from error
+
+
+def _read_text(flag: str, given: str) -> str:
+    """Return a text as it is, or the content of the file that is named after @.
+
+    Raises:
+        ConfigError: the file cannot be read, or the text is the name of a file.
+    """
+    if given.startswith("@"):
+        return _read_file(flag, Path(given[1:]))
+    with contextlib.suppress(OSError):  # too long for a name
+        if given and Path(given).is_file():
+            raise ConfigError(
+                f"{flag} {given}: is the name of a file, expected a text, or @ before the name",
+                hint=f"write {flag} @{given}",
+            )
+    return given
+
+
+def _write_text(value: str) -> Sequence[str | FromFile]:
+    return [FromFile(value, "@")] if value.startswith("@") else _write_plain(value)
+
+
+TEXT_OR_FILE = Kind({"type": str}, _read_text, _write_text)
+"""A text, or @ and the name of a file with the text."""
+
+
+def _read_template(flag: str, given: str) -> str:
+    template = _read_text(flag, given)
+    if template and "{{" not in template and "{%" not in template:
+        shown = given if len(given) <= 60 else f"{given[:59]}…"
+        raise ConfigError(
+            f"{flag} {shown}: holds neither {{{{ nor {{%, so every prompt would be the same; "
+            "expected a Jinja template",
+            hint=f"write {flag} @FILE to take it from a file",
+        )
+    return template
+
+
+TEMPLATE = TEXT_OR_FILE._replace(read=_read_template)
+
+_PATH = {"type": click.Path(path_type=Path)}
+FOLDER = Kind(_PATH, lambda _flag, given: str(given) if given else None, _write_plain)
+FILE = Kind(
+    _PATH,
+    lambda flag, given: _read_file(flag, given) if given else "",
+    lambda value: [FromFile(value)] if value else [],
+)
+"""The name of a file; the configuration has its text."""
+
+
+def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
+    lines = _read_file(flag, path).split("\n") if path else []
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
+
+
+def _write_rows(value: list[Any]) -> list[FromFile]:
+    return [FromFile("".join(f"{_json(row)}\n" for row in value))] if value else []
+
+
+FILE_OF_ROWS = Kind(_PATH, _read_rows, _write_rows)
+"""The name of a JSON Lines file; the configuration has its rows."""
+
+
+# --------------------------------------------------------------------------- an option
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table: everything about an option."""
+
+    flags: str
+    """As on the command line: ``--top-k``, or ``--steal/--no-steal``."""
+    kind: Kind
+    help: str
+    default: Any = None
+    """As a user would spell it. None: no default, or what the kind says."""
+    name: str = ""
+    """Name of click's parameter, if not that of the flag; settings files may use either."""
+    section: str = ""
+    """Where help shows it. Empty: in the section of its group."""
+    is_first: bool = False
+    """Whether help shows it among the few that a first run needs."""
+    config: str | None = None
+    """Name of the struct that has a field for it; empty: no struct has; None: that of its group."""
+    field: str = ""
+    """The struct's field, if it has another name than the parameter."""
+    recorded: str = ""
+    """Part of run.json that keeps the value, where the struct is not kept as a whole: ``config`` or ``recorded``."""
+    metavar: str | None = None
+    envvar: Sequence[str] | None = None
+    """Variables, where there are others than BATCHINFER_<COMMAND>_<OPTION>."""
+
+    @property
+    def flag(self) -> str:
+        """The spelling without its negation."""
+        return self.flags.partition("/")[0]
+
+    @property
+    def parameter(self) -> str:
+        """What click calls it."""
+        return self.name or self.flag.lstrip("-").replace("-", "_")
+
+    @property
+    def target(self) -> str:
+        """The field that it fills."""
+        return self.field or self.parameter
+
+    @property
+    def _click_default(self) -> dict[str, Any]:
+        return {} if self.default is None else {"default": self.default}
+
+    def read(self, given: Any) -> Any:
+        """Turn what click has parsed into the configuration's value. Reads the file that an option names.
+
+        Raises:
+            ConfigError: the value cannot be read.
+        """
+        return self.kind.read(self.flag, given)
+
+    def spell(self, value: Any) -> list[tuple[str, str | FromFile | None]]:
+        """Return flags that give this value of the configuration, each with its word, or None where it takes none.
+
+        Empty where the value is the default, or is spelled by leaving the option out.
+        """
+        settings = self.kind.click | self._click_default
+        if value == self.read(settings.get("default")):
+            return []
+        if settings.get("is_flag"):
+            return [(self.flag if value else self.flags.partition("/")[2], None)]
+        return [(self.flag, word) for word in self.kind.write(value)]
+
+    def decorate(self, function: F) -> F:
+        """Give a command this option."""
+        return click.option(
+            self.flags,
+            self.parameter,
+            cls=SectionOption,
+            section=FIRST if self.is_first else self.section,
+            **self.kind.click | self._click_default,
+            show_default=self.default is not None and self.default not in ("", "{}"),
+            metavar=self.metavar,
+            envvar=self.envvar,
+            help=self.help,
+        )(function)
+
+
+def group(section: str, config: str, *options: Option) -> tuple[Option, ...]:
+    """Rows that are in this section and fill fields of this struct, where they do not say otherwise."""
+    return tuple(
+        replace(
+            option,
+            section=option.section or section,
+            config=config if option.config is None else option.config,
+        )
+        for option in options
+    )
+
+
+# --------------------------------------------------------------------------- help in sections
+
+
+class SectionOption(click.Option):
+    """An option that help shows in a section."""
+
+    def __init__(self, *arguments: Any, section: str, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.section = section
+
+
+class SectionCommand(click.Command):
+    """A command whose help shows options in sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click.Command."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                rest = COMMON if parameter is self.get_help_option(ctx) else _OTHERS
+                section = parameter.section if isinstance(parameter, SectionOption) else rest
+                sections.setdefault(section, []).append(record)
+        for section in sorted(sections, key=_HELP_ORDER.index):
+            with formatter.section(section.capitalize()):
+                formatter.write_dl(sections[section])

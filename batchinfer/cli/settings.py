@@ -7,16 +7,16 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import click
 
 from batchinfer.cli.logs import set_format, set_level
+from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
 from batchinfer.core.errors import ConfigError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,6 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 """The commands, by name. The modules are imported when a command runs, so that `--help` answers at once."""
 
-SECTIONS = ("model", "engine", "prompt", "sampling", "output", "behaviour", "input")
-"""Keys of a settings file that group the options of a run."""
 RUN_COMMANDS = ("worker", "check")
 """Commands that take a run's options; for the others these sections are somebody else's."""
 
@@ -81,6 +79,8 @@ def common_options(function: F) -> F:
     for option in (
         click.option(
             "--log-level",
+            cls=SectionOption,
+            section=COMMON,
             type=click.Choice(["debug", "info", "warning", "error"]),
             default="info",
             show_default=True,
@@ -91,6 +91,8 @@ def common_options(function: F) -> F:
         ),
         click.option(
             "--log-format",
+            cls=SectionOption,
+            section=COMMON,
             type=click.Choice(["text", "json"]),
             default="text",
             show_default=True,
@@ -102,6 +104,8 @@ def common_options(function: F) -> F:
         click.option(
             "--config",
             "config_file",
+            cls=SectionOption,
+            section=COMMON,
             type=click.Path(path_type=Path),
             envvar="BATCHINFER_CONFIG",
             expose_value=False,
@@ -241,3 +245,82 @@ def _click_value(option: click.Option, value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# --------------------------------------------------------------------------- --show-config
+
+_SECRET_NAME = re.compile(
+    r"(^|[_-])(token|secret|password|passwd|credentials?|(api|access|secret)[_-]?key)$",
+    re.IGNORECASE,
+)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
+_HIDDEN = "(secret)"
+
+_ORIGINS = {
+    "COMMANDLINE": "command line",
+    "ENVIRONMENT": "environment",
+    "DEFAULT_MAP": "settings file",
+    "DEFAULT": "default",
+    "PROMPT": "command line",
+}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name must not be shown.
+
+    >>> is_secret("hf_token"), is_secret("max_tokens"), is_secret("stop_token_ids")
+    (True, False, False)
+    """
+    return _SECRET_NAME.search(name) is not None
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """The same value, with what looks like a secret taken out, however deep it lies."""
+    if isinstance(value, dict):
+        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, name) for item in value]
+    if value in (None, "", False):
+        return value
+    if is_secret(name):
+        return _HIDDEN
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
+        if equals and is_secret(key):
+            return f"{key}={_HIDDEN}"
+        return _USER_INFO.sub("", value)
+    return value
+
+
+def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]:
+    """Every option with its value and where that came from, and what follows from them. Reads no storage.
+
+    Args:
+        context: The command's, after parsing.
+        parts: The parts of the resolved configuration, by name.
+
+    Returns:
+        `options`: name to value and origin; `resolved`: the parts. Secrets are left out.
+    """
+    import msgspec
+
+    from batchinfer.core import codec
+
+    options: dict[str, dict[str, Any]] = {}
+    for parameter in context.command.params:
+        name = parameter.name
+        if not name or name not in context.params:
+            continue
+        source = context.get_parameter_source(name)
+        shown = max(parameter.opts, key=len).lstrip("-")
+        value = without_secrets(context.params[name], shown)
+        origin = _ORIGINS.get(source.name if source else "DEFAULT", "default")
+        options[shown] = {"value": value, "from": origin}
+        if origin != "default":
+            click.echo(f"{shown}: {codec.encode(value).decode()}  # {origin}", err=True)
+    defaults = sum(entry["from"] == "default" for entry in options.values())
+    click.echo(f"# and {defaults} defaults", err=True)
+    resolved = {name: without_secrets(msgspec.to_builtins(part)) for name, part in parts.items()}
+    return {"options": options, "resolved": resolved}

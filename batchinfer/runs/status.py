@@ -311,7 +311,13 @@ def _note(note: str) -> Any:
 @click.option(
     "--watch", "is_watch", is_flag=True, help="Keep showing it until it is done or Ctrl-C."
 )
-@click.option("--refresh-seconds", type=click.FloatRange(0.5), default=10.0, show_default=True)
+@click.option(
+    "--refresh-seconds",
+    type=click.FloatRange(0.5),
+    default=10.0,
+    show_default=True,
+    help="Seconds between two looks of --watch.",
+)
 @click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
 @price_options
 @common_options

@@ -1,4 +1,7 @@
-"""`batchinfer worker`: options to one frozen config, then `session.run_worker`."""
+"""`batchinfer worker`: options to one frozen config, then `start.run_worker`.
+
+What the worker itself needs is imported when it runs, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +11,73 @@ import os
 import resource
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
-from batchinfer.cli.options import (
-    behaviour_options,
-    engine_options,
-    input_options,
-    output_options,
-    prompt_options,
-    read_pairs,
-    sampling_options,
-)
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.options import SectionCommand
+from batchinfer.cli.run_options import fields_of, run_options, value_of
+from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
-from batchinfer.ledger.jobs import load_job, rank_manifests
-from batchinfer.prompts import PromptConfig, make_sampling
-from batchinfer.worker import preview
-from batchinfer.worker.background import install_signal_handlers, unless_stopped
-from batchinfer.worker.config import Limits, WorkerConfig, real_environment
-from batchinfer.worker.notices import find_service, watch
-from batchinfer.worker.progress import progress_for
-from batchinfer.worker.start import run_worker
+
+if TYPE_CHECKING:
+    from batchinfer.core.records import Sampling
+    from batchinfer.prompts import PromptConfig
+    from batchinfer.worker.config import WorkerConfig
 
 _FILES = 65_536
 
 YES, NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
-@click.command("worker")
-@input_options
-@engine_options
-@prompt_options
-@sampling_options
-@output_options
-@behaviour_options
-@preview.inspect_options
+@click.command("worker", cls=SectionCommand)
+@run_options(with_look=True)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
-    """Run a model over the chunks of a manifest.
+    """Run a model over the chunks of a job.
+
+    \b
+      batchinfer worker --job s3://my-bucket/job --output s3://my-bucket/job/runs/first \\
+          --model Qwen/Qwen3-0.6B --messages-column conversation --max-tokens 512
 
     Finished rows are checkpointed to the run, and each chunk's output is published with a .succeed marker, so this
-    command can be killed at any moment and started again, here or elsewhere.
-    """
+    command can be killed at any moment and started again, here or elsewhere. A settings file (--config) may group
+    options in the sections input to behaviour, as below.
+    """  # noqa: D301 - \b keeps click from wrapping the example
     if options["template_name"] == "list":
-        return preview.show_templates()
+        from batchinfer.worker.preview import show_templates
+
+        return show_templates()
     if options["show_config"]:
-        return preview.show_config(click.get_current_context(), _parts(options))
-    environment = dict(os.environ)
-    configure = partial(make_config, options, environment)
+        parts = {
+            "engine": engine_config(options),
+            "prompt": prompt_config(options),
+            "sampling": sampling_config(options),
+        }
+        return show_config(click.get_current_context(), parts)
     if options["preview"]:
         from batchinfer.engines.tokenizers import tokenizer_for
         from batchinfer.storage.opening import open_store
+        from batchinfer.worker.preview import run_preview
 
-        return preview.run_preview(
-            configure(), options["preview"], open_store=open_store, load_tokenizer=tokenizer_for
+        return run_preview(
+            make_config(options, dict(os.environ)),
+            options["preview"],
+            open_store=open_store,
+            load_tokenizer=tokenizer_for,
         )
+    return _work(options, dict(os.environ))
+
+
+def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+    from batchinfer.worker.background import install_signal_handlers, unless_stopped
+    from batchinfer.worker.config import real_environment
+    from batchinfer.worker.notices import find_service, watch
+    from batchinfer.worker.progress import progress_for
+    from batchinfer.worker.start import run_worker
+
     outside = real_environment(
         grace_seconds=options["grace_seconds"], show_progress=progress_for(sys.stderr)
     )
@@ -77,21 +85,13 @@ def command(**options: Any) -> dict[str, Any]:
     install_signal_handlers(outside.stopper)
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
+        configure = partial(make_config, options, variables)
         config = unless_stopped(outside.background, outside.stopper, configure)
-        service = find_service(config.host, environment) if options["notices"] else None
+        service = find_service(config.host, variables) if options["notices"] else None
         if service is not None:
             watcher = watch(service, outside.background, outside.stopper.request)
             stack.callback(watcher.cancel)
         return run_worker(config, outside)
-
-
-def _parts(options: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the configuration that options alone decide."""
-    return {
-        "engine": engine_config(options),
-        "prompt": prompt_config(options),
-        "sampling": sampling_config(options),
-    }
 
 
 def _raise_file_limit() -> None:
@@ -108,47 +108,26 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     Raises:
         ConfigError: options that cannot work, together or alone.
     """
-    manifests = list(options["manifests"])
-    job = options["job"]
-    if not manifests:
-        manifests = _manifests_by_rank(job, environment)
-    output = options["output"] or _default_output(job, manifests)
     from batchinfer.storage.opening import check_writable
+    from batchinfer.worker.config import Limits, WorkerConfig
 
+    fields = fields_of("WorkerConfig", options)
+    manifests = fields["manifests"] or _manifests_by_rank(fields["job"], environment)
+    output = fields["output"] or _default_output(fields["job"], manifests)
     check_writable(output, option="--output")
-    job = job or _job_of_run(output, manifests)
-    seed = options["seed"]
     return WorkerConfig(
-        manifests=manifests,
-        job=job,
-        output=layout.without_slash(output),
+        **{
+            **fields,
+            "manifests": manifests,
+            "job": fields["job"] or _job_of_run(output, manifests),
+            "output": layout.without_slash(output),
+            "worker_id": fields["worker_id"] or _default_worker_id(environment),
+        },
         engine=engine_config(options),
         prompt=prompt_config(options),
         sampling=sampling_config(options),
-        run_seed=None if str(seed).lower() == "none" else _integer("--seed", seed),
-        worker_id=options["worker_id"] or _default_worker_id(environment),
-        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
-        limits=Limits(
-            max_open_chunks=options["max_open_chunks"], prefix_window=options["prefix_window"]
-        ),
+        limits=Limits(**fields_of("Limits", options)),
         host=describe_host(environment),
-        **{
-            name: options[name]
-            for name in (
-                "limit",
-                "allow_absolute",
-                "retry_errors",
-                "claims",
-                "steal",
-                "lease_seconds",
-                "checkpoint_seconds",
-                "checkpoint_rows",
-                "grace_seconds",
-                "max_error_rate",
-                "min_errors",
-                "max_attempts",
-            )
-        },
     )
 
 
@@ -159,6 +138,7 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
             "no --manifest and no --job",
             hint="pass --manifest JOB/manifests/worker-00000.txt, or --job JOB to go by rank",
         )
+    from batchinfer.ledger.jobs import load_job, rank_manifests
     from batchinfer.storage.opening import open_store
 
     found = load_job(job, open_store)
@@ -167,9 +147,17 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
             f"{job}: no job.json there",
             hint=f"make the job first: batchinfer split SOURCE --output {job}",
         )
-    rank = _integer("SKYPILOT_JOB_RANK", environment.get("SKYPILOT_JOB_RANK") or "0")
-    num_ranks = _integer("SKYPILOT_NUM_JOBS", environment.get("SKYPILOT_NUM_JOBS") or "1")
+    rank = _number(environment, "SKYPILOT_JOB_RANK", "0")
+    num_ranks = _number(environment, "SKYPILOT_NUM_JOBS", "1")
     return [f"{job.rstrip('/')}/{key}" for key in rank_manifests(found[0], rank, num_ranks)]
+
+
+def _number(environment: dict[str, str], name: str, default: str) -> int:
+    text = environment.get(name) or default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: is {text!r}, expected a whole number") from None
 
 
 def _default_output(job: str | None, manifests: list[str]) -> str:
@@ -189,6 +177,7 @@ def _job_of_run(output: str, manifests: list[str]) -> str | None:
     job = layout.job_above(output)
     if not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
         return None
+    from batchinfer.ledger.jobs import load_job
     from batchinfer.storage.opening import open_store
 
     return job if load_job(job, open_store) is not None else None
@@ -234,122 +223,18 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """The engine's part of the options."""
-    replicas = options["replicas"]
-    tokens = options["echo_tokens"]
-    # The run's seed is each request's; the engine's own stays at its default.
-    names = {field.name for field in msgspec.structs.fields(EngineConfig)} - {"seed"}
-    return EngineConfig(
-        **{
-            **{name: value for name, value in options.items() if name in names},
-            "replicas": replicas if replicas == "auto" else _integer("--replicas", replicas),
-            "gpus": _comma_list(options["gpus"]) or None,
-            "engine_args": read_pairs("--engine-arg", options["engine_args"]),
-            "echo_tokens": _pair("--echo-tokens", tokens) if tokens else None,
-        }
-    )
+    return EngineConfig(**fields_of("EngineConfig", options))
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
     """The part that makes prompts of rows. Reads the files that options name."""
-    continued = options["continue_final"]
-    try:
-        template_kwargs = json.loads(options["chat_template_kwargs"])
-    except ValueError as error:
-        raise ConfigError(f"--chat-template-kwargs: not JSON ({error})") from error
-    if not isinstance(template_kwargs, dict):
-        raise ConfigError("--chat-template-kwargs: expected a JSON object")
-    return PromptConfig(
-        request_format=options["request_format"],
-        messages_column=options["messages_column"],
-        turns=str(options["turns"]),
-        prompt_column=options["prompt_column"],
-        prompt_template=_read(options["prompt_template"], "--prompt-template")
-        if options["prompt_template"]
-        else "",
-        template_name=options["template_name"],
-        as_chat=options["as_chat"],
-        system_prompt=_text_or_file(options["system_prompt"], "--system-prompt"),
-        chat_template=_chat_template(options["chat_template"]),
-        chat_template_kwargs=template_kwargs,
-        continue_final=True if continued == "row" else continued or False,
-        blank_columns=_comma_list(options["blank_columns"]),
-        few_shot=_read_rows(options["few_shot"]) if options["few_shot"] else [],
-        truncate_prompt=options["truncate_prompt"],
-        keep=_comma_list(options["keep"]),
-        keep_prompt=options["keep_prompt"],
-        id_column=options["id_column"],
-        has_timing=options["has_timing"],
-        strip=options["strip"],
-        output_format=options["output_format"],
-    )
+    from batchinfer.prompts import PromptConfig
+
+    return PromptConfig(**fields_of("PromptConfig", options))
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
     """The sampling parameters of the run."""
-    given = {name: value for name, value in options.items() if name != "sampling"}
-    given["stop"] = list(options["stop"]) or None
-    given["stop_token_ids"] = [
-        _integer("--stop-token-ids", part) for part in _comma_list(options["stop_token_ids"])
-    ] or None
-    return make_sampling(given, read_pairs("--sampling", options["sampling"]))
+    from batchinfer.prompts import make_sampling
 
-
-def _comma_list(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _pair(option: str, text: str) -> tuple[int, int]:
-    parts = _comma_list(text)
-    if len(parts) != 2:
-        raise ConfigError(f"{option} {text!r}: expected two numbers, e.g. 5,50")
-    return _integer(option, parts[0]), _integer(option, parts[1])
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name}: is {value!r}, expected a whole number") from None
-
-
-def _text_or_file(text: str, option: str) -> str:
-    """A text as it is, or the one that lies in the file after @.
-
-    Raises:
-        ConfigError: the file cannot be read, or the text is the name of one.
-    """
-    if text.startswith("@"):
-        return _read(Path(text[1:]), option)
-    with contextlib.suppress(OSError):  # too long for a name
-        if text and Path(text).is_file():
-            raise ConfigError(
-                f"{option} {text}: is the name of a file, expected a text, or @ before the name",
-                hint=f"write {option} @{text}",
-            )
-    return text
-
-
-def _chat_template(text: str) -> str:
-    template = _text_or_file(text, "--chat-template")
-    if template and "{{" not in template and "{%" not in template:
-        shown = text if len(text) <= 60 else f"{text[:59]}…"
-        raise ConfigError(
-            f"--chat-template {shown}: holds neither {{{{ nor {{%, so every prompt would be the same; "
-            "expected a Jinja template",
-            hint="write --chat-template @FILE to take it from a file",
-        )
-    return template
-
-
-def _read(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path}: cannot be read ({error})") from error
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in _read(path, "--few-shot").split("\n") if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"--few-shot {path}: not JSON Lines ({error})") from error
+    return make_sampling(fields_of("Sampling", options), value_of("sampling", options))

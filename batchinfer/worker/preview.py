@@ -1,12 +1,11 @@
-"""What a worker would do, without an engine: its resolved options, its first prompts, the named templates."""
+"""What a worker would do, without an engine: its first prompts, and the named templates."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -28,42 +27,7 @@ from batchinfer.prompts import (
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.config import WorkerConfig
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_SECRET_NAME = re.compile(
-    r"(^|[_-])(token|secret|password|passwd|credentials?|(api|access|secret)[_-]?key)$",
-    re.IGNORECASE,
-)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
-_HIDDEN = "(secret)"
 _SHOWN_CHARACTERS = 2000
-
-_ORIGINS = {
-    "COMMANDLINE": "command line",
-    "ENVIRONMENT": "environment",
-    "DEFAULT_MAP": "settings file",
-    "DEFAULT": "default",
-    "PROMPT": "command line",
-}
-
-
-def inspect_options(function: F) -> F:
-    """Options that make a worker show something instead of working."""
-    for option in (
-        click.option(
-            "--preview",
-            type=click.IntRange(1),
-            metavar="N",
-            help="Render the first N prompts with their token counts and stop; loads no engine.",
-        ),
-        click.option(
-            "--show-config",
-            is_flag=True,
-            help="Show every option, where its value comes from, and stop; reads no storage.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 # --------------------------------------------------------------------------- --template list
@@ -75,66 +39,6 @@ def show_templates() -> dict[str, Any]:
     for template in templates:
         click.echo(f"{template.name}: {template.description}", err=True)
     return {"templates": [template.name for template in templates]}
-
-
-# --------------------------------------------------------------------------- --show-config
-
-
-def is_secret(name: str) -> bool:
-    """Whether a setting of this name must not be shown.
-
-    >>> is_secret("hf_token"), is_secret("max_tokens"), is_secret("stop_token_ids")
-    (True, False, False)
-    """
-    return _SECRET_NAME.search(name) is not None
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """The same value, with what looks like a secret taken out, however deep it lies."""
-    if isinstance(value, dict):
-        return {key: without_secrets(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(item, name) for item in value]
-    if value in (None, "", False):
-        return value
-    if is_secret(name):
-        return _HIDDEN
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, str):
-        key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
-        if equals and is_secret(key):
-            return f"{key}={_HIDDEN}"
-        return _USER_INFO.sub("", value)
-    return value
-
-
-def show_config(context: click.Context, parts: dict[str, Record | int | None]) -> dict[str, Any]:
-    """Every option with its value and where that came from, and what follows from them. Reads no storage.
-
-    Args:
-        context: The command's, after parsing.
-        parts: The parts of the resolved configuration, by name.
-
-    Returns:
-        `options`: name to value and origin; `resolved`: the parts. Secrets are left out.
-    """
-    options: dict[str, dict[str, Any]] = {}
-    for parameter in context.command.params:
-        name = parameter.name
-        if not name or name not in context.params:
-            continue
-        source = context.get_parameter_source(name)
-        shown = max(parameter.opts, key=len).lstrip("-")
-        value = without_secrets(context.params[name], shown)
-        origin = _ORIGINS.get(source.name if source else "DEFAULT", "default")
-        options[shown] = {"value": value, "from": origin}
-        if origin != "default":
-            click.echo(f"{shown}: {codec.encode(value).decode()}  # {origin}", err=True)
-    defaults = sum(entry["from"] == "default" for entry in options.values())
-    click.echo(f"# and {defaults} defaults", err=True)
-    resolved = {name: without_secrets(msgspec.to_builtins(part)) for name, part in parts.items()}
-    return {"options": options, "resolved": resolved}
 
 
 # --------------------------------------------------------------------------- --preview

@@ -1,11 +1,169 @@
-"""How the worker's options are spelled, read and written."""
+"""The table of a run's options: each fills a field that exists, and is written back as it was read."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
 import pytest
 
-from batchinfer.cli.options import read_pairs
+from batchinfer.cli.main import group
+from batchinfer.cli.options import FromFile, Option, read_pairs
+from batchinfer.cli.run_options import OPTIONS
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Sampling
+from batchinfer.engines.config import EngineConfig
+from batchinfer.formats import FORMATS
+from batchinfer.prompts import REQUEST_FORMATS, TRUNCATIONS, PromptConfig
+from batchinfer.worker.config import Limits, WorkerConfig
+
+STRUCTS = {
+    struct.__name__: struct
+    for struct in (EngineConfig, Limits, PromptConfig, Sampling, WorkerConfig)
+}
+BY_NAME = {option.parameter: option for option in OPTIONS}
+FROM_ELSEWHERE = ("manifests", "output", "worker_id")
+"""Without these options the worker finds out by itself."""
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
+def test_an_option_fills_a_field_and_has_its_default(option: Option) -> None:
+    if not option.config:
+        return
+    fields = {field.name: field for field in msgspec.structs.fields(STRUCTS[option.config])}
+    assert option.target in fields
+    if option.parameter not in FROM_ELSEWHERE:
+        field = fields[option.target]
+        factory = field.default_factory
+        default = field.default if factory is msgspec.NODEFAULT else factory()
+        assert option.read(parsed(option)[0]) == default
+
+
+def parsed(option: Option, *words: str) -> list[Any]:
+    """What click makes of these words, as a list of one."""
+
+    @click.command
+    @option.decorate
+    def command(**options: Any) -> list[Any]:
+        return list(options.values())
+
+    found: list[Any] = command.main(words, standalone_mode=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("request_format", tuple(REQUEST_FORMATS)),
+        ("truncate_prompt", tuple(TRUNCATIONS)),
+        ("output_format", tuple(FORMATS)),
+    ],
+)
+def test_the_choices_are_those_that_the_rooms_above_know(
+    name: str, choices: tuple[str, ...]
+) -> None:
+    kind = BY_NAME[name].kind.click["type"]
+    assert isinstance(kind, click.Choice)
+    assert tuple(kind.choices) == choices
+
+
+HARD = "it's \"so\" $HOME `x`\nsecond, 'line' \N{SNOWMAN} "
+VALUES: list[tuple[str, Any]] = [
+    ("limit", 3),
+    ("replicas", "auto"),
+    ("replicas", 2),
+    ("run_seed", None),
+    ("run_seed", 0),
+    ("run_seed", -7),
+    ("gpus", ["0", "GPU-1"]),
+    ("gpus", None),
+    ("quantization", None),
+    ("engine_args", {"load_format": "x", "a": {"b": [1, None, True, "x,y=z"]}}),
+    ("echo_tokens", (1, 5)),
+    ("prompt_template", HARD),
+    ("as_chat", True),
+    ("has_timing", False),
+    ("has_timing", True),
+    ("enforce_eager", None),
+    ("enforce_eager", False),
+    ("system_prompt", HARD),
+    ("system_prompt", f"@{HARD}"),
+    ("chat_template", "{{ messages }}"),
+    ("chat_template_kwargs", {"a": [HARD]}),
+    ("continue_final", True),
+    ("continue_final", "Answer:"),
+    ("continue_final", False),
+    ("blank_columns", ["a", "b"]),
+    ("few_shot", [{"a": HARD}, {"a": 1.5}]),
+    ("stop", [HARD, "", "-"]),
+    ("stop", None),
+    ("stop_token_ids", [1, 2]),
+    ("top_k", -1),
+    ("temperature", 0.0),
+    ("sampling", {"bad_words": ["a,b=c"], "min_tokens": 2}),
+]
+
+
+@pytest.mark.parametrize(("target", "value"), VALUES)
+def test_a_value_is_spelled_as_it_is_read(target: str, value: Any, tmp_path: Path) -> None:
+    (option,) = (option for option in OPTIONS if option.target == target)
+    words: list[str] = []
+    for flag, word in option.spell(value):
+        words.append(flag)
+        if isinstance(word, FromFile):
+            (tmp_path / "file").write_text(word.text)
+            words.append(f"{word.prefix}{tmp_path}/file")
+        elif word is not None:
+            words.append(word)
+    assert option.read(parsed(option, *words)[0]) == value
+
+
+def help_of(name: str) -> str:
+    context = click.Context(group, info_name="batchinfer")
+    command = group.get_command(context, name)
+    assert command is not None
+    return command.get_help(click.Context(command, info_name=name, parent=context))
+
+
+@pytest.mark.parametrize("name", group.list_commands(click.Context(group)))
+def test_every_option_has_a_help_text(name: str) -> None:
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert [option.opts[0] for option in options if not option.help] == []
+
+
+def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> None:
+    text = help_of("worker")
+    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert headings == [
+        "What a first run needs",
+        "Input",
+        "Model",
+        "Engine",
+        "Prompt",
+        "Sampling",
+        "Output",
+        "Behaviour",
+        "A look before working",
+        "Settings and logs",
+        "Rehearsal, with --engine echo",
+    ]
+    first = text.partition("What a first run needs:")[2].partition("Input:")[0]
+    flags = re.findall(r"^  (--[\w-]+)", first, re.MULTILINE)
+    assert flags == ["--job", "--output", "--model", "--messages-column", "--max-tokens"]
+    assert all(flag in text.partition("Finished rows")[0] for flag in flags), "the example"
+    assert len(re.findall(r"^  (?:-h, )?--", text, re.MULTILINE)) == len(OPTIONS) + 4
+
+
+def test_help_of_check_begins_with_its_own_options() -> None:
+    text = help_of("check")
+    own = text.partition("\nOptions:")[2].partition("What a first run needs:")[0]
+    assert {"--yaml", "--price-per-hour"} <= set(re.findall(r"--[\w-]+", own))
+    assert "--show-config" not in text
 
 
 @pytest.mark.parametrize(

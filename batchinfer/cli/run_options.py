@@ -1,0 +1,489 @@
+"""The options of a run, one row each: `batchinfer worker` and `batchinfer check` have them.
+
+To add an option, add a row here and the field that it fills. Rows are in the order in which --show-config shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from batchinfer.cli.options import (
+    FILE,
+    FILE_OF_ROWS,
+    FLAG,
+    FLAG_OR_UNSET,
+    FOLDER,
+    INTEGERS,
+    JSON_OBJECT,
+    LOOK,
+    NAMES,
+    NAMES_OR_NONE,
+    NUMBER,
+    PAIRS,
+    REHEARSAL,
+    REPEATED,
+    TEMPLATE,
+    TEXT,
+    TEXT_OR_FILE,
+    TWO_INTEGERS,
+    WHOLE,
+    F,
+    Kind,
+    Option,
+    at_least,
+    group,
+    number_from,
+    one_of,
+    whole_or,
+)
+
+_CONTINUED = Kind(
+    {"type": str},
+    lambda _flag, given: True if given == "row" else given or False,
+    lambda value: ["row"] if value is True else [value] if value else [],
+)
+
+OPTIONS: tuple[Option, ...] = (
+    *group(
+        "input",
+        "WorkerConfig",
+        Option(
+            "--manifest",
+            REPEATED,
+            "Manifest to work through: path or URL; may be repeated. Default: by rank, see --job.",
+            name="manifests",
+            envvar=["BATCHINFER_WORKER_MANIFEST", "DATA_METADATA"],
+        ),
+        Option(
+            "--job",
+            TEXT,
+            "The job that `batchinfer split` wrote: path or URL. Needed without --manifest, whose lines are relative "
+            "to it.",
+            metavar="URL",
+            is_first=True,
+        ),
+        Option(
+            "--output",
+            TEXT,
+            "Where the run lies: path or URL. Default: JOB/runs/default.",
+            metavar="RUN",
+            is_first=True,
+        ),
+        Option("--allow-absolute", FLAG, "Take absolute paths and URLs from a remote manifest."),
+        Option("--limit", at_least(1), "Only the first N rows of the job.", recorded="config"),
+    ),
+    *group(
+        "engine",
+        "EngineConfig",
+        Option(
+            "--engine",
+            TEXT,
+            "vllm, or echo to rehearse without a model.",
+            default="vllm",
+            recorded="recorded",
+        ),
+        Option(
+            "--model",
+            TEXT,
+            "Model: a name on the Hub or a local folder.",
+            default="",
+            section="model",
+            is_first=True,
+            recorded="config",
+        ),
+        Option(
+            "--revision",
+            TEXT,
+            "Commit, tag or branch of the model. Default: the run's, else the latest.",
+            section="model",
+        ),
+        Option(
+            "--tokenizer",
+            TEXT,
+            "Tokenizer, where it is not the model's own.",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--hf-config-path",
+            TEXT,
+            "Folder or Hub name with config.json, if it is not with the model.",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--tensor-parallel-size",
+            at_least(1),
+            "GPUs that share each layer in a replica. Default: the fewest that fit.",
+            recorded="recorded",
+        ),
+        Option(
+            "--pipeline-parallel-size",
+            at_least(1),
+            "Groups of GPUs in a replica that run the layers one after the other.",
+            default=1,
+            recorded="recorded",
+        ),
+        Option(
+            "--replicas",
+            whole_or("auto", "auto"),
+            "Engine processes, or auto: as many as fit.",
+            default="auto",
+        ),
+        Option("--gpus", NAMES_OR_NONE, "GPUs to use, e.g. 2,5. Default: all that are visible."),
+        Option(
+            "--dtype",
+            TEXT,
+            "Type of the weights and activations, e.g. bfloat16; auto: the model's own.",
+            default="auto",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--quantization",
+            TEXT,
+            "How weights are quantized, e.g. fp8. Default: as the model says.",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--max-model-len",
+            at_least(1),
+            "Longest prompt plus answer, in tokens. Default: the model's own.",
+            recorded="config",
+        ),
+        Option("--max-num-seqs", at_least(1), "Rows that the engine runs at once."),
+        Option("--max-num-batched-tokens", at_least(1), "Tokens that the engine takes in a step."),
+        Option("--gpu-memory-utilization", NUMBER, "Share of GPU memory that the engine may use."),
+        Option(
+            "--cpu-offload-gb",
+            NUMBER,
+            "GiB of weights for each GPU that stay in the machine's own memory.",
+            default=0.0,
+        ),
+        Option(
+            "--enforce-eager/--no-enforce-eager",
+            FLAG_OR_UNSET,
+            "Run without CUDA graphs and compilation: starts sooner, answers slower.",
+        ),
+        Option(
+            "--trust-remote-code",
+            FLAG,
+            "Run code that comes with the model. Recorded in run.json.",
+            section="model",
+        ),
+        Option(
+            "--engine-arg",
+            PAIRS,
+            "Any other vLLM engine argument.",
+            name="engine_args",
+            metavar="KEY=VALUE",
+            recorded="config",
+        ),
+        Option(
+            "--stall-seconds",
+            NUMBER,
+            "Without progress for so long, the engine counts as hung.",
+            default=300.0,
+        ),
+        Option(
+            "--load-timeout-seconds",
+            NUMBER,
+            "Longest time that the model may take to load.",
+            default=1800.0,
+        ),
+    ),
+    *group(
+        REHEARSAL,
+        "EngineConfig",
+        Option("--echo-latency-seconds", NUMBER, "Mean latency of a row.", default=0.0),
+        Option(
+            "--echo-tokens",
+            TWO_INTEGERS,
+            "Tokens of an answer: a random number from LEAST to MOST. Default: those of the prompt.",
+            metavar="LEAST,MOST",
+        ),
+        Option("--echo-seed", WHOLE, "Seed of the random latencies and lengths.", default=0),
+        Option("--echo-load-seconds", NUMBER, "Seconds that loading takes.", default=0.0),
+    ),
+    *group(
+        "prompt",
+        "PromptConfig",
+        Option(
+            "--request-format",
+            one_of("rows", "completions", "openai-batch"),
+            "rows of a data set, or rows that are requests of the OpenAI API themselves.",
+            default="rows",
+        ),
+        Option(
+            "--messages-column",
+            TEXT,
+            "Column with a conversation; goes through the chat template. For a column of texts: --prompt-column.",
+            default="",
+            is_first=True,
+        ),
+        Option("--turns", TEXT, "first, all, or how many user turns.", default="first"),
+        Option("--prompt-column", TEXT, "Column with the prompt: text or token ids.", default=""),
+        Option("--prompt-template", FILE, "Jinja file over the row's columns."),
+        Option(
+            "--template",
+            TEXT,
+            "A named template; `list` shows them.",
+            default="",
+            name="template_name",
+        ),
+        Option("--as-chat", FLAG, "Send the prompt as one user message through the chat template."),
+        Option(
+            "--system-prompt",
+            TEXT_OR_FILE,
+            "System message of every conversation, in place of its own: text, or @FILE.",
+            default="",
+        ),
+        Option(
+            "--chat-template",
+            TEMPLATE,
+            "Jinja text or @FILE in place of the model's own.",
+            default="",
+        ),
+        Option(
+            "--chat-template-kwargs",
+            JSON_OBJECT,
+            'Variables of the chat template, e.g. {"enable_thinking": false}.',
+            default="{}",
+            metavar="JSON",
+        ),
+        Option(
+            "--continue-final",
+            _CONTINUED,
+            "Text that every answer starts with; `row` continues the row's own last answer.",
+        ),
+        Option(
+            "--blank-columns",
+            NAMES,
+            "Columns to empty before the template sees them.",
+            default="",
+            metavar="A,B",
+        ),
+        Option("--few-shot", FILE_OF_ROWS, "JSON Lines file with example rows."),
+        Option(
+            "--truncate-prompt",
+            one_of("error", "left", "right", "middle"),
+            "What to do with prompts longer than the model takes: make them error rows, or cut there.",
+            default="error",
+        ),
+    ),
+    *group(
+        "sampling",
+        "Sampling",
+        Option(
+            "--max-tokens",
+            at_least(1),
+            "Longest answer. Default: what the model has room for.",
+            is_first=True,
+        ),
+        Option(
+            "--temperature",
+            NUMBER,
+            "How freely tokens are drawn; 0: always the likeliest. Default: the engine's.",
+        ),
+        Option("--top-p", NUMBER, "Draw from the likeliest tokens that have this probability."),
+        Option("--top-k", WHOLE, "Draw from so many of the likeliest tokens; -1: from all."),
+        Option("--min-p", NUMBER, "Least probability, as a share of the likeliest token's."),
+        Option("--repetition-penalty", NUMBER, "Above 1: tokens that were there are less likely."),
+        Option("--presence-penalty", NUMBER, "Above 0: less likely once they were answered."),
+        Option("--frequency-penalty", NUMBER, "Above 0: less likely each time they were answered."),
+        Option("--stop", REPEATED, "Text that ends an answer; may be repeated."),
+        Option("--stop-token-ids", INTEGERS, "Token ids that end an answer.", metavar="A,B"),
+        Option("--n", at_least(1), "Answers a row.", default=1),
+        Option(
+            "--logprobs",
+            at_least(0),
+            "Log-probability of every token, and of so many alternatives.",
+        ),
+        Option(
+            "--seed",
+            whole_or("none", None),
+            "Seed of the run, or `none`: faster on a GPU, not repeatable.",
+            default="0",
+            config="WorkerConfig",
+            field="run_seed",
+            recorded="config",
+        ),
+        Option(
+            "--sampling",
+            PAIRS,
+            "Any other sampling parameter, by its name in vLLM or in transformers' GenerationConfig; several with "
+            "commas: top_k=20,num_return_sequences=3.",
+            config="",
+            recorded="Sampling",
+            metavar="KEY=VALUE",
+        ),
+    ),
+    *group(
+        "output",
+        "PromptConfig",
+        Option(
+            "--output-format",
+            one_of("native", "openai-batch", "completions"),
+            "Form of the output lines, see docs/format.md.",
+            default="native",
+        ),
+        Option(
+            "--keep",
+            NAMES,
+            "Columns to repeat in the output; * for all.",
+            default="",
+            metavar="A,B",
+        ),
+        Option(
+            "--id-column",
+            TEXT,
+            "Column whose value is each row's _id, for chunks that split did not make.",
+            default="",
+        ),
+        Option(
+            "--timing/--no-timing",
+            FLAG,
+            "Write each row's seconds. Without them equal answers are equal bytes.",
+            default=True,
+            name="has_timing",
+        ),
+        Option("--keep-prompt", FLAG, "Repeat the prompt in the output."),
+        Option("--strip", FLAG, "Remove white space around every answer."),
+    ),
+    *group(
+        "behaviour",
+        "WorkerConfig",
+        Option(
+            "--worker-id",
+            TEXT,
+            "Stable name of this worker. Default: SkyPilot's task id and node rank, else random.",
+            envvar=["BATCHINFER_WORKER_WORKER_ID"],
+        ),
+        Option(
+            "--checkpoint-seconds",
+            number_from(0, is_open=True),
+            "Seconds between checkpoints of open chunks.",
+            default=30.0,
+        ),
+        Option("--checkpoint-rows", at_least(1), "Checkpoint also after so many finished rows."),
+        Option(
+            "--lease-seconds",
+            number_from(0, is_open=True),
+            "Without a heartbeat for so long, others take a worker's chunks.",
+            default=120.0,
+        ),
+        Option(
+            "--claims/--no-claims",
+            FLAG,
+            "Whether to agree with other workers on who does what.",
+            default=True,
+        ),
+        Option(
+            "--steal/--no-steal", FLAG, "Help others once the own chunks are done.", default=True
+        ),
+        Option(
+            "--grace-seconds",
+            number_from(0),
+            "Time to finish rows after SIGTERM or SIGINT.",
+            default=20.0,
+        ),
+        Option(
+            "--notices/--no-notices",
+            FLAG,
+            "Ask AWS or Google for preemption notices, on their machines only.",
+            default=True,
+            config="",
+        ),
+        Option(
+            "--max-error-rate",
+            number_from(0, 1),
+            "Stop (exit 3) when a larger share of rows fails.",
+        ),
+        Option(
+            "--min-errors",
+            at_least(1),
+            "Errors before --max-error-rate counts.",
+            default=20,
+        ),
+        Option(
+            "--max-attempts",
+            at_least(1),
+            "Starts without a new finished row before the worker gives up (exit 3).",
+            default=5,
+        ),
+        Option(
+            "--retry-errors",
+            FLAG,
+            "Do the error rows of a finished run again. A repair that was begun is ended first.",
+        ),
+        Option("--scratch-dir", FOLDER, "Local folder for chunks and outputs under way."),
+        Option(
+            "--max-open-chunks",
+            at_least(1),
+            "Chunks under way at once. Exceeded where chunks are so small that the engine would wait for rows.",
+            default=64,
+            config="Limits",
+        ),
+        Option(
+            "--prefix-window",
+            at_least(0),
+            "Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
+            default=0,
+            config="Limits",
+            metavar="ROWS",
+        ),
+    ),
+    *group(
+        LOOK,
+        "",
+        Option(
+            "--show-config",
+            FLAG,
+            "Show every option, where its value comes from, and stop; reads no storage.",
+        ),
+        Option(
+            "--preview",
+            at_least(1),
+            "Render the first N prompts with their token counts and stop; loads no engine.",
+            metavar="N",
+        ),
+    ),
+)
+
+
+def run_options(*, with_look: bool) -> Callable[[F], F]:
+    """Give a command the options of a run; those that only show something where `with_look`."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(OPTIONS):
+            if with_look or option.section != LOOK:
+                function = option.decorate(function)
+        return function
+
+    return decorate
+
+
+def fields_of(config: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of one struct that options fill, by name. Reads the files that options name.
+
+    Args:
+        config: Name of the struct.
+        given: Values by click's parameters.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    rows = (option for option in OPTIONS if option.config == config)
+    return {option.target: option.read(given[option.parameter]) for option in rows}
+
+
+def value_of(parameter: str, given: dict[str, Any]) -> Any:
+    """Return what one option means in a configuration.
+
+    Raises:
+        ConfigError: the value cannot be read.
+    """
+    (option,) = (option for option in OPTIONS if option.parameter == parameter)
+    return option.read(given[parameter])
