@@ -18,7 +18,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.runs.prices import PriceTable, price_options, price_source
+from batchinfer.runs.prices import Prices, listed_accelerators, price_options
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 
@@ -160,8 +160,8 @@ def command(**options: Any) -> dict[str, Any]:
         probe=probe,
         describe_model=describe_model,
         load_tokenizer=tokenizer_for,
-        prices=price_source(options["price_per_hour"]),
-        accelerators=PriceTable.load().names(),
+        prices=Prices(options["price_per_hour"]),
+        accelerators=listed_accelerators(),
         clock=SystemClock(),
     )
     result = run_check(config, world)

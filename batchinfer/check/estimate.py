@@ -37,7 +37,7 @@ from batchinfer.engines.models import ModelInfo
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.snapshot import RunReader
 from batchinfer.runs.overview import overview
-from batchinfer.runs.prices import Price, price_source
+from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow
 
 
@@ -164,7 +164,7 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
         InputError: there is no such run, or no worker of it has finished a row.
     """
     snapshot = RunReader(open_store(url), open_store, clock).read()
-    seen = overview(snapshot, price_source(None))
+    seen = overview(snapshot, Prices())
     records = [one.record for one in snapshot.workers if one.record.rows_done]
     rows = sum(record.rows_done for record in records)
     busy = sum(record.busy_seconds for record in records)

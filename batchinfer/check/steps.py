@@ -30,7 +30,7 @@ from batchinfer.engines.models import check_length
 from batchinfer.ledger.jobs import OpenStore, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptConfig, Tokenizer
-from batchinfer.runs.prices import Machine, PriceSource
+from batchinfer.runs.prices import Machine, Prices
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
@@ -72,7 +72,7 @@ class CheckWorld(Record, frozen=True, kw_only=True):
     probe: Callable[[Store], Preconditions]
     describe_model: Callable[[EngineConfig], Any]
     load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
-    prices: PriceSource
+    prices: Prices
     accelerators: list[str]
     clock: Clock
 

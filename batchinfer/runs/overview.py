@@ -14,7 +14,7 @@ from batchinfer.core import units
 from batchinfer.core.records import Job, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.snapshot import SeenWorker, Snapshot
-from batchinfer.runs.prices import Machine, PriceSource, accelerator_count, accelerator_name
+from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerator_name
 
 RECENT_MINUTES = 5
 """Whole minutes before the current one that count as recent."""
@@ -190,9 +190,7 @@ def _whole(value: object) -> int:
         return 0
 
 
-def view_of(
-    one: Timed, run: Run | None, prices: PriceSource, *, is_spot: bool | None
-) -> WorkerView:
+def view_of(one: Timed, run: Run | None, prices: Prices, *, is_spot: bool | None) -> WorkerView:
     """One worker for people. `is_spot` says what its machine is, where its record does not."""
     record = one.seen.record
     state = _state(record, one.age)
@@ -295,7 +293,7 @@ def time_now(snapshot: Snapshot) -> float:
     return max(times)
 
 
-def overview(snapshot: Snapshot, prices: PriceSource, *, is_spot: bool | None = None) -> Overview:
+def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None) -> Overview:
     """Add everything up. `is_spot` says what all machines are, where their records do not."""
     now = time_now(snapshot)
     timed = [

@@ -1,4 +1,4 @@
-"""What a machine costs an hour: as told, by SkyPilot's catalog where it lies on this machine, else by a dated table."""
+"""What a machine costs an hour: the user's price, else that of SkyPilot's local catalog, else a dated list price."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import csv
 import importlib.resources
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import click
 
@@ -30,14 +31,6 @@ class Machine(NamedTuple):
     accelerator: str
     gpus: int
     is_spot: bool
-
-
-class PriceSource(Protocol):
-    """Gives the price of a machine, or None where it does not know."""
-
-    def price(self, machine: Machine) -> Price | None:
-        """Look up one machine."""
-        ...
 
 
 def accelerator_name(device: str) -> str:
@@ -70,101 +63,73 @@ def accelerator_count(text: str) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-class FixedPrice:
-    """What the user says a worker costs an hour."""
+class Prices:
+    """What machines cost: the user's price for any, else SkyPilot's catalog, else the package's table of list prices.
 
-    def __init__(self, per_hour: float) -> None:
-        self._price = Price(per_hour, "--price-per-hour")
+    Reads local files only, each machine's price once.
 
-    def price(self, machine: Machine) -> Price | None:  # noqa: ARG002 - every machine costs the same
-        """See PriceSource."""
-        return self._price
+    Args:
+        per_hour: Dollars an hour for any machine, as the user says.
+        catalogs: Folder of SkyPilot's price lists, <cloud>/vms.csv; it need not be there.
+    """
 
-
-class PriceTable:
-    """A dated table of dollars per GPU hour."""
-
-    def __init__(self, table: dict[str, Any], name: str) -> None:
-        self._gpus: dict[str, dict[str, float]] = table["gpus"]
-        self.source = f"{name} of {table['as_of']}, check yours"
-
-    @classmethod
-    def load(cls) -> PriceTable:
-        """Read the package's table."""
-        import yaml
-
-        text = importlib.resources.files("batchinfer.runs").joinpath("prices.yaml").read_text()
-        return cls(yaml.safe_load(text), "list prices")
-
-    def names(self) -> list[str]:
-        """The accelerators in the table."""
-        return list(self._gpus)
+    def __init__(self, per_hour: float | None = None, catalogs: Path = CATALOGS) -> None:
+        self._per_hour = per_hour
+        self._catalogs = catalogs.expanduser()
+        self._found: dict[Machine, Price | None] = {}
 
     def price(self, machine: Machine) -> Price | None:
-        """See PriceSource. Without a spot price, spot counts as on-demand."""
-        prices = self._gpus.get(machine.accelerator)
-        if prices is None:
-            return None
-        kind = "spot" if machine.is_spot and "spot" in prices else "on_demand"
-        if kind not in prices:
-            return None
-        count = max(1, machine.gpus)
-        return Price(prices[kind] * count, self.source)
+        """Look up one machine; None where nobody knows its price."""
+        if self._per_hour is not None:
+            return Price(self._per_hour, "--price-per-hour")
+        if machine not in self._found:
+            self._found[machine] = _catalog_price(self._catalogs, machine) or _list_price(machine)
+        return self._found[machine]
 
 
-class SkyPilotCatalog:
-    """The price lists that SkyPilot has left on this machine: <folder>/<cloud>/vms.csv. Read-only, no network."""
-
-    def __init__(self, folder: Path = CATALOGS) -> None:
-        self._folder = folder.expanduser()
-        self._known: dict[Machine, Price | None] = {}
-
-    def price(self, machine: Machine) -> Price | None:
-        """See PriceSource. The cheapest machine that has these GPUs in the region, or anywhere if that is unknown."""
-        if machine not in self._known:
-            self._known[machine] = self._look_up(machine)
-        return self._known[machine]
-
-    def _look_up(self, machine: Machine) -> Price | None:
-        path = self._folder / machine.cloud.lower() / "vms.csv"
-        if not machine.cloud.isalnum() or not machine.accelerator:
-            return None
-        column = "SpotPrice" if machine.is_spot else "Price"
-        found: list[float] = []
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                for row in csv.DictReader(file):
-                    # Without an instance type it is a GPU's price, its machine not included.
-                    if row["AcceleratorName"] != machine.accelerator or not row["InstanceType"]:
-                        continue
-                    is_there = machine.region in ("", row["Region"])
-                    if is_there and float(row["AcceleratorCount"]) == max(1, machine.gpus):
-                        found += [float(row[column])] if row[column] else []
-        except (OSError, KeyError, ValueError, TypeError):
-            return None
-        return Price(min(found), "SkyPilot's catalog") if found else None
-
-
-class FirstKnown:
-    """Asks several sources in turn."""
-
-    def __init__(self, *sources: PriceSource) -> None:
-        self._sources = sources
-
-    def price(self, machine: Machine) -> Price | None:
-        """See PriceSource."""
-        for source in self._sources:
-            price = source.price(machine)
-            if price is not None:
-                return price
+def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:
+    """The cheapest machine that has these GPUs in the region, or anywhere if that is unknown."""
+    path = catalogs / machine.cloud.lower() / "vms.csv"
+    if not machine.cloud.isalnum() or not machine.accelerator:
         return None
+    column = "SpotPrice" if machine.is_spot else "Price"
+    found: list[float] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                # A row without an instance type is the price of a GPU alone, without its machine.
+                if row["AcceleratorName"] != machine.accelerator or not row["InstanceType"]:
+                    continue
+                is_there = machine.region in ("", row["Region"])
+                if is_there and float(row["AcceleratorCount"]) == max(1, machine.gpus):
+                    found += [float(row[column])] if row[column] else []
+    except (OSError, KeyError, ValueError, TypeError):
+        return None
+    return Price(min(found), "SkyPilot's catalog") if found else None
 
 
-def price_source(per_hour: float | None, catalogs: Path = CATALOGS) -> PriceSource:
-    """The user's price if there is one, else SkyPilot's catalog and then the package's table."""
-    if per_hour is not None:
-        return FixedPrice(per_hour)
-    return FirstKnown(SkyPilotCatalog(catalogs), PriceTable.load())
+def _list_price(machine: Machine) -> Price | None:
+    """The price in the package's table; where it has none for spot machines, the one on demand."""
+    table = _table()
+    prices = table["gpus"].get(machine.accelerator, {})
+    per_gpu = (prices.get("spot") if machine.is_spot else None) or prices.get("on_demand")
+    if per_gpu is None:
+        return None
+    return Price(per_gpu * max(1, machine.gpus), f"list prices of {table['as_of']}, check yours")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    import yaml
+
+    text = importlib.resources.files("batchinfer.runs").joinpath("prices.yaml").read_text()
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+def listed_accelerators() -> list[str]:
+    """The accelerators in the package's table, by SkyPilot's names."""
+    return list(_table()["gpus"])
 
 
 def price_options(function: Callable[..., Any]) -> Callable[..., Any]:

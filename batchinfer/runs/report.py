@@ -25,7 +25,7 @@ from batchinfer.ledger.jobs import split_name
 from batchinfer.ledger.snapshot import RunReader, Snapshot
 from batchinfer.runs import charts
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
-from batchinfer.runs.prices import price_options, price_source
+from batchinfer.runs.prices import Prices, price_options
 from batchinfer.runs.samples import SampleRow, cut, read_samples
 from batchinfer.storage import Store
 
@@ -54,7 +54,7 @@ def run_report(
         InputError: there is no such run, or it cannot be read.
     """
     store = open_store(config.run)
-    prices = price_source(config.price_per_hour)
+    prices = Prices(config.price_per_hour)
     snapshot = RunReader(store, open_store, clock, config.job).read()
     seen = overview(snapshot, prices, is_spot=config.is_spot)
     samples = (

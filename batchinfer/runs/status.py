@@ -14,7 +14,7 @@ from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record
 from batchinfer.ledger.snapshot import RunReader
 from batchinfer.runs.overview import Overview, WorkerView, overview
-from batchinfer.runs.prices import PriceSource, price_options, price_source
+from batchinfer.runs.prices import Prices, price_options
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Status:
         *,
         open_store: Callable[[str], Store],
         clock: Clock,
-        prices: PriceSource | None = None,
+        prices: Prices | None = None,
     ) -> None:
         self._config = config
         self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
-        self._prices = prices or price_source(config.price_per_hour)
+        self._prices = prices or Prices(config.price_per_hour)
 
     def look(self) -> Overview:
         """Look at the run now.

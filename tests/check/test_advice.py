@@ -15,7 +15,7 @@ from batchinfer.check.task_file import Problem, check_task_file
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
-from batchinfer.runs.prices import Price, PriceTable
+from batchinfer.runs.prices import Price, listed_accelerators
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LLAMA_8B = ModelInfo(
@@ -145,7 +145,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         task = {name: value for name, value in {**GOOD, **change}.items() if name not in without}
         path = tmp_path / "task.yaml"
         path.write_text(yaml.safe_dump(task))
-        return check_task_file(path, PriceTable.load().names())
+        return check_task_file(path, listed_accelerators())
 
     return check
 
@@ -160,7 +160,7 @@ def test_the_repository_s_own_files_have_no_problems(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     path = next(path for path in REPOSITORY.glob(f"**/{name}") if ".venv" not in str(path))
-    assert check_task_file(path, PriceTable.load().names()) == []
+    assert check_task_file(path, listed_accelerators()) == []
 
 
 def with_resources(**change: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from batchinfer.core import codec
 from batchinfer.core.records import Job, Minute, Run, Span, Worker
 from batchinfer.ledger.snapshot import SeenMarker, SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, STALL_SECONDS, Overview, overview
-from batchinfer.runs.prices import FixedPrice, price_source
+from batchinfer.runs.prices import Prices
 from big_run import Shape, make_job, make_run, make_workers
 from fakes import worker_record
 
@@ -79,7 +79,7 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
         workers=seen,
         notes=[],
     )
-    return overview(snapshot, values.pop("prices", price_source(None)), **values)
+    return overview(snapshot, values.pop("prices", Prices()), **values)
 
 
 # --------------------------------------------------------------------------- progress
@@ -298,7 +298,7 @@ def test_storage_without_times_falls_back_to_the_heartbeat() -> None:
 
 
 def test_cost_so_far_and_at_the_end_and_per_million_tokens() -> None:
-    seen = look(running(), prices=FixedPrice(5.0))
+    seen = look(running(), prices=Prices(5.0))
     assert seen.cost.so_far == pytest.approx(1.0)  # 720 s
     assert seen.eta_seconds is not None
     assert seen.cost.at_end == pytest.approx(1.0 + 5.0 * seen.eta_seconds / 3600)
@@ -349,7 +349,7 @@ def test_workers_without_a_price_are_counted_not_guessed() -> None:
 
 def test_a_record_of_an_older_worker_is_priced_by_its_busy_time() -> None:
     old = msgspec.structs.replace(running(), up_seconds=0.0, load_seconds=120.0)
-    assert look(old, prices=FixedPrice(1.0)).workers[0].up_seconds == 720.0
+    assert look(old, prices=Prices(1.0)).workers[0].up_seconds == 720.0
 
 
 # --------------------------------------------------------------------------- a big run
@@ -371,7 +371,7 @@ def test_a_big_run_adds_up() -> None:
         workers=[SeenWorker(worker, worker.heartbeat) for worker in workers],
         notes=[],
     )
-    seen = overview(snapshot, price_source(None))
+    seen = overview(snapshot, Prices())
     assert len(seen.workers) == 40
     assert [view.state for view in seen.workers].count("gone") == 1
     assert seen.rows.done == 600_000

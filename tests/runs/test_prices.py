@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.runs.prices import Machine, PriceTable, SkyPilotCatalog, price_source
+from batchinfer.runs.prices import Machine, Prices, listed_accelerators
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
 NO_CATALOG = Path("/nonexistent")
@@ -27,21 +27,24 @@ def catalog(folder: Path, text: str = CATALOG) -> Path:
 
 
 def test_the_package_has_a_dated_table() -> None:
-    price = price_source(None, catalogs=NO_CATALOG).price(L4)
+    price = Prices(catalogs=NO_CATALOG).price(L4)
     assert price is not None
     assert 0 < price.per_hour < 5
     assert price.source == "list prices of 2025-06, check yours"
 
 
 def test_every_price_of_the_table_is_a_price() -> None:
-    table = PriceTable.load()
-    for name, prices in table._gpus.items():
-        assert set(prices) <= {"on_demand", "spot"}, name
-        assert 0 < prices.get("spot", 0.01) < prices["on_demand"] < 50, name
+    prices = Prices(catalogs=NO_CATALOG)
+    for name in listed_accelerators():
+        machine = L4._replace(accelerator=name)
+        on_demand, spot = prices.price(machine), prices.price(machine._replace(is_spot=True))
+        assert on_demand is not None, name
+        assert spot is not None, name
+        assert 0 < spot.per_hour <= on_demand.per_hour < 50, name
 
 
 def test_spot_is_cheaper_and_gpus_add_up() -> None:
-    prices = price_source(None, catalogs=NO_CATALOG)
+    prices = Prices(catalogs=NO_CATALOG)
     spot, four = prices.price(L4._replace(is_spot=True)), prices.price(L4._replace(gpus=4))
     one = prices.price(L4)
     assert spot is not None
@@ -52,18 +55,18 @@ def test_spot_is_cheaper_and_gpus_add_up() -> None:
 
 
 def test_what_is_in_no_table_has_no_price() -> None:
-    prices = price_source(None, catalogs=NO_CATALOG)
+    prices = Prices(catalogs=NO_CATALOG)
     assert prices.price(L4._replace(accelerator="")) is None
     assert prices.price(L4._replace(accelerator="X9000")) is None
 
 
 def test_the_users_price_wins_for_every_machine(tmp_path: Path) -> None:
-    price = price_source(7.5, catalogs=catalog(tmp_path)).price(L4._replace(accelerator="X9000"))
+    price = Prices(7.5, catalogs=catalog(tmp_path)).price(L4._replace(accelerator="X9000"))
     assert price == (7.5, "--price-per-hour")
 
 
 def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
-    prices = price_source(None, catalogs=catalog(tmp_path))
+    prices = Prices(catalogs=catalog(tmp_path))
     assert prices.price(L4) == (0.8, "SkyPilot's catalog")
     assert prices.price(L4._replace(is_spot=True)) == (0.3, "SkyPilot's catalog")
     assert prices.price(L4._replace(gpus=4)) == (4.6, "SkyPilot's catalog")
@@ -71,7 +74,7 @@ def test_skypilots_catalog_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> None:
-    prices = price_source(None, catalogs=catalog(tmp_path))
+    prices = Prices(catalogs=catalog(tmp_path))
     for machine in (L4._replace(cloud="gcp"), L4._replace(gpus=3), L4._replace(cloud="../x")):
         price = prices.price(machine)
         assert price is not None
@@ -79,4 +82,6 @@ def test_where_the_catalog_knows_nothing_the_table_answers(tmp_path: Path) -> No
 
 
 def test_a_catalog_of_another_form_is_passed_over(tmp_path: Path) -> None:
-    assert SkyPilotCatalog(catalog(tmp_path, "a,b\n1,2\n")).price(L4) is None
+    price = Prices(catalogs=catalog(tmp_path, "a,b\n1,2\n")).price(L4)
+    assert price is not None
+    assert price.source.startswith("list prices")
