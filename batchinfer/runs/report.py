@@ -112,6 +112,7 @@ def render_page(
         loader=jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8")),
     )
     environment.globals["f"] = units
+    environment.filters["cut"] = cut
     style = (files / "report.css").read_text(encoding="utf-8")
     return environment.get_template("report.html.jinja").render(
         style=style,

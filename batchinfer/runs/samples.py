@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from batchinfer.core import codec, layout
-from batchinfer.core.codec import ZstdFile
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
-from batchinfer.formats import read_line
+from batchinfer.formats import OutputLine, read_line
+from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.jobs import OpenStore, job_chunks
 from batchinfer.ledger.snapshot import Snapshot
 from batchinfer.storage import Store
+from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 64 << 20
 """Larger outputs and chunks are not fetched for a sample."""
 MAX_TEXT = 2000
-
-
+"""Characters of an answer or of a column that are shown."""
 SHORT_TEXT = 60
+"""Characters up to which a column shares a line with others."""
 
 
 class Cell(NamedTuple):
@@ -41,148 +41,105 @@ class Cell(NamedTuple):
 
 
 class SampleRow(NamedTuple):
-    """One row. `source` are its columns, where its chunk could be read; long texts are cut."""
+    """One row with its answers. `line` counts from 0; `source` holds its columns, where its chunk could be read."""
 
     chunk: str
     line: int
-    id: str
     source: list[Cell]
-    is_ok: bool
-    texts: list[str]
-    finish_reasons: list[str]
-    error: str
-    prompt_tokens: int
-    completion_tokens: int
+    answer: OutputLine
 
 
 def read_samples(
-    store: Store,
-    snapshot: Snapshot,
-    open_store: Callable[[str], Store],
-    *,
-    num_chunks: int = 2,
-    num_rows: int = 4,
+    store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
 ) -> list[SampleRow]:
-    """Read rows from the first and the last finished chunk; a failed row among them where there is one.
+    """Read rows of the first and of the last finished chunk, a failed row among them where there is one.
 
-    What cannot be read is left out: a report is no check.
+    An output that cannot be read is logged and left out: a report is no check.
+
+    Args:
+        store: The run's store.
+        snapshot: The run as it was seen.
+        open_store: Opens the job's store.
+        num_rows: Rows of each chunk, spread evenly over it; a failed row may come on top.
     """
     names = sorted(snapshot.markers)
-    step = max(1, len(names) - 1) / max(1, num_chunks - 1)
-    chosen = list(
-        dict.fromkeys(
-            names[round(i * step)] for i in range(num_chunks) if names and i * step < len(names)
-        )
-    )
     rows: list[SampleRow] = []
-    with tempfile.TemporaryDirectory(prefix="batchinfer-report-") as folder:
-        for name in chosen:
+    scratch = Scratch()
+    reader = _SampleReader(store, snapshot, open_store, scratch)
+    try:
+        for name in dict.fromkeys([*names[:1], *names[-1:]]):
             try:
-                rows += _chunk_samples(store, snapshot, open_store, name, num_rows, Path(folder))
+                rows += reader.read(name, num_rows)
             except BatchinferError as error:
                 logger.warning("%s: no sample of it (%s)", name, error)
+    finally:
+        scratch.close()
     return rows
 
 
-def _chunk_samples(
-    store: Store,
-    snapshot: Snapshot,
-    open_store: Callable[[str], Store],
-    name: str,
-    num_rows: int,
-    folder: Path,
-) -> list[SampleRow]:
-    key = layout.marker_key(name, snapshot.markers[name].generation)
-    marker = codec.decode(store.get(key).data, Marker, name=key)
-    if "/" in marker.output:
-        raise InputError(f"{key}: names {marker.output!r}, expected a file in outputs/")
-    output = layout.output_key(marker.output)
-    if store.stat(output).bytes > MAX_OBJECT_BYTES:
-        raise InputError(f"{output}: is larger than {MAX_OBJECT_BYTES >> 20} MiB")
-    path = folder / "output"
-    store.download(output, path)
-    total = marker.rows_ok + marker.rows_error
-    wanted = {round(i * max(0, total - 1) / max(1, num_rows - 1)) for i in range(num_rows)}
-    answers: dict[int, bytes] = {}
-    has_failed_row = False
+class _SampleReader:
+    """Reads samples of one run through a scratch folder."""
+
+    def __init__(
+        self, store: Store, snapshot: Snapshot, open_store: OpenStore, scratch: Scratch
+    ) -> None:
+        self._store = store
+        self._markers = snapshot.markers
+        self._chunks = job_chunks(snapshot.job, snapshot.job_url) if snapshot.job else {}
+        self._open_store = open_store
+        self._scratch = scratch
+
+    def read(self, name: str, num_rows: int) -> list[SampleRow]:
+        """Read rows of one finished chunk."""
+        key = layout.marker_key(name, self._markers[name].generation)
+        marker = codec.decode(self._store.get(key).data, Marker, name=key)
+        if "/" in marker.output:
+            raise InputError(f"{key}: names {marker.output!r}, expected a file in outputs/")
+        output = layout.output_key(marker.output)
+        if self._store.stat(output).bytes > MAX_OBJECT_BYTES:
+            raise InputError(f"{output}: is larger than {MAX_OBJECT_BYTES >> 20} MiB")
+        path = self._scratch.new_path(name)
+        self._store.download(output, path)
+        total = marker.rows_ok + marker.rows_error
+        wanted = {round(i * max(0, total - 1) / max(1, num_rows - 1)) for i in range(num_rows)}
+        answers = _lines_of(path, wanted, with_failed=marker.rows_error > 0)
+        sources = self._sources(name, answers)
+        return [
+            SampleRow(name, index, _cells(sources.get(index)), read_line(line))
+            for index, line in answers.items()
+        ]
+
+    def _sources(self, name: str, wanted: Container[int]) -> dict[int, bytes]:
+        """The wanted rows of the job's chunk, if it is there and not too large."""
+        ref = self._chunks.get(name)
+        if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
+            return {}
+        # Whether the chunk is still the one that job.json describes is a question for `verify`.
+        unchecked = ref._replace(rows=None, sha256=None)
+        try:
+            local = fetch(self._open_store(ref.root), unchecked, self._scratch)
+        except BatchinferError as error:
+            logger.info("%s: its answers are shown without their rows (%s)", name, error)
+            return {}
+        return _lines_of(local.path, wanted)
+
+
+def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) -> dict[int, bytes]:
+    """Lines of a file by their index from 0; with the first error line, if asked."""
+    found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for index, line in enumerate(codec.lines(file)):
-            is_failed = marker.rows_error > 0 and not has_failed_row and b'"error":null' not in line
+            is_failed = with_failed and b'"error":null' not in line
             if index in wanted or is_failed:
-                answers[index] = line
-                has_failed_row = has_failed_row or is_failed
-    sources = _sources(snapshot, open_store, marker, set(answers), folder)
-    return [_row(name, index, answers[index], sources.get(index, [])) for index in sorted(answers)]
+                found[index] = line
+                with_failed = with_failed and not is_failed
+    return found
 
 
-def _row(chunk: str, index: int, line: bytes, source: list[Cell]) -> SampleRow:
-    summary = read_line(line)
-    return SampleRow(
-        chunk=chunk,
-        line=index,
-        id=cut(str(summary.id if summary.id is not None else index), 200),
-        source=source,
-        is_ok=summary.is_ok,
-        texts=[cut(text) for text in summary.texts[:4]],
-        finish_reasons=summary.finish_reasons,
-        error=cut(f"{summary.code}: {summary.message}") if not summary.is_ok else "",
-        prompt_tokens=summary.usage.prompt_tokens,
-        completion_tokens=summary.usage.completion_tokens,
-    )
-
-
-def _sources(
-    snapshot: Snapshot,
-    open_store: Callable[[str], Store],
-    marker: Marker,
-    wanted: set[int],
-    folder: Path,
-) -> dict[int, list[Cell]]:
-    """Columns of the wanted rows, if the job's chunk is there and not too large."""
-    chunks = {chunk.name: chunk for chunk in snapshot.job.chunks} if snapshot.job else {}
-    chunk = chunks.get(layout.stem(marker.chunk))
-    if chunk is None or chunk.bytes > MAX_OBJECT_BYTES:
-        return {}
-    path = folder / "chunk"
-    try:
-        assert snapshot.job is not None
-        key = layout.chunk_file(chunk.name, snapshot.job.compression)
-        open_store(snapshot.job_url).download(key, path)
-        with _plain(path, is_compressed=key.endswith(".zst")) as file:
-            return {
-                index: _columns(line)
-                for index, line in enumerate(_bounded(file, max(wanted)))
-                if index in wanted
-            }
-    except (BatchinferError, OSError, ValueError) as error:
-        logger.info("%s: its rows are shown without their sources (%s)", chunk.name, error)
-        return {}
-
-
-def _bounded(file: IO[bytes], last: int) -> Iterator[bytes]:
-    for index, line in enumerate(file):
-        if index > last:
-            return
-        yield line
-
-
-@contextmanager
-def _plain(path: Path, *, is_compressed: bool) -> Iterator[IO[bytes]]:
-    with path.open("rb") as file:
-        if not is_compressed:
-            yield file
-            return
-        import io
-
-        import zstandard
-
-        try:
-            yield io.BufferedReader(ZstdFile(file))
-        except (zstandard.ZstdError, EOFError) as error:
-            raise ValueError(str(error)) from error
-
-
-def _columns(line: bytes) -> list[Cell]:
+def _cells(line: bytes | None) -> list[Cell]:
+    """The columns of a row that are shown; none of a row that was not read."""
+    if line is None:
+        return []
     try:
         row: Any = json.loads(line)
     except ValueError:
