@@ -1,25 +1,27 @@
-"""``batchinfer status``: how a run goes, from its bucket alone."""
+"""`batchinfer status`: how a run goes, seen from its bucket alone."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record
 from batchinfer.ledger.snapshot import RunReader
-from batchinfer.runs.overview import Overview, WorkerView, overview
+from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
 from batchinfer.runs.prices import Prices, price_options
 from batchinfer.storage import Store
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.table import Table
 
 MAX_SHOWN_WORKERS = 60
 MAX_SHOWN_WARNINGS = 10
@@ -37,11 +39,11 @@ STATE_STYLES = {
     "gone": "red",
     "failed": "bold red",
 }
-"""Colour only repeats what the word says."""
+"""Colours of states; they only repeat what the word says."""
 
 
 class StatusConfig(Record, frozen=True, kw_only=True):
-    """What `status` is asked. `price_per_hour` is in dollars for one worker's machine."""
+    """What to show. `price_per_hour` is in dollars, for one worker's machine."""
 
     run: str
     job: str = ""
@@ -50,19 +52,14 @@ class StatusConfig(Record, frozen=True, kw_only=True):
 
 
 class Status:
-    """Looks at one run whenever asked. Read-only; O(listing pages + workers) requests a look."""
+    """Looks at one run whenever asked. Read-only; each look costs a request per listing page and per changed worker."""
 
     def __init__(
-        self,
-        config: StatusConfig,
-        *,
-        open_store: Callable[[str], Store],
-        clock: Clock,
-        prices: Prices | None = None,
+        self, config: StatusConfig, *, open_store: Callable[[str], Store], clock: Clock
     ) -> None:
         self._config = config
         self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
-        self._prices = prices or Prices(config.price_per_hour)
+        self._prices = Prices(config.price_per_hour)
 
     def look(self) -> Overview:
         """Look at the run now.
@@ -82,8 +79,6 @@ def run_status(
 
 def watch(status: Status, console: Console, clock: Clock, every_seconds: float) -> Overview:
     """Show the run until it is done or stopped, or the user interrupts. Returns the last look."""
-    from rich.live import Live
-
     seen = status.look()
     with Live(
         render(seen, console.width), console=console, auto_refresh=False, screen=False
@@ -124,27 +119,23 @@ def summary(seen: Overview) -> dict[str, Any]:
 
 def render(seen: Overview, width: int = WIDE) -> Group:
     """Everything on one screen; a narrow one leaves out columns."""
-    from rich.console import Group
-
     parts: list[Any] = [_head(seen)]
     if seen.workers:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))
     if seen.errors:
-        parts.append(_errors(seen))
-    parts += _warnings(seen.warnings)
-    parts += [_note(note) for note in seen.notes]
+        counts = ", ".join(f"{units.count(number)} {code}" for code, number in seen.errors.items())
+        parts.append(Text(f"failed rows: {counts}", style="yellow"))
+    warnings = seen.warnings[:MAX_SHOWN_WARNINGS]
+    if len(seen.warnings) > len(warnings):
+        warnings.append(f"… and {len(seen.warnings) - len(warnings)} more (--json has all)")
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in warnings]
+    parts += [Text(f"note: {note}", style="dim") for note in seen.notes]
     return Group(*parts)
 
 
 def _head(seen: Overview) -> Group:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text.assemble(
-        (seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", _styled(seen.state)
-    )
+    state = (seen.state, STATE_STYLES.get(seen.state, ""))
+    title = Text.assemble((seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", state)
     rows, chunks = seen.rows, seen.chunks
     finished = rows.done + rows.in_progress
     grid = Table.grid(padding=(0, 2))
@@ -165,8 +156,8 @@ def _head(seen: Overview) -> Group:
         f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
     )
     if seen.state not in ("done", "stopped"):
-        minutes = f"over the last {seen.recent.seconds / 60:.0f} minutes"
-        add("now", f"{_rates(seen.recent)} {minutes}")
+        minutes = round(seen.recent.seconds / 60)
+        add("now", f"{_rates(seen.recent)} over the last {minutes} minutes")
     add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
     add("time left", _time_left(seen))
     add("cost", _cost(seen))
@@ -184,11 +175,7 @@ def _head(seen: Overview) -> Group:
     return Group(title, bar, grid)
 
 
-def _styled(state: str) -> tuple[str, str]:
-    return state, STATE_STYLES.get(state, "")
-
-
-def _rates(rate: Any) -> str:
+def _rates(rate: Rate) -> str:
     return (
         f"{units.short(rate.rows)} rows/s, {units.short(rate.input_tokens)} tok/s in, "
         f"{units.short(rate.output_tokens)} out"
@@ -216,18 +203,12 @@ def _cost(seen: Overview) -> str:
             f"({units.money(cost.per_million_tokens)} with input)"
         )
     text = ", ".join(parts) + f" [{cost.source}]"
-    return text + (
-        f", without {cost.unpriced_workers} workers of unknown price"
-        if cost.unpriced_workers
-        else ""
-    )
+    if cost.unpriced_workers:
+        text += f", without {cost.unpriced_workers} workers of unknown price"
+    return text
 
 
 def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [column for column in _COLUMNS if is_wide or column.is_vital]
     for column in columns:
@@ -262,12 +243,7 @@ class _Column(NamedTuple):
 
 _COLUMNS = (
     _Column("worker", lambda view: _short_id(view.id), "left"),
-    _Column(
-        "where",
-        lambda view: view.place,
-        "left",
-        is_vital=False,
-    ),
+    _Column("where", lambda view: view.place, "left", is_vital=False),
     _Column("GPUs", lambda view: view.machine, "left", is_vital=False),
     _Column("state", lambda view: view.state, "left"),
     _Column("chunks", _chunks, "left", is_vital=False),
@@ -278,28 +254,6 @@ _COLUMNS = (
     _Column("starts", lambda view: str(view.epoch), is_vital=False),
     _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
-
-
-def _errors(seen: Overview) -> Any:
-    from rich.text import Text
-
-    counts = ", ".join(f"{units.count(number)} {code}" for code, number in seen.errors.items())
-    return Text(f"failed rows: {counts}", style="yellow")
-
-
-def _warnings(warnings: list[str]) -> list[Any]:
-    from rich.text import Text
-
-    shown = warnings[:MAX_SHOWN_WARNINGS]
-    if len(warnings) > len(shown):
-        shown.append(f"… and {len(warnings) - len(shown)} more (--json has all)")
-    return [Text(f"warning: {warning}", style="bold yellow") for warning in shown]
-
-
-def _note(note: str) -> Any:
-    from rich.text import Text
-
-    return Text(f"note: {note}", style="dim")
 
 
 # --------------------------------------------------------------------------- the command
@@ -321,34 +275,18 @@ def _note(note: str) -> Any:
 @click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
 @price_options
 @common_options
-def command(
-    run: str,
-    job: str,
-    is_watch: bool,
-    refresh_seconds: float,
-    is_json: bool,
-    price_per_hour: float | None,
-    is_spot: bool | None,
-) -> Any:
+def command(*, is_watch: bool, refresh_seconds: float, is_json: bool, **options: Any) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
 
     Reads the workers' heartbeats and the list of markers, never an output; changes nothing.
     """
-    from rich.console import Console
-
     from batchinfer.storage.opening import open_store
 
-    config = StatusConfig(
-        run=run,
-        job=job,
-        price_per_hour=price_per_hour,
-        is_spot=is_spot,
-    )
     clock = SystemClock()
-    status = Status(config, open_store=open_store, clock=clock)
+    status = Status(StatusConfig(**options), open_store=open_store, clock=clock)
     if is_json and not is_watch:
         return status.look()
-    # Into a file or a log the table goes in full.
+    # A file or a log has no width, and gets the whole table.
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
     if is_watch:
         seen = watch(status, console, clock, refresh_seconds)
