@@ -23,6 +23,8 @@ CATEGORIES = (
 MODELS = ("vicuna-13b", "koala-13b", "alpaca-13b", "llama-2-13b-chat", "wizardlm-13b", "gpt-4")
 LANGUAGES = ("English",) * 14 + ("Portuguese", "Russian", "Chinese", "Spanish")
 """Nearly four of five conversations are English, and so in ASCII but for a few characters."""
+MEAN_CHARS = 270
+"""Mean characters of a user's turn."""
 VOWELS, CONSONANTS = "aeiou", "bcdfghklmnprstvwz"
 FOREIGN = ("данные", "модель", "ответ", "数据", "模型", "回答", "não", "você", "información")
 
@@ -75,19 +77,26 @@ def make_moderation(rng: random.Random) -> dict[str, Any]:
 
 
 def make_row(
-    rng: random.Random, words: list[str], pools: tuple[str, str], row: int
+    rng: random.Random,
+    words: list[str],
+    pools: tuple[str, str],
+    row: int,
+    mean_chars: int = MEAN_CHARS,
 ) -> dict[str, Any]:
     """Return one conversation of one to twelve turns, its text from the English pool or from the other.
 
     Means are those that LMSYS publishes: two turns, 70 tokens a prompt and 215 an answer, taken at four characters.
+    An answer is as much longer than `mean_chars`, a user's turn, as there.
     """
     language = rng.choice(LANGUAGES)
     pool = pools[language != "English"]
     turns = min(12, 1 + int(rng.expovariate(0.7)))
     conversation = []
     for _ in range(turns):
-        conversation.append({"content": make_text(rng, words, pool, 270), "role": "user"})
-        conversation.append({"content": make_text(rng, words, pool, 850), "role": "assistant"})
+        conversation.append({"content": make_text(rng, words, pool, mean_chars), "role": "user"})
+        conversation.append(
+            {"content": make_text(rng, words, pool, mean_chars * 85 // 27), "role": "assistant"}
+        )
     return {
         "conversation_id": f"{rng.getrandbits(128):032x}",
         "model": rng.choice(MODELS),
@@ -99,7 +108,9 @@ def make_row(
     }
 
 
-def write_dataset(folder: Path, rows: int, *, files: int = 3, seed: int = 0) -> list[Path]:
+def write_dataset(
+    folder: Path, rows: int, *, files: int = 3, seed: int = 0, mean_chars: int = MEAN_CHARS
+) -> list[Path]:
     """Write `rows` conversations as `files` parquet files (row groups of 1000, snappy) and return their paths.
 
     Deterministic by `seed`. Memory is that of one row group.
@@ -138,7 +149,7 @@ def write_dataset(folder: Path, rows: int, *, files: int = 3, seed: int = 0) -> 
         with pq.ParquetWriter(path, schema) as writer:
             while row < end:
                 group = range(row, min(end, row + 1000))
-                batch = [make_row(rng, words, pools, number) for number in group]
+                batch = [make_row(rng, words, pools, number, mean_chars) for number in group]
                 writer.write_table(pa.Table.from_pylist(batch, schema=schema))
                 row = group.stop
         paths.append(path)
@@ -152,9 +163,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=150_000)
     parser.add_argument("--files", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mean-chars", type=int, default=MEAN_CHARS)
     arguments = parser.parse_args()
     for path in write_dataset(
-        arguments.folder, arguments.rows, files=arguments.files, seed=arguments.seed
+        arguments.folder,
+        arguments.rows,
+        files=arguments.files,
+        seed=arguments.seed,
+        mean_chars=arguments.mean_chars,
     ):
         print(path)
 

@@ -304,6 +304,15 @@ def test_a_folder_gives_its_parquet_files_by_name_and_nothing_hidden(tmp_path):
     ]
 
 
+def test_files_that_are_links_are_files_as_in_the_cache_of_the_hub(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/1f2e").write_text('{"n":1}\n')
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").symlink_to("../blobs/1f2e")
+    for argument in ("data", "data/a.jsonl", "data/*.jsonl", "**/*.jsonl"):
+        assert split_file(tmp_path / argument)[0]["n"] == 1
+
+
 def test_relative_paths_and_globs_stay_relative(tmp_path, monkeypatch):
     write_parquet(tmp_path / "data/x-1.parquet", n=[1])
     write_parquet(tmp_path / "data/x-2.parquet", n=[2])
