@@ -1,7 +1,8 @@
-"""The door of the room: what an engine is, which engines there are, and how to make one.
+"""What an engine is, which engines there are, and how to create one.
 
-`ENGINES` is the only place that tells one engine from another. A new engine is a module that implements `Engine`, and
-an entry in the table. Importing this module imports neither vllm nor torch.
+`ENGINES` is the only place in the package that tells one engine from another. To add an engine, write a module that
+implements `Engine`, add an entry to `ENGINES`, and name it in the help of ``--engine``. Importing this module imports
+neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ UNLIMITED_LENGTH = 2**31 - 1
 
 
 class Stop(Protocol):
-    """Read by whoever may wait: true once the worker should end now."""
+    """A stop signal. Everything that may wait for long reads it."""
 
     def is_set(self) -> bool:
-        """Whether to abandon everything and return."""
+        """Whether to drop all work and return now."""
         ...
 
 
 class RequestSource(Protocol):
-    """Where an engine takes its requests from. Never blocks on storage."""
+    """The stream from which an engine takes its requests. Its methods never wait for storage."""
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Up to `max_requests` that are ready now, perhaps none; None once there will never be more.
+        """Return up to `max_requests` requests that are ready now, perhaps none; None once there will never be more.
 
         Args:
             max_requests: At least 1.
@@ -42,63 +43,71 @@ class RequestSource(Protocol):
         ...
 
     def wait(self, timeout_seconds: float) -> None:
-        """Block until something may have become ready, or the time is up. Called only while nothing is in flight."""
+        """Wait until a request may be ready, or the time is up. Engines call it only while nothing is in flight."""
         ...
 
 
 class Engine(Protocol):
-    """Turns requests into completions. One thread opens, drives and closes it."""
+    """Turns requests into completions. The same thread opens, drives and closes it."""
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Load the model. Raises EngineLoadError (33), ConfigError (2) for a user's mistake, Interrupted if stopped."""
+        """Load the model.
+
+        Raises:
+            EngineLoadError: loading failed; another start may help.
+            ConfigError: the configuration cannot work.
+            Interrupted: `stop` was set meanwhile.
+        """
         ...
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """Take requests as there is room and yield what finished, in any order, each with its request's key.
+        """Take requests whenever slots are free, and yield the completions that finished, in any order.
 
-        Yields after every step, at least once a second, perhaps an empty list, so that the caller keeps control.
-        A request that the engine refuses comes back as a completion with a failure. Ends when the source gave None
-        and nothing is in flight, or soon after `stop` is set (what is in flight is abandoned).
+        Yields after every step and at least once a second, perhaps an empty list, so that the caller can do other
+        work. A request that the engine refuses comes back as a completion with a failure. Ends when the source
+        returned None and nothing is in flight, or soon after `stop` is set; requests in flight are then dropped.
 
         Raises:
-            EngineDied: an engine process ended; the engine can only be closed afterwards.
-            EngineStalled: no progress for the configured time.
+            EngineDied: an engine process ended. Only `close` may be called afterwards.
+            EngineStalled: the engine made no progress for `stall_seconds`. Only `close` may be called afterwards.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """Counters since `open`. Cheap."""
+        """Return the counters since `open`. Takes no time."""
         ...
 
     def close(self) -> None:
-        """End every process and free what was held. Idempotent; also after a failure."""
+        """End all processes of the engine and free its memory. Idempotent; works after a failure too."""
         ...
 
 
 # --------------------------------------------------------------------------- which engines there are
 
 
+def _accept(*_: object) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What the rest of the package needs to know of one engine without importing it."""
+    """What the rest of the package knows about an engine before that engine's module is imported."""
 
     name: str
     """Value of ``--engine``."""
-    summary: str
-    """Words for the help of ``--engine``; empty for the default engine."""
     needs_model: bool
-    """Whether it loads a model. The model's files then say its identity, tokenizer and length, and how many GPUs a
-    replica takes. An engine without a model takes texts and conversations as they are, sees no GPU, and has its own
-    name for an identity."""
+    """Whether the engine loads a model. If so, the model's files decide its identity in the run, its tokenizer, its
+    longest sequence, and the number of GPUs per replica. If not, the engine takes texts and conversations without a
+    tokenizer, gets no GPU, and its name is the identity."""
     is_rehearsal: bool
-    """Whether it only plays an engine: one replica runs inside the worker, and where it has a process of its own, a
-    rehearsed crash ends that process by SIGKILL as a real one would."""
+    """Whether the engine only imitates one. A single replica then runs inside the worker; in a process of its own, a
+    rehearsed crash ends that process by SIGKILL, as a real crash would."""
     create: Callable[[EngineConfig], Engine]
-    """Makes one that runs in the calling process; not open yet. The only function that imports the engine's module."""
-    check_installed: Callable[[], None]
-    """Raises ConfigError when the engine's package cannot be imported. Imports nothing."""
-    check_parameters: Callable[[Iterable[str]], None]
-    """Raises ConfigError for a name that is no sampling parameter of the engine. Imports nothing heavy."""
+    """Function that creates an engine in the calling process, not yet open. It alone imports the engine's module."""
+    check_installed: Callable[[], None] = _accept
+    """Function that raises ConfigError if the engine's package is not installed. Imports nothing."""
+    check_parameters: Callable[[Iterable[str]], None] = _accept
+    """Function that raises ConfigError for names that are no sampling parameters of the engine. Imports no package."""
 
 
 def _create_vllm(config: EngineConfig) -> Engine:
@@ -133,7 +142,6 @@ ENGINES = {
     for kind in (
         EngineKind(
             name="vllm",
-            summary="",
             needs_model=True,
             is_rehearsal=False,
             create=_create_vllm,
@@ -142,23 +150,20 @@ ENGINES = {
         ),
         EngineKind(
             name="echo",
-            summary="to rehearse without a model",
             needs_model=False,
             is_rehearsal=True,
             create=_create_echo,
-            check_installed=lambda: None,
-            check_parameters=lambda _: None,
         ),
     )
 }
-"""Every engine by its name. The default is that of `EngineConfig`."""
+"""All engines by name. `EngineConfig.engine` holds the default."""
 
 
 def find_engine(name: str) -> EngineKind:
-    """Look an engine up by its name.
+    """Return the engine of this name.
 
     Raises:
-        ConfigError: there is none of that name; the message lists them all.
+        ConfigError: there is no such engine; the message lists all engines.
     """
     if name in ENGINES:
         return ENGINES[name]
@@ -172,10 +177,13 @@ def find_engine(name: str) -> EngineKind:
 
 
 def check_engine(config: EngineConfig) -> EngineKind:
-    """Refuse an engine that does not exist, and a configuration that no engine could run. Pure.
+    """Refuse an unknown engine, and a configuration that no engine could run. Pure.
+
+    Returns:
+        The engine's entry in `ENGINES`.
 
     Raises:
-        ConfigError: the message names the option.
+        ConfigError: the message names the option that is wrong.
     """
     kind = find_engine(config.engine)
     check_config(config)
@@ -189,16 +197,16 @@ def check_engine(config: EngineConfig) -> EngineKind:
 
 
 def has_model(config: EngineConfig) -> bool:
-    """Whether a model is named whose files can be looked at. An unknown engine may have one."""
+    """Whether the configuration names a model whose files can be read. An unknown engine counts as needing one."""
     kind = ENGINES.get(config.engine)
     return bool(config.model) and (kind is None or kind.needs_model)
 
 
 def create_engine(config: EngineConfig) -> Engine:
-    """Make an engine that is not open yet. Starts nothing, and imports neither vllm nor torch.
+    """Create an engine, not yet open. Starts no process, and imports neither vllm nor torch.
 
     Raises:
-        ConfigError: no such engine, its package is not installed, or the configuration cannot work.
+        ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
     """
     kind = check_engine(config)
     kind.check_installed()
@@ -210,10 +218,10 @@ def create_engine(config: EngineConfig) -> Engine:
 
 
 def identify_model(config: EngineConfig) -> str:
-    """A model's commit on the Hub, or a hash of its local folder. Reads its small files only.
+    """Return the model's commit on the Hub, or a hash of its local folder. Downloads no weights.
 
     Raises:
-        ConfigError: there is no such engine or model, or the configuration cannot work.
+        ConfigError: the engine or the model does not exist, or the configuration cannot work.
     """
     kind = check_engine(config)
     if not kind.needs_model:
@@ -224,7 +232,7 @@ def identify_model(config: EngineConfig) -> str:
 
 
 def longest_sequence(config: EngineConfig) -> int | None:
-    """Tokens of prompt and answer together, as far as that is known without loading the model."""
+    """Return the most tokens that prompt and answer may have together; None where only loading the model tells."""
     if config.max_model_len is not None or not find_engine(config.engine).needs_model:
         return config.max_model_len
     from batchinfer.engines.models import describe_model
@@ -236,7 +244,15 @@ def longest_sequence(config: EngineConfig) -> int | None:
 
 
 def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> list[int]:
-    """How many of `count` requests each replica gets, so that all hold as equally many as their free slots allow. Pure.
+    """Divide `count` requests among replicas so that all hold about equally many. Pure.
+
+    Args:
+        held: Number of requests that each replica holds already.
+        free_slots: Number of requests that each replica can take.
+        count: Number of requests to divide.
+
+    Returns:
+        The number for each replica. The sum is smaller than `count` where the free slots do not suffice.
 
     >>> share_out([4, 0, 0], [9, 9, 9], 5)
     [0, 3, 2]

@@ -1,8 +1,8 @@
-"""What the worker and its engine processes say to each other, and how it travels.
+"""The messages between the worker and its engine processes, and the connection that carries them.
 
-A frame is four bytes of length and one msgpack object. Requests and completions go in batches, a frame
-for all that is at hand, so that the cost per row is that of encoding it. Neither side ever blocks on
-sending: what the socket does not take stays in a buffer, which the number of requests in flight bounds.
+A frame is four bytes of length followed by one msgpack object. One frame carries all requests or completions that are
+ready, so a row costs little more than its encoding. Sending never blocks: bytes that the socket does not accept wait
+in a buffer, whose size is limited by the number of requests in flight.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ RECEIVE_BYTES = 1 << 20
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base of everything that is sent."""
+    """Base class of all messages."""
 
 
 class Load(Frame, frozen=True, kw_only=True, tag=True):
-    """Worker: load this engine. The first frame."""
+    """From the worker: load this engine. Always the first frame."""
 
     config: EngineConfig
 
 
 class Work(Frame, frozen=True, kw_only=True, tag=True):
-    """Worker: answer these. Each is an encoded Request, so that a broken one harms no other."""
+    """From the worker: answer these requests. Each is encoded by itself, so a broken one spoils no other."""
 
     requests: list[msgspec.Raw]
 
 
 class Abandon(Frame, frozen=True, kw_only=True, tag=True):
-    """Worker: forget every request so far. What comes next is of this round."""
+    """From the worker: drop all requests sent so far. Later requests belong to round `round`."""
 
     round: int
 
 
 class Close(Frame, frozen=True, kw_only=True, tag=True):
-    """Worker: free what you hold and exit."""
+    """From the worker: close the engine and exit."""
 
 
 class Ready(Frame, frozen=True, kw_only=True, tag=True):
-    """Engine process: the model is loaded."""
+    """From the engine process: the model is loaded."""
 
     info: EngineInfo
 
 
 class Failed(Frame, frozen=True, kw_only=True, tag=True):
-    """Engine process: the end. `kind` is the name of the error's class in batchinfer.core.errors."""
+    """From the engine process: it ends because of an error. `kind` is the name of a class in batchinfer.core.errors."""
 
     kind: str
     message: str
@@ -61,10 +61,10 @@ class Failed(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Done(Frame, frozen=True, kw_only=True, tag=True):
-    """Engine process: these finished (perhaps none), and how far it is.
+    """From the engine process: the completions since the last such frame, perhaps none, and its counters.
 
-    `round` tells them from those of an abandoned `generate`. `tokens` counts generated tokens, those of
-    unfinished requests included: what the watchdog looks at.
+    `round` lets the worker ignore completions of requests that it has dropped meanwhile. `tokens` counts generated
+    tokens, including those of unfinished requests; the worker's watchdog takes its growth for progress.
     """
 
     round: int
@@ -90,7 +90,7 @@ _key_decoder = msgspec.msgpack.Decoder(_KeyOnly)
 
 
 def pack_request(request: Request) -> msgspec.Raw | Completion:
-    """A request as it travels, or the failure of one that cannot be encoded (a lone surrogate, a huge integer)."""
+    """Encode a request; return a failure if that is impossible, as with a lone surrogate or a huge integer."""
     try:
         return msgspec.Raw(_encoder.encode(request))
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
@@ -98,7 +98,7 @@ def pack_request(request: Request) -> msgspec.Raw | Completion:
 
 
 def unpack_request(data: msgspec.Raw) -> Request | Completion:
-    """A request that has travelled, or the failure of one whose values have not the types that they should."""
+    """Decode a request; return a failure if one of its values has a wrong type."""
     try:
         return _request_decoder.decode(data)
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
@@ -111,15 +111,15 @@ def _rejected(key: RowKey, error: Exception) -> Completion:
 
 
 class Closed(Exception):
-    """The other side is gone."""
+    """The other side has closed the connection, or its process has ended."""
 
 
 class Channel:
     """One end of the connection.
 
     Args:
-        connection: A stream socket in blocking mode; closed by `close`.
-        decoder: For the frames that this end receives.
+        connection: A stream socket in blocking mode. `close` closes it.
+        decoder: Decoder of the frames that this end receives.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class Channel:
         self._outgoing = bytearray()
 
     def fileno(self) -> int:
-        """The socket's descriptor, for select; negative once closed."""
+        """Return the socket's file descriptor, for `select`; negative once closed."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait for the socket."""
+        """Whether bytes wait in the buffer for the socket."""
         return bool(self._outgoing)
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame and send what the socket takes. Never blocks.
+        """Put a frame into the buffer and send as much as the socket accepts. Never blocks.
 
         Raises:
             Closed: the other side is gone.
@@ -153,7 +153,11 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes. Never blocks. Raises Closed."""
+        """Send as much of the buffer as the socket accepts. Never blocks.
+
+        Raises:
+            Closed: the other side is gone.
+        """
         while self._outgoing:
             try:
                 sent = self._socket.send(self._outgoing, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -164,10 +168,13 @@ class Channel:
             del self._outgoing[:sent]
 
     def receive(self, *, block: bool = False) -> list[ToEngine | ToWorker]:
-        """Whole frames that have arrived, perhaps none; with `block`, waits for at least some bytes.
+        """Return the complete frames that have arrived, perhaps none.
+
+        Args:
+            block: Wait until at least one byte has arrived.
 
         Raises:
-            Closed: the other side is gone and every whole frame was given.
+            Closed: the other side is gone, and all complete frames were returned before.
         """
         flags = 0 if block else socket.MSG_DONTWAIT
         try:
@@ -190,7 +197,7 @@ class Channel:
             if len(buffer) < end:
                 break
             with memoryview(buffer) as view:
-                # A copy: what is still encoded in it is a view, and the buffer is reused.
+                # Copy the bytes: encoded requests in the frame stay views of them, while this buffer is reused.
                 frames.append(self._decoder.decode(bytes(view[start + HEADER.size : end])))
             start = end
         if start:

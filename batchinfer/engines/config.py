@@ -1,4 +1,4 @@
-"""Everything that decides how an engine is loaded. Sampling is not here: it belongs to each request."""
+"""The options that decide how an engine is loaded. Sampling is not among them: it belongs to each request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchinfer.core.records import Record
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One engine, as a user asks for it. None means: the adapter chooses, and says what it chose in EngineInfo.
+    """The engine that a user asks for. None leaves the choice to the engine, which reports it in `EngineInfo`.
 
-    The `echo_*` options only concern ``--engine echo`` and are described in `batchinfer.engines.echo`.
+    The `echo_*` fields only concern ``--engine echo``; `batchinfer.engines.echo` describes them.
     """
 
     engine: str = "vllm"
@@ -27,9 +27,9 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int = 1
     replicas: int | Literal["auto"] = "auto"
-    """"auto": as many as the GPUs hold of the smallest tensor-parallel size that serves the model well."""
+    """Number of engine processes. "auto" gives each the fewest GPUs that serve the model well, and uses all GPUs."""
     gpus: list[str] | None = None
-    """Indices or UUIDs, as in CUDA_VISIBLE_DEVICES; None means all that are visible."""
+    """GPUs to use, as indices or UUIDs like those in CUDA_VISIBLE_DEVICES; None means all visible GPUs."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -38,13 +38,14 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     enforce_eager: bool | None = None
     trust_remote_code: bool = False
     engine_args: dict[str, Any] = {}
-    """Passed to vLLM's EngineArgs by name, over our defaults; none that has an option above."""
+    """Further arguments for vLLM's EngineArgs, by name. They win over our defaults; a name with a field above is
+    refused."""
     seed: int = 0
     stall_seconds: float = 300.0
-    """Without a step or a token for so long, with requests in flight, the engine counts as hung."""
+    """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung."""
     load_timeout_seconds: float = 1800.0
     in_process: bool = False
-    """echo only: run it inside the worker even where a process of its own was asked for."""
+    """Whether the echo engine runs inside the worker, whatever `replicas` says. Other engines never do."""
 
     echo_latency_seconds: float = 0.0
     echo_seed: int = 0
@@ -56,7 +57,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def answer_arguments(self) -> dict[str, Any]:
-        """Those of `engine_args` that may decide answers: the workers of a run must agree on them."""
+        """The `engine_args` that may change answers. All workers of a run must agree on them."""
         return {
             name: value
             for name, value in self.engine_args.items()
@@ -66,13 +67,13 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 @cache
 def worker_args() -> tuple[str, ...]:
-    """Patterns of the engine arguments in which the workers of one run may differ, see worker_args.txt."""
+    """Return patterns of the engine arguments in which the workers of one run may differ, from worker_args.txt."""
     text = importlib.resources.files("batchinfer.engines").joinpath("worker_args.txt").read_text()
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
 
 def check_config(config: EngineConfig) -> None:
-    """Refuse what no engine could run, before anything is started. Pure.
+    """Refuse values that no engine could run, before anything is started. Pure.
 
     Raises:
         ConfigError: a count or size is not positive, or an engine argument has an option of its own.
@@ -112,7 +113,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def _check_arguments(config: EngineConfig) -> None:
-    """What has an option comes by it only: the run's configuration and the choice of GPUs go by the option."""
+    """Refuse an engine argument that has an option. The run's configuration and the choice of GPUs read the option."""
     for name in config.engine_args:
         hint = f"use --{name.replace('_', '-')} instead"
         if name == "seed":

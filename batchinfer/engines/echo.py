@@ -1,22 +1,22 @@
 """An engine without a model: it answers with the prompt.
 
-For rehearsals (does the data come through, how fast is the pipeline without a GPU?), for benchmarks
-of everything but the engine, and for tests. It needs no extra package and is fast enough that the
-pipeline around it is what one measures::
+It serves rehearsals (does the data come through? how fast is the pipeline without a GPU?), benchmarks of everything
+but the engine, and tests. It needs no further package, and is so fast that a benchmark measures the pipeline around
+it::
 
     batchinfer worker --engine echo …
 
-Tokens are words: what stands between single spaces, which are quick to count. `max_tokens` cuts the
-answer after so many words (finish_reason "length"), `n` gives equal choices, `logprobs` gives every
-word -1.0. Options:
+A token is a word, that is, the text between two single spaces; spaces are quick to count. `max_tokens` cuts the answer
+after that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word.
+Options:
 
-* `echo_latency_seconds`: mean of an exponential distribution, drawn per request from its key and
-  `echo_seed`, so it does not depend on order, worker or attempt. At most `max_num_seqs` requests run
-  at once, the others queue.
-* `echo_tokens` (least, most): answer with a random number of words, the prompt's words over and over.
-* `echo_load_seconds`: how long `open` takes.
-* `echo_fail_marker`, `echo_kill_marker`, `echo_hang_marker`: a prompt that contains the text is
-  refused, kills the engine, or is never answered.
+* `echo_latency_seconds`: mean of the time that a request runs. The time of each request is exponentially distributed
+  and follows from its key and `echo_seed` alone, whatever the order, the worker or the attempt. At most
+  `max_num_seqs` requests run at once; the others wait.
+* `echo_tokens` (least, most): the answer has a random number of words and repeats the prompt's words.
+* `echo_load_seconds`: time that `open` takes.
+* `echo_fail_marker`, `echo_kill_marker`, `echo_hang_marker`: a request whose prompt contains this text is refused,
+  kills the engine, or is never answered.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from batchinfer.engines.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 256
-# While there is room and nothing is ready, the source is asked this often.
+# Seconds between two calls of `take` while slots are free and the source has nothing ready.
 POLL_SECONDS = 0.02
-# A stop is seen at least this often.
+# Most seconds between two looks at the stop signal.
 LONGEST_SLEEP_SECONDS = 0.2
 SPACE = " "
 WORDS = re.compile(r"^[^ ]*| [^ ]*")
 
 
 class EchoEngine:
-    """Answers every request with its own prompt. Implements Engine, in this very process.
+    """Answers every request with its own prompt. Implements Engine in the calling process.
 
     Args:
-        config: Reads max_num_seqs, max_model_len, stall_seconds and the `echo_*` options.
-        clock: The system's if not given.
+        config: Only max_num_seqs, max_model_len, stall_seconds and the `echo_*` options are read.
+        clock: Replaces the system's clock.
     """
 
     def __init__(self, config: EngineConfig | None = None, clock: Clock | None = None) -> None:
@@ -75,14 +75,15 @@ class EchoEngine:
         self._reset()
 
     def _reset(self) -> None:
-        # Both heaps hold what is in flight: when each slot is next free, and what comes out when.
+        # Two heaps for the requests in flight: the time at which each slot becomes free, and the completions with the
+        # time at which each is due.
         self._slots: list[float] = []
         self._running: list[tuple[float, int, Completion]] = []
         self._admitted = 0
         self._kill_reason = ""
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Load nothing, in `echo_load_seconds`."""
+        """Wait for `echo_load_seconds`; there is nothing to load."""
         start = self._clock.monotonic()
         while (left := start + self.config.echo_load_seconds - self._clock.monotonic()) > 0:
             if stop.is_set():
@@ -102,11 +103,11 @@ class EchoEngine:
         )
 
     def close(self) -> None:
-        """Forget what is in flight."""
+        """Drop the requests in flight."""
         self._reset()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was made; a step is one turn of the loop that had work."""
+        """Return the counters since the engine was created. A step is a turn of the loop in which it had work."""
         return EngineStats(
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -114,7 +115,7 @@ class EchoEngine:
         )
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """Answer everything that `source` gives; see Engine.generate."""
+        """Answer all requests of `source`; see Engine.generate."""
         clock, config = self._clock, self.config
         now = last_progress = clock.monotonic()
         exhausted = False
@@ -122,11 +123,11 @@ class EchoEngine:
         while not stop.is_set():
             if self._kill_reason:
                 raise EngineDied(f"echo: {self._kill_reason}", in_flight=self._keys())
-            room = self.max_in_flight - len(self._running)
+            num_free = self.max_in_flight - len(self._running)
             finished: list[Completion] = []
             taken: list[Request] | None = None
-            if not exhausted and room > 0:
-                taken = source.take(room)
+            if not exhausted and num_free > 0:
+                taken = source.take(num_free)
                 exhausted = taken is None
             if taken:
                 finished = self._admit(taken, now)
@@ -150,7 +151,7 @@ class EchoEngine:
                     in_flight=self._keys(),
                 )
             yield []
-            longest = LONGEST_SLEEP_SECONDS if exhausted or room <= 0 else POLL_SECONDS
+            longest = LONGEST_SLEEP_SECONDS if exhausted or num_free <= 0 else POLL_SECONDS
             clock.sleep(min(max(self._running[0][0] - clock.monotonic(), 0.0), longest))
             now = clock.monotonic()
 
@@ -158,7 +159,7 @@ class EchoEngine:
         return [completion.key for _, _, completion in self._running]
 
     def _admit(self, requests: list[Request], now: float) -> list[Completion]:
-        """Answer at once without a latency; else schedule the answers. Returns what is finished."""
+        """Start requests; without a latency or a marker they finish at once. Returns the finished ones."""
         config = self.config
         if not (config.echo_latency_seconds or config.echo_kill_marker or config.echo_hang_marker):
             return self._count([self._answer(request) for request in requests])
@@ -181,7 +182,7 @@ class EchoEngine:
         return self._count(finished)
 
     def _start_time(self, now: float) -> float:
-        """When a slot takes the next request: now, or when the one that ends first has ended."""
+        """Return the time at which the next request starts: now if a slot is free, else when the first becomes free."""
         if len(self._slots) < self.max_num_seqs:
             return now
         return max(heapq.heappop(self._slots), now)
@@ -205,7 +206,7 @@ class EchoEngine:
         return -mean * math.log1p(-self._fraction(key, "latency"))
 
     def _fraction(self, key: RowKey, purpose: str) -> float:
-        """A number in [0, 1) that depends on the seed, the row and the purpose alone."""
+        """Return a number in [0, 1) that depends on nothing but the seed, the row and the purpose."""
         name = f"{self.config.echo_seed}\0{purpose}\0{key[0]}\0{key[1]}".encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "big") / 2**48
 
@@ -270,7 +271,7 @@ class EchoEngine:
 
 
 def prompt_text(request: Request) -> str:
-    """What the echo engine takes for the prompt: the text, the last user message, or the ids in words."""
+    """Return a request's prompt as a text: its text, its token ids as words, or its last user message."""
     if request.text is not None:
         return request.text
     if request.token_ids is not None:
@@ -283,14 +284,14 @@ def prompt_text(request: Request) -> str:
 
 
 def content_text(content: Any) -> str:
-    """A message's content as text; of a list of parts, those that are text, one a line."""
+    """Return a message's content as a text. The text parts of a list become one line each."""
     if isinstance(content, list):
         return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
 def num_words_of(text: str) -> int:
-    r"""How many words a text has; white space alone is none.
+    r"""Return the number of words in a text. White space alone has none.
 
     >>> num_words_of("a b\nc"), num_words_of(" ")
     (2, 0)
@@ -299,7 +300,7 @@ def num_words_of(text: str) -> int:
 
 
 def first_words(text: str, num_words: int) -> str:
-    """The text up to the end of its first words.
+    """Return the beginning of a text, up to the end of word number `num_words`.
 
     >>> first_words("a b c d", 3)
     'a b c'
@@ -308,7 +309,7 @@ def first_words(text: str, num_words: int) -> str:
 
 
 def word_logprobs(text: str) -> list[TokenLogprob]:
-    """Every word with the space before it, at -1.0, and no alternative but itself."""
+    """Return each word, with the space before it, at log-probability -1.0 and as its own only alternative."""
     return [
         TokenLogprob(token=word, logprob=-1.0, top=[(word, -1.0)]) for word in WORDS.findall(text)
     ]

@@ -1,4 +1,4 @@
-"""Which GPUs there are, and how a model is laid out on them."""
+"""Which GPUs this machine has, and how replicas of a model are laid out on them."""
 
 from __future__ import annotations
 
@@ -25,50 +25,54 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# vLLM's own.
+# vLLM's own default of gpu_memory_utilization.
 DEFAULT_UTILIZATION = 0.92
-# Activations, CUDA graphs, the CUDA context and NCCL: what a replica needs beside weights and KV cache.
+# Memory of a GPU that a replica needs beside weights and KV cache: activations, CUDA graphs, CUDA's context and NCCL.
 OVERHEAD_BYTES = 2 * GIB
-# A KV cache below this keeps too few sequences running to use the GPU: 64 of 1024 tokens each.
+# A smaller KV cache holds too few sequences (64 of 1024 tokens each) to use the GPU well.
 USEFUL_KV_TOKENS = 65_536
 QUERY_SECONDS = 20.0
-# Any other engine argument may change what weights or the cache take, and nothing is refused by an estimate.
+# Engine arguments that do not change the size of the weights. With any other one the size is only an estimate.
 HARMLESS_ENGINE_ARGS = {"load_format", "kv_cache_dtype", "enable_prefix_caching", "download_dir"}
 
 
 class Gpu(Record, frozen=True, kw_only=True):
-    """One visible GPU. `id` is what CUDA_VISIBLE_DEVICES takes; 0 bytes where the memory is unknown."""
+    """One GPU that this process may use."""
 
     id: str
+    """Name of the GPU for CUDA_VISIBLE_DEVICES: an index or a UUID."""
     name: str = ""
     total_bytes: int = 0
+    """Bytes of memory; 0 where the driver does not tell."""
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """How many replicas of how many GPUs each, and why in one sentence with its arithmetic.
-
-    `warning` is empty unless it may well not fit.
-    """
+    """The number of replicas, and of GPUs for each."""
 
     tensor_parallel_size: int
     replicas: int
     explanation: str
+    """Reason for the layout, in one sentence with its arithmetic."""
     warning: str = ""
+    """Warning that the model may not fit; empty if it should."""
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """The replicas to start, as (name, environment additions), and the configuration that all get."""
+    """The replicas to start, and the configuration that they share."""
 
     config: EngineConfig
     replicas: list[tuple[str, dict[str, str]]]
+    """Name of each replica, and the environment variables that it gets beside the worker's own."""
     revision: str = ""
+    """Commit of the model on the Hub; empty for a local one."""
 
 
 def place(config: EngineConfig) -> Placement:
-    """Decide how many replicas there are and where they run.
+    """Decide how many replicas there are, and which GPUs each one sees.
 
     Raises:
-        ConfigError: more GPUs were asked for than there are, the model cannot be split so, or it takes no such length.
+        ConfigError: more GPUs were asked for than there are, the model cannot be split over them or does not fit, or
+            --max-model-len is more than the model takes.
     """
     if not find_engine(config.engine).needs_model:
         count = 1 if config.replicas == "auto" else config.replicas
@@ -106,20 +110,20 @@ def place(config: EngineConfig) -> Placement:
 
 
 def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
-    """Lay a model out: as many replicas as possible, each of the fewest GPUs that serve the model well. Pure.
+    """Choose the layout with the most replicas, giving each the fewest GPUs that serve the model well. Pure.
 
-    A tensor-parallel size fits when the model's heads divide by it and a GPU's share of memory holds its part
-    of the weights, an overhead, and a KV cache of `USEFUL_KV_TOKENS` (or one sequence of the longest length,
-    if that is more). What the user states is taken as it is, as long as the GPUs suffice.
+    A tensor-parallel size serves the model well if the model's heads can be divided by it, and if the memory that
+    vLLM may use on each GPU holds that GPU's part of the weights, an overhead, and a KV cache for `USEFUL_KV_TOKENS`
+    tokens or for one sequence of the greatest length, whichever is more. Sizes that the user states are taken as they
+    are, provided that there are enough GPUs.
 
     Args:
-        model: Sizes; what is 0 is unknown and counts as fitting.
-        gpus: Those that may be used; none means the CPU.
-        config: Reads the parallel sizes, replicas, utilization, offload and lengths.
+        model: Sizes of the model. A size of 0 is unknown and counts as fitting.
+        gpus: GPUs that may be used. Without any, the model runs on the CPU.
+        config: The parallel sizes, replicas, memory share, offload and lengths are read.
 
     Raises:
-        ConfigError: more GPUs are asked for than there are, the heads do not divide, or the weights and one
-            sequence surely fit nowhere.
+        ConfigError: more GPUs are asked for than there are, the heads cannot be divided, or the weights do not fit.
     """
     pipeline = config.pipeline_parallel_size
     stated = config.tensor_parallel_size
@@ -149,7 +153,11 @@ def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConf
 
 
 def layout_on_cpu(config: EngineConfig) -> Layout:
-    """On a CPU nothing is chosen: one process unless more are asked for, at most one rank a core."""
+    """Return the layout for a machine without GPUs: one process, unless the user asks for more.
+
+    Raises:
+        ConfigError: --tensor-parallel-size is more than the number of cores.
+    """
     size = config.tensor_parallel_size or 1
     replicas = 1 if config.replicas == "auto" else config.replicas
     cores = os.cpu_count() or 1
@@ -163,7 +171,7 @@ def layout_on_cpu(config: EngineConfig) -> Layout:
 
 
 def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
-    """Refuse a layout that needs more GPUs than there are, showing the product."""
+    """Refuse a layout that needs more GPUs than there are. The message shows the product."""
     needed = replicas * size * pipeline
     if needed <= count:
         return
@@ -175,7 +183,7 @@ def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
 
 
 def check_heads(model: ModelInfo, size: int) -> None:
-    """Refuse a tensor-parallel size that the model's heads do not divide by."""
+    """Refuse a tensor-parallel size by which the model's heads cannot be divided."""
     if not divides(model, size):
         fitting = [other for other in range(1, model.num_heads + 1) if divides(model, other)]
         raise ConfigError(
@@ -186,7 +194,7 @@ def check_heads(model: ModelInfo, size: int) -> None:
 
 
 def divides(model: ModelInfo, size: int) -> bool:
-    """Whether vLLM can split the model's heads over so many GPUs (it repeats too few key-value heads)."""
+    """Whether vLLM can split the model's heads over `size` GPUs. It repeats key-value heads where they are fewer."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads and heads % size:
         return False
@@ -196,8 +204,11 @@ def divides(model: ModelInfo, size: int) -> bool:
 def smallest_size(
     model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig, most: int
 ) -> tuple[int, str, str]:
-    """The smallest tensor-parallel size that fits, up to `most`, the reason, and what to warn of."""
-    # vLLM is happiest with powers of two; others only where every GPU is needed.
+    """Return the smallest tensor-parallel size that serves the model well, the reason, and a warning or "".
+
+    Where no size up to `most` does, it is the largest one, with a warning if not even one sequence should fit.
+    """
+    # Powers of two suit vLLM best. `most` is tried too, since only all GPUs together may hold the model.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
     sizes = [size for size in sizes if divides(model, size)]
     smallest_gpu = min(gpu.total_bytes for gpu in gpus)
@@ -232,13 +243,12 @@ def smallest_size(
 
 
 def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
-    """Refuse a model whose weights alone exceed the memory that vLLM may use.
+    """Refuse a model whose weights alone need more memory than vLLM may use.
 
-    Options that may change the size of the weights or take them from elsewhere make the sum an estimate: then it is
-    left to vLLM.
+    With options that may change the size of the weights, that size is an estimate; then nothing is refused here.
 
     Raises:
-        ConfigError: with the arithmetic.
+        ConfigError: the weights do not fit. The message shows the arithmetic.
     """
     is_estimate = bool(config.quantization or config.hf_config_path)
     if is_estimate or set(config.engine_args) - HARMLESS_ENGINE_ARGS:
@@ -256,7 +266,7 @@ def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: 
 
 
 def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) -> str:
-    """What to change where one sequence needs more than so many bytes of KV cache."""
+    """Return what to change if `cache_bytes` of KV cache do not suffice for one sequence."""
     _, per_token = memory_per_gpu(model, config, size, 1)
     fitting = cache_bytes // per_token // 1024 * 1024 if per_token else 0
     if fitting > 0:
@@ -267,17 +277,17 @@ def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) 
 def memory_per_gpu(
     model: ModelInfo, config: EngineConfig, size: int, tokens: int
 ) -> tuple[int, int]:
-    """Bytes of weights and of a KV cache for so many tokens on each GPU."""
+    """Return the bytes of weights, and of a KV cache for `tokens` tokens, on each GPU."""
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
-    # Key-value heads are repeated, not split, once there are more GPUs than heads.
+    # With more GPUs than key-value heads, the heads are repeated, so the cache per GPU shrinks no further.
     split = min(size, model.num_kv_heads or size)
     return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes in GiB, for people.
+    """Write a number of bytes in GiB.
 
     >>> gib(3 << 29)
     '1.5 GiB'
@@ -286,16 +296,17 @@ def gib(size_bytes: int) -> str:
 
 
 def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
-    """The GPUs that this process may use, in order. Read-only; leaves no CUDA context behind.
+    """Return the GPUs that this process may use, in order. Read-only; opens no CUDA context.
 
     Args:
-        wanted: Indices or UUIDs as of the whole machine; None means CUDA_VISIBLE_DEVICES, else all.
+        wanted: Indices or UUIDs as the driver lists them. None means those in CUDA_VISIBLE_DEVICES, or all GPUs where
+            that variable is not set.
 
     Returns:
         An empty list on a machine without a GPU.
 
     Raises:
-        ConfigError: one of `wanted` is not there.
+        ConfigError: one of `wanted` does not exist.
     """
     found = query_nvidia()
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -306,8 +317,8 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     for name in (name.strip() for name in names):
         gpu = find_gpu(found, name)
         if gpu is None and wanted is None:
-            # Like CUDA, which ignores what follows an index that does not exist; a MIG slice has a
-            # UUID that only the driver knows.
+            # CUDA, too, ignores an index that does not exist and everything behind it. UUIDs are kept: the list of
+            # GPUs above has none for MIG slices.
             if not name.startswith(("GPU-", "MIG-")):
                 break
             gpu = Gpu(id=name)
@@ -319,7 +330,7 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
 
 
 def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
-    """The GPU with this index, or with this UUID, which may be shortened as long as it names one GPU."""
+    """Return the GPU with this index or UUID. A UUID may be shortened as long as it fits one GPU only."""
     for gpu, uuid in found:
         if name and name in {gpu.id, uuid}:
             return gpu
@@ -330,17 +341,17 @@ def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
 
 
 def is_driver_order(wanted: Sequence[str] | None = None) -> bool:
-    """Whether the indices of `visible_gpus` are the driver's, by PCI bus, rather than CUDA's own.
+    """Whether the indices of `visible_gpus` count GPUs in the driver's order, by PCI bus.
 
-    CUDA numbers the fastest first unless told otherwise. Indices in CUDA_VISIBLE_DEVICES are passed on
-    as they are, in whatever order their author had in mind; all others come from the driver.
+    CUDA's own order, fastest first, may differ; a replica that gets the driver's indices needs CUDA_DEVICE_ORDER to
+    match. Indices that come from CUDA_VISIBLE_DEVICES are passed on unchanged, in the order that its author meant.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     return wanted is not None or variable is None or "GPU-" in variable
 
 
 def query_nvidia() -> list[tuple[Gpu, str]]:
-    """Every NVIDIA GPU of the machine with its UUID, by NVML or else by nvidia-smi."""
+    """Return every NVIDIA GPU of the machine with its UUID, from NVML if it can be imported, else from nvidia-smi."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -349,7 +360,7 @@ def query_nvidia() -> list[tuple[Gpu, str]]:
 
 
 def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
-    """As `query_nvidia`, through nvidia-ml-py."""
+    """Ask NVML, through the package nvidia-ml-py; see `query_nvidia`."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -358,7 +369,7 @@ def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
     with contextlib.suppress(nvml.NVMLError):
         try:
             for index in range(nvml.nvmlDeviceGetCount()):
-                # A GPU that has fallen off the bus takes no other one along.
+                # A GPU that has failed ("fallen off the bus") must not hide the others.
                 with contextlib.suppress(nvml.NVMLError):
                     found.append(describe_nvml(nvml, index))
         finally:
@@ -367,18 +378,18 @@ def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
 
 
 def describe_nvml(nvml: Any, index: int) -> tuple[Gpu, str]:
-    """One GPU and its UUID; its memory counts as unknown where the driver does not tell it."""
+    """Return one GPU and its UUID."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     try:
         total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:  # a GPU that shares the CPU's memory has none of its own
+    except nvml.NVMLError:  # such as a GPU that shares the CPU's memory
         total = 0
     return Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)
 
 
 def query_nvidia_smi() -> list[tuple[Gpu, str]]:
-    """As `query_nvidia`, through the driver's own tool."""
+    """Ask nvidia-smi, the driver's own command; see `query_nvidia`."""
     if not shutil.which("nvidia-smi"):
         return []
     fields = "--query-gpu=index,name,memory.total,uuid"
@@ -396,7 +407,7 @@ def query_nvidia_smi() -> list[tuple[Gpu, str]]:
 
 
 def parse_nvidia_smi(text: str) -> list[tuple[Gpu, str]]:
-    """Lines of index, name, MiB and UUID; memory that the driver does not tell is 0.
+    """Read lines of index, name, MiB and UUID. Memory that the driver does not tell counts as 0.
 
     >>> parse_nvidia_smi("0, NVIDIA L4, 23034, GPU-1f")[0][0].total_bytes // 2**20
     23034

@@ -1,8 +1,8 @@
-"""An engine process: loads one engine and answers what the worker sends, until the worker closes or dies.
+"""An engine process: loads one engine and answers the worker's requests until the worker closes it or dies.
 
-Started by `batchinfer.engines.pool` as ``python -m batchinfer.engines.host FD PARENT``; FD is its end of a
-socket pair. It ends with its worker in every case: the kernel kills it with the thread that started it, and
-when the socket closes it kills its whole process group.
+`batchinfer.engines.replica` starts it as ``python -m batchinfer.engines.host FD PARENT``. FD is its end of a socket
+pair, PARENT the worker's process id. It never outlives the worker: the kernel kills it when the thread that started it
+ends, and when the socket closes it kills its own process group.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent, gu
 
 logger = logging.getLogger(__name__)
 
-# The watchdog in the worker looks at these; while something finishes, they come more often.
+# Most seconds between two reports of the counters, which the worker's watchdog reads.
 STATS_SECONDS = 0.5
 FLUSH_SECONDS = 0.01
+# Most seconds that the process waits at its end for the socket to take the reason.
 LAST_WORDS_SECONDS = 2.0
 
 
 class Inbox:
-    """What the worker sent and the engine has not taken: RequestSource and Stop for the engine.
+    """The requests that the worker sent and the engine has not taken. Implements RequestSource and Stop.
 
-    A thread fills it. An abandoned round interrupts `generate`; nothing of the next round is given out
-    before `generate` was left and `resume` called.
+    A thread fills it. When the worker abandons a round, the stop signal is set, so that `generate` ends. Requests of
+    the next round are given out only after `resume`.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -63,7 +64,7 @@ class Inbox:
         self.round = 0
 
     def run(self) -> None:
-        """Read frames until the worker closes. If it vanishes, end this whole process group at once."""
+        """Read frames until the worker closes. If it vanishes instead, kill this process's group at once."""
         try:
             while not self._closing:
                 for frame in self._channel.receive(block=True):
@@ -96,26 +97,26 @@ class Inbox:
             self._interrupted = self._closing = True
 
     def config(self) -> EngineConfig | None:
-        """Wait for what to load; None if there is nothing to load any more."""
+        """Wait for the configuration to load; None if the worker closes instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._config is not None or self._closing)
             return None if self._closing else self._config
 
     def resume(self) -> bool:
-        """Go on after an abandoned round; False when it is time to close."""
+        """Begin the next round, clearing the stop signal. Returns False if the worker has asked to close."""
         with self._changed:
             self._interrupted = self._closing
             self.round = self._next_round
             return not self._closing
 
     def is_set(self) -> bool:
-        """Whether `generate` should drop everything and return."""
+        """Whether `generate` should drop all work and return."""
         return self._interrupted
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Up to so many requests. Never None: more may come until the worker closes."""
+        """Return up to `max_requests` requests. Never None: more may come until the worker closes."""
         del free_slots  # one engine
-        if not self._requests:  # unlocked: asked at every step, and mostly empty
+        if not self._requests:  # read without the lock: called at every step, and mostly empty
             return []
         with self._changed:
             if self._interrupted:
@@ -124,7 +125,7 @@ class Inbox:
             return [self._requests.popleft() for _ in range(count)]
 
     def take_rejected(self) -> list[Completion]:
-        """Failures of requests that the engine never saw."""
+        """Return the failures of requests that could not be decoded; the engine never sees those."""
         if not self._rejected:
             return []
         with self._changed:
@@ -135,7 +136,7 @@ class Inbox:
         return bool(self._requests or self._rejected) or self._interrupted
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until something arrives; meanwhile what was finished goes out."""
+        """Wait until a frame arrives, and meanwhile go on sending what the socket did not take."""
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
             self._channel.flush()
@@ -146,7 +147,7 @@ class Inbox:
 
 
 def serve(channel: Channel, inbox: Inbox) -> None:
-    """Load, then answer until told to close."""
+    """Load the engine, then answer requests until the worker closes."""
     config = inbox.config()
     if config is None:
         return
@@ -165,7 +166,7 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 
 
 def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
-    """One call of `generate`: sends what finishes, and how far the engine is at least twice a second."""
+    """Call `generate` once. Sends completions as they finish, and the counters at least twice a second."""
     next_stats = 0.0
     for finished in engine.generate(inbox, inbox):
         now = time.monotonic()
@@ -183,7 +184,7 @@ def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
 
 
 def report(channel: Channel, error: BaseException) -> None:
-    """Tell the worker why this process ends, waiting a little for the message to leave."""
+    """Tell the worker why this process ends, and wait a little until the socket has taken the message."""
     if isinstance(error, BatchinferError):
         in_flight = error.in_flight if isinstance(error, EngineError) else []
         frame = Failed(
@@ -201,17 +202,17 @@ def report(channel: Channel, error: BaseException) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one engine process; returns its exit status."""
+    """Run one engine process. Returns its exit status."""
     descriptor, parent = int(arguments[0]), int(arguments[1])
     die_with_parent(parent)
     os.environ[ENGINE_VARIABLE] = str(os.getpid())
-    # Ctrl-C is the worker's affair; it decides what happens to its engines.
+    # The worker handles Ctrl-C and decides what happens to its engines.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     channel = Channel(connection, to_engine_decoder)
-    # A forked engine core that kept the connection would hide from the worker that this process is gone.
+    # The worker notices the end of this process by its connection, so a forked engine core must not keep it open.
     guard_forks(channel.close)
     inbox = Inbox(channel)
     threading.Thread(target=inbox.run, name="inbox", daemon=True).start()
@@ -220,7 +221,7 @@ def main(arguments: list[str]) -> int:
     except Closed:
         return 1
     except BatchinferError as error:
-        # No traceback: what vLLM wrote before stays among the last lines, which the worker shows.
+        # Without a traceback, so that vLLM's own last lines are the ones that the worker shows.
         report(channel, error)
         return 1
     except Exception as error:
@@ -231,10 +232,10 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__mp_main__":
-    register()  # a process that vLLM spawned: multiprocessing imports its parent's main module
+    register()  # in a process that vLLM spawned: multiprocessing imports the parent's main module there
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # Not through the interpreter's end: vLLM's threads and collectors can hold it up for ever.
+    # Skip the interpreter's own shutdown, which vLLM's threads and garbage can delay for ever.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What a model is, from its config and file list alone: identity, size, lengths. No weights are downloaded."""
+"""A model's identity, sizes and lengths, read from its config and its list of files. No weights are downloaded."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-# Of a weight file, so much at both ends tells it from another of equal size.
+# Bytes read at each end of a weight file, to tell it from another file of equal size.
 SAMPLE_BYTES = 1 << 20
-# Where a config states the longest length; of several, vLLM takes the smallest.
+# Entries of a config that state the longest sequence. Of several, vLLM takes the smallest.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-# Entry of a config whose model has latent attention (DeepSeek).
+# Entry that only configs of models with latent attention (DeepSeek) have.
 LATENT_RANK = "kv_lora_rank"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
 class ModelInfo(Record, frozen=True, kw_only=True):
-    """A model. Numbers are 0 and texts empty where the config does not say.
-
-    `identity` is what a run's fingerprint takes: the commit on the Hub, or a hash of a local folder's config,
-    tokenizer, generation config, weight index, and samples of its weight files. `parameter_bytes` and
-    `kv_bytes_per_token` are estimates: quantization while loading, windows and shared caches need less.
-    """
+    """A model's description. Numbers are 0 and texts empty where the config does not tell."""
 
     name: str
     identity: str
+    """Text that changes with the model's answers, for the fingerprint of a run: the commit on the Hub, or a hash of the
+    small files of a local folder and of samples of its weights."""
     revision: str = ""
+    """Commit on the Hub; empty for a local model."""
     is_local: bool = False
     architecture: str = ""
     dtype: str = ""
     quantization: str = ""
     max_model_len: int = 0
     is_length_exact: bool = False
-    """Whether vLLM takes nothing longer than `max_model_len`. False where the config leaves it open."""
+    """Whether vLLM surely refuses more than `max_model_len`. False where the config leaves it open."""
     parameter_bytes: int = 0
+    """Bytes of all weights in memory, as an estimate: quantization while loading makes them smaller."""
     kv_bytes_per_token: int = 0
+    """Bytes of KV cache per token, as an estimate: attention windows and shared caches take less."""
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -78,12 +78,12 @@ class ModelInfo(Record, frozen=True, kw_only=True):
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
-    """Look a model up, in a local folder or on the Hub. Read-only but for the Hub's cache (small files).
+    """Describe a model in a local folder or on the Hub. Writes nothing but small files in the Hub's cache.
 
     Raises:
-        ConfigError: there is no such model or revision, or a file that every engine needs is missing; the
-            message names it.
-        AccessDenied: the model needs a licence to be accepted or a token.
+        ConfigError: the folder does not exist, or a file that every engine needs is missing; the message names it.
+        InputError: the Hub has no such model or revision.
+        AccessDenied: the model needs a token, or its licence to be accepted.
         EngineLoadError: the Hub cannot be reached and the model is not in the cache.
     """
     path = Path(config.model).expanduser()
@@ -105,7 +105,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name can only be meant as a path.
+    """Whether a name can only be a path, and is no name on the Hub.
 
     >>> looks_like_path("Qwen/Qwen3-0.6B"), looks_like_path("./model"), looks_like_path("a/b/c")
     (False, True, True)
@@ -133,10 +133,10 @@ def describe_folder(config: EngineConfig, folder: Path, name: str | None = None)
 
 
 def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
-    """Refuse a model without a config, a tokenizer or weights, naming what is missing and the way out.
+    """Refuse a model without a config, a tokenizer or weights.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one of them is missing. The message names it, the hint an option that helps.
     """
     there = set(names)
     if not config.hf_config_path and not there & {CONFIG_FILE, MISTRAL_CONFIG_FILE}:
@@ -158,10 +158,10 @@ def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
 
 
 def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The files that vLLM would load, with their bytes: safetensors before .bin, no second copy."""
+    """Return the files that vLLM would load, with their bytes: safetensors rather than .bin, and no second copy."""
     for suffix in (".safetensors", ".bin", ".pt", ".gguf"):
         chosen = {name: size for name, size in sizes.items() if name.endswith(suffix)}
-        # Mistral's repositories hold the same weights twice.
+        # Mistral's repositories hold the same weights twice, once under this name.
         without_copy = {name: size for name, size in chosen.items() if "consolidated" not in name}
         if chosen:
             return without_copy or chosen
@@ -169,7 +169,7 @@ def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
-    """A hash that changes with anything in a folder that decides the answers."""
+    """Return a hash that changes with every file of a folder that may change the answers."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         if name.endswith((".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")):
@@ -179,7 +179,7 @@ def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
 
 
 def hash_weights(files: Mapping[str, Path]) -> str:
-    """A hash over the size and both ends of each weight file: terabytes are not read at every start."""
+    """Return a hash of the size and both ends of each weight file. Reading all of them would take too long."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         size = path.stat().st_size
@@ -195,7 +195,7 @@ def hash_weights(files: Mapping[str, Path]) -> str:
 
 
 def describe_on_hub(config: EngineConfig) -> ModelInfo:
-    """Describe a model on the Hub at its revision, or as it lies in the cache when the Hub is out of reach."""
+    """Describe a model on the Hub at its revision; if the Hub cannot be reached, describe the copy in the cache."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
@@ -203,7 +203,7 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
     if constants.HF_HUB_OFFLINE:
         return describe_in_cache(config, None)
     try:
-        with hub_errors(subject):
+        with hub_errors(subject + (f" at --revision {config.revision}" if config.revision else "")):
             info = hub.HfApi().model_info(
                 config.model, revision=config.revision, files_metadata=True, timeout=30.0
             )
@@ -227,7 +227,17 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
 
 
 def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> ModelInfo:
-    """Describe a model as an earlier download left it. `cause` is why the Hub was not asked or did not tell."""
+    """Describe the copy of a model in the Hub's cache.
+
+    Args:
+        config: Names the model and its revision.
+        cause: Error of asking the Hub; None if HF_HUB_OFFLINE forbids to ask.
+
+    Raises:
+        AccessDenied: the Hub refused access, and the cache has no copy.
+        ConfigError: HF_HUB_OFFLINE is set, and the cache has no copy.
+        EngineLoadError: the Hub did not answer, and the cache has no copy.
+    """
     import huggingface_hub as hub
     from huggingface_hub import errors
 
@@ -256,10 +266,10 @@ def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> Mo
 
 
 def read_model_config(config: EngineConfig, path: Path | None) -> dict[str, Any]:
-    """config.json as an object; of a multimodal model, its text part over the rest.
+    """Read config.json. The entries of a multimodal model's text part win over those outside.
 
     Raises:
-        ConfigError: the file is not JSON, or --hf-config-path has none.
+        ConfigError: the file is no JSON object, or the folder of --hf-config-path has no config.json.
     """
     if config.hf_config_path and Path(config.hf_config_path).expanduser().is_dir():
         path = Path(config.hf_config_path).expanduser() / CONFIG_FILE
@@ -280,9 +290,9 @@ def read_model_config(config: EngineConfig, path: Path | None) -> dict[str, Any]
 def build_info(
     config: EngineConfig, values: Mapping[str, Any], weight_bytes: int, **identity: Any
 ) -> ModelInfo:
-    """Put a description together from config.json and the weights' size on disk."""
+    """Describe a model by the values of its config.json and the bytes of its weight files."""
     stored = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
-    # vLLM's "auto" runs a float32 checkpoint in 16 bits.
+    # With "auto", vLLM runs a float32 checkpoint in 16 bits.
     automatic = "bfloat16" if stored in {"float32", "float"} else stored
     dtype = config.dtype if config.dtype != "auto" else automatic
     method = values.get("quantization_config") or {}
@@ -293,7 +303,7 @@ def build_info(
     heads = number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = number(values, "num_key_value_heads", "multi_query_group_num") or heads
     if number(values, LATENT_RANK):
-        kv_heads = 1  # as vLLM counts them: every rank of a tensor-parallel group keeps the whole latent vector
+        kv_heads = 1  # vLLM counts so, too: each GPU of a tensor-parallel group keeps the whole latent vector
     architectures = values.get("architectures") or [""]
     return ModelInfo(
         architecture=str(architectures[0]),
@@ -312,7 +322,7 @@ def build_info(
 
 
 def number(values: Mapping[str, Any], *names: str) -> int:
-    """The first of these entries that is a positive integer, else 0."""
+    """Return the first of these entries that is a positive integer, else 0."""
     for name in names:
         value = values.get(name)
         if isinstance(value, int) and value > 0:
@@ -321,7 +331,7 @@ def number(values: Mapping[str, Any], *names: str) -> int:
 
 
 def longest_length(values: Mapping[str, Any]) -> int:
-    """The longest sequence that a config allows, as vLLM reads it.
+    """Return the longest sequence that a config allows, read as vLLM reads it.
 
     >>> longest_length({"max_position_embeddings": 8192, "seq_length": 2048})
     2048
@@ -331,7 +341,7 @@ def longest_length(values: Mapping[str, Any]) -> int:
 
 
 def has_other_lengths(values: Mapping[str, Any]) -> bool:
-    """Whether a part of the config scales positions or states a length of its own, so that vLLM may derive another."""
+    """Whether a part of the config scales positions or states a length, from which vLLM may derive another one."""
     parts = [part for name, part in values.items() if name != "text_config"]
     return any(
         not part.keys().isdisjoint({"factor", *LENGTHS}) or has_other_lengths(part)
@@ -341,10 +351,10 @@ def has_other_lengths(values: Mapping[str, Any]) -> bool:
 
 
 def check_length(config: EngineConfig, model: ModelInfo) -> str:
-    """Refuse a --max-model-len that the model surely does not take, before anything is loaded.
+    """Refuse a --max-model-len that vLLM surely refuses, before anything is loaded.
 
     Returns:
-        A warning where the length is beyond the stated one and only vLLM can tell; else an empty text.
+        A warning if the config states less but only vLLM can tell; else an empty text.
 
     Raises:
         ConfigError: --max-model-len is more than the model's own.
@@ -367,9 +377,9 @@ def check_length(config: EngineConfig, model: ModelInfo) -> str:
 def kv_bytes_per_token(
     config: EngineConfig, values: Mapping[str, Any], heads: int, kv_heads: int, dtype: str
 ) -> int:
-    """What one token takes in the KV cache over all layers: keys and values of every key-value head.
+    """Return the bytes that one token takes in the KV cache: keys and values of each head, in all layers.
 
-    Models with latent attention (DeepSeek) keep one compressed vector and one rotary key per layer.
+    Models with latent attention (DeepSeek) keep one compressed vector and one rotary key per layer instead.
     """
     layers = number(values, "num_hidden_layers", "n_layer", "n_layers")
     element = DTYPE_BYTES.get(dtype, 2)

@@ -1,14 +1,14 @@
-"""No engine process outlives the one that started it, however that one ends.
+"""Ties engine processes to their parents, so that none outlives its parent, however that ends.
 
-vLLM starts processes of its own (an engine core, a worker per GPU). When their parent is killed by
-SIGKILL they would go on for ever, holding the GPU. So each of them asks the kernel to be killed together
-with its parent, however it was started:
+vLLM starts processes of its own: an engine core, and a worker per GPU. If their parent is killed by SIGKILL, they go
+on for ever and hold the GPU. So each of them asks the kernel to be killed together with its parent:
 
-* Spawned: Python imports our host's module again there, which calls `register`. vLLM calls it, too, as a
-  plugin (entry point group ``vllm.general_plugins``) where the package is installed.
-* Forked: nothing is imported and vLLM takes its plugins for loaded, but `guard_forks` acts at the fork.
+* A spawned process imports our host's module again, which calls `register`. Where this package is installed, vLLM
+  calls `register` as well, as a plugin (entry point group ``vllm.general_plugins``).
+* A forked process imports nothing, and vLLM considers its plugins loaded there. `guard_forks` acts at the fork itself.
 
-Other users of vLLM in the same environment are left alone.
+vLLM processes that were not started by this package are left alone. All vLLM processes of an environment import this
+module, so it stays small.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 ENGINE_VARIABLE = "BATCHINFER_ENGINE"
-"""Set by our engine processes to their own process id, for those that they start."""
+"""Environment variable that holds the process id of our engine process, for the processes below it."""
 
 
 def register() -> None:
-    """Tie this process to its parent, if one of our engine processes is above it. Idempotent."""
+    """Tie this process to its parent if one of our engine processes is an ancestor of it. Idempotent."""
     host = os.environ.get(ENGINE_VARIABLE, "")
     if not host.isdigit() or int(host) == os.getpid():
         return
@@ -35,18 +35,18 @@ def register() -> None:
 
 
 def guard_forks(release: Callable[[], object]) -> None:
-    """Tie every process that this one forks from now on to its parent, and theirs to them.
+    """Tie every process that this process forks from now on to its parent; and so for their children.
 
     Args:
-        release: Called in each child: closes what a child must not hold, such as a connection whose end
-            tells the other side that this process is gone.
+        release: Called in each forked child, to close what it must not keep open. Such is the worker's connection: the
+            worker takes its end for the end of this process.
     """
     forking = threading.local()
 
     def before() -> None:
         forking.parent = os.getpid()
-        # The kernel kills a child when the thread that forked it ends, and others than the main one may end
-        # before their children should.
+        # The kernel kills a child when the thread that forked it ends. Only the main thread surely lives as long as
+        # the children should.
         forking.is_main = threading.current_thread() is threading.main_thread()
 
     def in_child() -> None:
@@ -58,11 +58,13 @@ def guard_forks(release: Callable[[], object]) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. Linux only; else no effect.
+    """Ask the kernel to kill this process when the thread that started it ends. Works on Linux only.
+
+    If the parent ended before the kernel could be asked, this process kills itself.
 
     Args:
-        parent: The expected parent's process id. If it is another one already (or, when not given, the
-            first process), the parent was gone before the kernel could be asked: this process ends at once.
+        parent: Process id of the expected parent. Another parent means that it has ended. Without this argument, only
+            process 1 as the parent means so.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -74,7 +76,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of ours has this id."""
+    """Whether a process that we may signal has this id."""
     try:
         os.kill(pid, 0)
     except OSError:

@@ -1,8 +1,8 @@
-"""Replicas of an engine, each in a process of its own, fed from one stream.
+"""Replicas of an engine, each in a process of its own, fed from one source.
 
-The worker never imports vllm: the engine's crash, its memory and its threads are the business of a child
-process, and N replicas (one per group of GPUs) are N children. Requests go to whichever has room; a
-replica that dies is named in the log and its rows go to the others. See docs/decisions/0004.
+The worker never imports vllm, so a crash, the memory and the threads of an engine stay in a child process; there is one
+child per replica, that is, per group of GPUs. Each replica with free slots gets requests. When a replica dies, the log
+names it and its rows go to the others. See docs/decisions/0004.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 
 logger = logging.getLogger(__name__)
 
-# The source is asked this often while there is room but nothing was ready.
+# Seconds between two calls of `take` while slots are free and the source has nothing ready.
 POLL_SECONDS = 0.01
-# Less and less often, down to this, as long as nothing comes.
+# The same after many calls without a request: the pause doubles each time, up to this.
 SLOWEST_POLL_SECONDS = 0.1
-# The caller gets control, and the watchdog looks, at least this often.
+# Most seconds until the caller gets control again and the watchdog looks at the replicas.
 LONGEST_WAIT_SECONDS = 0.25
-# Whether processes still run is asked so often, beside their connections, which say it at once.
+# Seconds between two looks at whether the processes run. Usually a closed connection tells it earlier.
 RUNNING_LOOK_SECONDS = 0.5
+# Seconds that replicas have to end by themselves before they are killed, and the same after a failure.
 CLOSE_SECONDS = 8.0
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
-# A row that was in this many replicas when they died goes to no other one.
+# A row that was in flight in this many replicas when they died is given to no other replica.
 MAX_DEATHS = 2
-# Whoever looked at the engines so long ago was not running meanwhile.
+# If the watchdog's last look was this many seconds ago, this process itself did not run in between.
 FROZEN_SECONDS = 5.0
 
 
@@ -66,7 +67,7 @@ class ProcessPool:
     """One or more engine processes. Implements Engine.
 
     Args:
-        config: Given to every replica; `replicas`, `gpus` and the parallel sizes say how many there are.
+        config: Configuration of every replica. Its `replicas`, `gpus` and parallel sizes decide how many there are.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -84,7 +85,7 @@ class ProcessPool:
     # ------------------------------------------------------------------ life
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Start every replica and wait until all are loaded; on any failure none is left."""
+        """Start all replicas and wait until they are loaded. After a failure no process is left."""
         start = time.monotonic()
         self._failure = None
         try:
@@ -149,11 +150,11 @@ class ProcessPool:
 
     @property
     def max_in_flight(self) -> int:
-        """How many requests all living replicas together should hold."""
+        """Number of requests that all living replicas together should hold."""
         return sum(replica.info.max_in_flight for replica in self.replicas if replica.info)
 
     def close(self) -> None:
-        """End every process, within seconds, whatever state they are in."""
+        """End all processes within seconds, whatever their state."""
         self._end_all(CLOSE_AFTER_FAILURE_SECONDS if self._failure else CLOSE_SECONDS)
 
     def _end_all(self, grace_seconds: float) -> None:
@@ -170,13 +171,13 @@ class ProcessPool:
         self.replicas = []
 
     def stats(self) -> EngineStats:
-        """Counters over all replicas, as of their last report (at most half a second old)."""
+        """Return the counters of all replicas together. Their last reports are at most half a second old."""
         return add_stats([self._lost_stats, *(replica.stats for replica in self.replicas)])
 
     # ------------------------------------------------------------------ work
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """See Engine.generate. Completions of several replicas come as they arrive."""
+        """See Engine.generate. Completions are yielded as they arrive, whichever replica they come from."""
         if self._failure:
             raise self._failure
         exhausted = False
@@ -184,11 +185,11 @@ class ProcessPool:
         poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
-                room = sum(self._free_slots) - len(self._orphans)
+                num_free = sum(self._free_slots) - len(self._orphans)
                 taken: list[Request] | None = []
-                if not exhausted and room > 0:
+                if not exhausted and num_free > 0:
                     several = [self._free_slots] if len(self.replicas) > 1 else []
-                    taken = source.take(room, *several)
+                    taken = source.take(num_free, *several)
                     exhausted = taken is None
                 finished = self._send(taken or [])
                 if not any(replica.in_flight for replica in self.replicas):
@@ -199,11 +200,11 @@ class ProcessPool:
                     elif not taken:
                         yield []
                         source.wait(1.0)
-                        self._collect(0.0)  # a replica that died idle
+                        self._collect(0.0)  # notices a replica that died while idle
                     self._looked = time.monotonic()
                     continue
-                hungry = not exhausted and room > len(taken or [])
-                # Towards the end there is room and never anything to fill it.
+                hungry = not exhausted and num_free > len(taken or [])
+                # Near the end of the rows, slots stay free and nothing comes: ask the source less and less often.
                 poll_seconds = (
                     POLL_SECONDS if taken else min(2 * poll_seconds, SLOWEST_POLL_SECONDS)
                 )
@@ -215,7 +216,7 @@ class ProcessPool:
             self._abandon()
 
     def _send(self, requests: list[Request]) -> list[Completion]:
-        """Give requests to those that have the least to do. Returns those that cannot be sent, as failures."""
+        """Give requests to the replicas with the fewest. Returns failures for requests that cannot be encoded."""
         refused: list[Completion] = []
         requests = self._orphans + requests
         self._orphans = []
@@ -232,17 +233,17 @@ class ProcessPool:
                     packed.append(data)
             replica.note_sent(sent)
             if packed:
-                # If it is gone they count as in flight there, and `_collect` finds out next.
+                # If the replica is gone, the requests count as in flight there until `_collect` notices that.
                 with contextlib.suppress(Closed):
                     replica.channel.send(Work(requests=packed))
         self._orphans = requests
         return refused
 
     def _shares(self, count: int) -> list[int]:
-        """How many of the next `count` requests each replica gets, so that all hold about the same.
+        """Return the number of the next `count` requests that each replica gets.
 
-        Shares are contiguous in the stream: neighbours often share a prefix, which one replica then
-        computes once. A stream that is told the free slots puts its rows in the order of the replicas.
+        Each replica gets neighbours in the stream: they often share a prefix, which is then computed once. A source
+        that was told the free slots gives requests in the order of the replicas.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
         return share_out(held, self._free_slots, count)
@@ -254,7 +255,7 @@ class ProcessPool:
     def _received(
         self, timeout_seconds: float
     ) -> Iterator[tuple[Replica, Sequence[object] | None]]:
-        """What arrived, by replica; None for one that is gone."""
+        """Yield replicas from which frames have arrived, with the frames; None instead of frames if it is gone."""
         for replica in self.replicas:
             want = selectors.EVENT_READ
             if replica.channel.has_unsent:
@@ -268,7 +269,7 @@ class ProcessPool:
                 with contextlib.suppress(Closed):
                     replica.channel.flush()
             try:
-                # Also after a failed write: what it said before it ended matters more.
+                # Read even after a failed write, for what the replica said before it ended.
                 frames = replica.channel.receive()
             except Closed:
                 yield replica, None
@@ -279,7 +280,7 @@ class ProcessPool:
         if now < self._next_running_look:
             return
         self._next_running_look = now + RUNNING_LOOK_SECONDS
-        # A process that vLLM started may hold a dead one's connection open.
+        # The connection of a dead replica may stay open, held by a process that vLLM started.
         for replica in {*self.replicas}.difference(key.data for key, _ in ready):
             if not replica.is_running():
                 with contextlib.suppress(Closed):
@@ -319,7 +320,7 @@ class ProcessPool:
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > FROZEN_SECONDS:
-            # This process itself stood still (a frozen machine): that is no fault of the engines.
+            # This process itself stood still, as on a frozen machine. The engines are not to blame.
             for replica in self.replicas:
                 replica.forgive(gap)
         for replica in list(self.replicas):
@@ -338,8 +339,12 @@ class ProcessPool:
         reason: str,
         suspects: Iterable[RowKey] = (),
     ) -> None:
-        """End a replica; its rows go to the others, or the whole pool has failed."""
-        # Where the engine says which rows it was working on, the queued ones behind them are innocent.
+        """End a replica and give its rows to the others.
+
+        Raises:
+            EngineError: of class `kind`: no replica is left, or a row was in flight at `MAX_DEATHS` deaths.
+        """
+        # If the engine said which rows it was working on, only those may be the cause of its death.
         rows = dict(replica.in_flight)
         for key in [key for key in suspects if key in rows] or rows:
             self._deaths[key] += 1
@@ -373,7 +378,7 @@ class ProcessPool:
         self._orphans += rows.values()
 
     def _abandon(self) -> None:
-        """Let every replica forget what is in flight; late answers are known by their round."""
+        """Make all replicas drop the requests in flight. Late completions are recognized by their round."""
         self._orphans = []
         self._deaths.clear()
         if not any(replica.in_flight for replica in self.replicas):
@@ -386,20 +391,20 @@ class ProcessPool:
 
 
 def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:
-    """Why a replica did not load: our own errors as they are, anything else with what it wrote last."""
+    """Return why a replica did not load: its own error, or what it wrote last if that is none of ours."""
     kind = getattr(errors, frame.kind, None)
     if kind is EngineLoadError:
         return EngineLoadError(f"{replica.name}: {frame.message}", hint=frame.hint)
     if kind is not None and kind is not EngineDied:
         return cast("errors.BatchinferError", kind(frame.message, hint=frame.hint))
     replica.settle()
-    # Of an engine core in a process of its own nothing is known but the traceback that it wrote.
+    # An engine core in a process of its own tells its reason only in the traceback that it wrote.
     hint = MEMORY_ADVICE if replica.has_written("OutOfMemoryError") else frame.hint
     return EngineLoadError(f"{replica.name}: {frame.message}{replica.last_lines()}", hint=hint)
 
 
 def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """The sum of counters."""
+    """Return the sum of counters."""
     return EngineStats(
         steps=sum(part.steps for part in parts),
         preemptions=sum(part.preemptions for part in parts),

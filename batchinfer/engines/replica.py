@@ -1,4 +1,4 @@
-"""One engine process, seen from the worker: started, talked to, watched, ended."""
+"""One engine process as the worker sees it: how it is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from batchinfer.engines.channel import Channel, to_worker_decoder
 
 logger = logging.getLogger(__name__)
 
+# Number of lines of its output that are kept.
 LAST_LINES = 200
+# Number of lines that a reason shows.
 REASON_LINES = 6
-ENOUGH_BUFFER_BYTES = 4 << 20
+# Bytes that a socket's buffer should hold.
+SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class Replica:
     """An engine process, which leads a process group of its own.
 
     Args:
-        name: For messages, as in "replica 1 (GPU 2,3)".
-        environment: Variables to add to this process's own.
+        name: Name for messages, as in "replica 1 (GPU 2,3)".
+        environment: Environment variables that it gets beside those of this process.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -46,7 +49,7 @@ class Replica:
         self._last_step = self._last_token = now
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ENOUGH_BUFFER_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -60,8 +63,9 @@ class Replica:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # A group to be killed by, and Ctrl-C does not reach it. No session: Linux may share the processor by
-                # session first (autogroup), and an engine core that spins then starves its worker for seconds.
+                # With a process group of its own, Ctrl-C does not reach it, and it can be killed with its children.
+                # It gets no session of its own: Linux may share the processor among sessions first (autogroup), and a
+                # busy engine core would then leave its worker without processor time for seconds.
                 process_group=0,
                 env=child_environment(environment),
             )
@@ -71,12 +75,12 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """The process's id, which is its group's too."""
+        """Id of the process, and of its group."""
         return self._process.pid
 
     @property
     def free_slots(self) -> int:
-        """How many more requests it should get; 0 before it is loaded."""
+        """Number of further requests that it should get; 0 before it is loaded."""
         return max(0, self.info.max_in_flight - len(self.in_flight)) if self.info else 0
 
     def is_running(self) -> bool:
@@ -91,14 +95,14 @@ class Replica:
             logger.debug("%s: %s", self.name, line)
 
     def note_sent(self, requests: list[Request]) -> None:
-        """Count requests as in flight. The watchdog's clock starts with the first one."""
+        """Count requests as in flight. The time without progress is counted from the first one."""
         if not self.in_flight:
             self._last_step = self._last_token = time.monotonic()
         for request in requests:
             self.in_flight[request.key] = request
 
     def note_progress(self, stats: EngineStats, tokens: int, num_finished: int) -> None:
-        """Remember when the engine last made a step, and when a token or an answer."""
+        """Remember when the engine last made a step, and when it last made a token or an answer."""
         self.stats = stats
         self._num_finished += num_finished
         now = time.monotonic()
@@ -110,44 +114,38 @@ class Replica:
         self._progress = (stats.steps, max(tokens, before), self._num_finished)
 
     def forgive(self, seconds: float) -> None:
-        """Leave out time in which nobody ran."""
+        """Do not count `seconds` as time without progress."""
         self._last_step += seconds
         self._last_token += seconds
 
     def stalled_seconds(self) -> float:
-        """Since when nothing moves although there is work; 0 while there is none."""
+        """Return the seconds without progress; 0 while nothing is in flight."""
         if not self.in_flight:
             return 0.0
         return time.monotonic() - min(self._last_step, self._last_token)
 
     def reason(self) -> str:
-        """Why the process ended, with the last lines that it wrote."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        self._reader.join(0.5)
-        status = self._process.poll()
-        lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
-        return describe_exit(status) + (
-            "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
-        )
+        """Return why the process ended, with the last lines that it wrote."""
+        self.settle()
+        return describe_exit(self._process.poll()) + self.last_lines()
 
     def settle(self) -> None:
-        """Give a process that is ending a moment to end and to write its last lines."""
+        """Wait a moment for a process that is about to end, so that its last lines are read."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._reader.join(0.5)
 
     def last_lines(self) -> str:
-        """What it wrote last, to be appended to a reason; empty if it wrote nothing."""
+        """Return the lines that it wrote last, to be appended to a reason; empty if there are none."""
         lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
         return "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def has_written(self, text: str) -> bool:
-        """Whether one of its recent lines holds a text, such as an exception's class."""
+        """Whether one of its recent lines contains a text, such as the name of an exception."""
         return any(text in line for line in self._lines)
 
     def end(self, grace_seconds: float) -> None:
-        """Make the process and all that it started disappear, waiting that long for a clean exit first."""
+        """Kill the process and its whole group, after waiting up to `grace_seconds` for it to exit by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if grace_seconds > 0:
                 self._process.wait(grace_seconds)
@@ -156,14 +154,14 @@ class Replica:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         self.channel.close()
-        # A process of another group may still hold the pipe; do not wait for it.
+        # A process of another group may still hold the pipe open, so the wait for its end is short.
         self._reader.join(0.5)
         if not self._reader.is_alive() and self._process.stdout:
             self._process.stdout.close()
 
 
 def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with `additions`, in which a child can import this very package."""
+    """Return this process's environment with `additions`. A child started in it can import this very package."""
     environment = {**os.environ, **additions}
     root = str(Path(batchinfer.__file__).resolve().parent.parent)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -173,7 +171,7 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_exit(status: int | None) -> str:
-    """A process's exit status in words.
+    """Return an exit status in words.
 
     >>> describe_exit(-9)
     "killed by SIGKILL (often the kernel's or the container's memory limit)"

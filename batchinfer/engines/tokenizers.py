@@ -1,8 +1,8 @@
-"""A model's tokenizer, through transformers: renders and tokenizes as vLLM's own `LLM.chat` and `LLM.generate`.
+"""A model's tokenizer, from transformers. Prompts come out as in vLLM's own `LLM.chat` and `LLM.generate`.
 
-Chats are rendered first and then tokenized without special tokens of the tokenizer's own (the template
-wrote them); plain prompts get those special tokens. In both, the text of a special token inside a
-user's text becomes that token, as everywhere in vLLM.
+A chat is rendered and then tokenized without adding special tokens, since the chat template has written them. A plain
+prompt gets the tokenizer's special tokens. In both, if a user's text contains the name of a special token, it becomes
+that token, as everywhere in vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.prompts.types import RowProblem
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the rendering itself, which a run's or a request's own must not replace.
+# Arguments of `apply_chat_template` that neither a run nor a request may replace.
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "conversation", "add_generation_prompt", "continue_final_message"}
 )
@@ -35,10 +35,10 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
     Args:
         model: Name on the Hub, or a local folder.
         revision: Branch, tag or commit; empty for the default.
-        trust_remote_code: Run code that comes with the model.
+        trust_remote_code: Whether to run code that comes with the model.
 
     Raises:
-        ConfigError: no such model, no tokenizer in it, or transformers is not installed.
+        ConfigError: the model does not exist, has no tokenizer, or transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer
@@ -51,22 +51,22 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
         tokenizer = AutoTokenizer.from_pretrained(
             model, revision=revision or None, trust_remote_code=trust_remote_code
         )
-    # A model's files can fail in many ways (missing, malformed, asking for a package), each with an
-    # error class of its own; none of them can be helped by a retry with the same options.
+    # A tokenizer can fail to load in many ways (a file is missing or broken, a package is needed), each with its own
+    # class of error. In none of them does a retry with the same options help.
     except Exception as error:
         raise _not_loaded(model, revision, error) from error
     return HfTokenizer(tokenizer)
 
 
 def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
-    """Load the tokenizer that belongs to an engine; None where the engine takes text and conversations.
+    """Load the tokenizer for an engine; None if the engine needs none.
 
     Raises:
-        ConfigError: as load_tokenizer.
+        ConfigError: as in `load_tokenizer`.
     """
     if not find_engine(config.engine).needs_model:
         return None
-    # A revision belongs to the model's repository; a tokenizer of its own has another history.
+    # --revision names a commit of the model. A tokenizer from another repository has other commits.
     revision = "" if config.tokenizer else config.revision or ""
     return load_tokenizer(
         config.tokenizer or config.model, revision, trust_remote_code=config.trust_remote_code
@@ -89,7 +89,7 @@ def _not_loaded(model: str, revision: str, error: Exception) -> ConfigError:
 
 
 class HfTokenizer:
-    """A transformers tokenizer behind the Tokenizer protocol."""
+    """Implements `prompts.Tokenizer` with a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -105,11 +105,13 @@ class HfTokenizer:
         continue_final: bool,
         kwargs: dict[str, Any],
     ) -> str:
-        """Render a conversation. Raises RowError when the template refuses it."""
+        """Render a conversation as one text.
+
+        Raises:
+            RowError: the template refuses the conversation.
+        """
         source = template or self._default_template(bool(kwargs.get("tools")))
-        conversation = [
-            _as_the_template_reads(message, _wants_parts(source)) for message in messages
-        ]
+        conversation = [_in_template_form(message, _wants_parts(source)) for message in messages]
         options = {name: value for name, value in kwargs.items() if name not in _RESERVED}
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -123,15 +125,15 @@ class HfTokenizer:
         except RowError:
             raise
         except Exception as error:
-            # Templates raise on purpose (roles must alternate) and by accident; either way it is
-            # this conversation that cannot be rendered.
+            # Templates raise on purpose (as when roles do not alternate) or by accident. In both cases only this
+            # conversation cannot be rendered.
             raise RowProblem(
                 Code.TEMPLATE_ERROR, f"chat template: {type(error).__name__}: {str(error)[:500]}"
             ) from error
         return str(rendered)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; the GIL is free meanwhile, where the tokenizer is a fast one."""
+        """Return the token ids of each text. With a fast tokenizer, other threads run meanwhile."""
         encoded = self._tokenizer(
             list(texts),
             add_special_tokens=add_special_tokens,
@@ -143,7 +145,7 @@ class HfTokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _default_template(self, has_tools: bool) -> str:
@@ -154,7 +156,7 @@ class HfTokenizer:
         return str(found or "")
 
 
-def _as_the_template_reads(message: dict[str, Any], wants_parts: bool) -> dict[str, Any]:
+def _in_template_form(message: dict[str, Any], wants_parts: bool) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, str):
         if not wants_parts:
@@ -167,11 +169,11 @@ def _as_the_template_reads(message: dict[str, Any], wants_parts: bool) -> dict[s
 
 @lru_cache(maxsize=32)
 def _wants_parts(template: str) -> bool:
-    """Whether a chat template loops over a message's content, as those of vision models do.
+    """Whether a chat template loops over a message's content, as templates of vision models do.
 
-    Such templates get text as a list of parts; all others would print the list itself.
+    Such a template expects the content as a list of parts. Other templates would print the list itself.
     """
-    # `generation` is a tag that transformers adds for training and that plain Jinja does not know.
+    # The tag `generation`, which transformers adds for training, is unknown to plain Jinja.
     plain = template.replace("endgeneration", "endif").replace("{% generation", "{% if true")
     plain = plain.replace("{%- generation", "{%- if true")
     try:

@@ -1,8 +1,8 @@
-"""vLLM, driven by one thread over ``LLMEngine.add_request`` and ``step``, in the process that calls it.
+"""vLLM, driven by one thread through ``LLMEngine.add_request`` and ``step``, in the calling process.
 
-The worker does not use this directly: `batchinfer.engines.pool` runs it in a child process (see
-docs/decisions/0004). About 1.5 times as many requests as can run are kept in the engine, so that whoever
-finishes is replaced before the next step.
+The worker does not use this module itself: `batchinfer.engines.pool` runs it in a child process (see
+docs/decisions/0004). The engine holds about 1.5 times as many requests as can run at once, so that each finished
+request is replaced before the next step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VllmEngine:
     """One vLLM engine. Implements Engine.
 
     Args:
-        config: Everything but `replicas` and `gpus`, which are the pool's business.
+        config: All fields are read but `replicas` and `gpus`, which concern the pool.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -57,8 +57,8 @@ class VllmEngine:
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
-    def open(self, stop: Stop) -> EngineInfo:  # noqa: ARG002 - the pool ends this process when stopped
-        """Load the model. Cannot be interrupted; the process around it can be ended at any time."""
+    def open(self, stop: Stop) -> EngineInfo:  # noqa: ARG002 - the pool kills this process when stopped
+        """Load the model. This cannot be interrupted, but its process may be killed meanwhile."""
         start = time.monotonic()
         is_cpu = prepare_process()
         imported = time.monotonic()
@@ -95,7 +95,7 @@ class VllmEngine:
         )
 
     def _watch_core(self) -> None:
-        """Wake `step` when an engine core of its own process dies: vLLM's client would wait for ever."""
+        """Wake `step` when the engine core dies in its own process; vLLM's client would wait for it for ever."""
         core = self._engine.engine_core
         resources = getattr(core, "resources", None)
         outputs = getattr(core, "outputs_queue", None)
@@ -111,7 +111,7 @@ class VllmEngine:
         threading.Thread(target=watch, name="engine core watch", daemon=True).start()
 
     def close(self) -> None:
-        """End vLLM's own processes. What this process holds goes with it."""
+        """End vLLM's own processes. The memory of this process is only freed at its end."""
         self._closed.set()
         engine, self._engine = self._engine, None
         core = getattr(engine, "engine_core", None)
@@ -120,7 +120,7 @@ class VllmEngine:
                 core.shutdown()
 
     def stats(self) -> EngineStats:
-        """Counters since it was opened."""
+        """Return the counters since `open`."""
         return EngineStats(
             steps=self._steps,
             preemptions=self._recorder.preemptions,
@@ -130,7 +130,7 @@ class VllmEngine:
         )
 
     def generated_tokens(self) -> int:
-        """Tokens made so far, those of unfinished requests included, for the watchdog."""
+        """Return the number of tokens generated so far, those of unfinished requests included, for the watchdog."""
         return self._completion_tokens + unfinished_tokens(self._engine)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
@@ -139,10 +139,10 @@ class VllmEngine:
         try:
             while not stop.is_set():
                 finished: list[Completion] = []
-                room = self.max_in_flight - len(self._in_flight)
+                num_free = self.max_in_flight - len(self._in_flight)
                 taken: list[Request] | None = []
-                if not exhausted and room > 0:
-                    taken = source.take(room)
+                if not exhausted and num_free > 0:
+                    taken = source.take(num_free)
                     exhausted = taken is None
                 for request in taken or []:
                     failure = self._add(request)
@@ -183,7 +183,7 @@ class VllmEngine:
         return finished
 
     def _death(self, error: Exception) -> EngineDied:
-        """What an exception out of vLLM means, with the rows that it concerns."""
+        """Return the error for an exception from vLLM, with the rows in flight."""
         resources = getattr(self._engine.engine_core, "resources", None)
         what = "the engine core's process ended" if getattr(resources, "engine_dead", False) else ""
         reason = what or f"{type(error).__name__}: {last_line(error)}"
@@ -196,14 +196,14 @@ class VllmEngine:
         ids = list(self._in_flight)
         self._in_flight.clear()
         self._recorder.forget_all()
-        # A dead engine core cannot be told, and need not.
+        # A dead engine core raises here, and has nothing left to abort.
         with contextlib.suppress(Exception):
             self._engine.abort_request(ids)
 
     # ------------------------------------------------------------------ adding one request
 
     def _add(self, request: Request) -> Failure | None:
-        """Give a request to vLLM, or say why not."""
+        """Give a request to vLLM. Returns a failure if vLLM refuses it."""
         try:
             params = sampling_params(request.sampling, self._defaults)
             prompt = self._prompt(request)
@@ -223,7 +223,7 @@ class VllmEngine:
         return None
 
     def _prompt(self, request: Request) -> Any:
-        """The prompt in vLLM's form; messages go through the chat template of vLLM's tokenizer."""
+        """Return the prompt in vLLM's form. Messages are rendered by the tokenizer's chat template."""
         if request.task != "generate":
             raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
         if request.token_ids is not None:
@@ -235,7 +235,7 @@ class VllmEngine:
                 request.messages, tokenize=False, add_generation_prompt=True
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # a template raises what its author chose
+        except Exception as error:  # the template's author chooses what it raises
             raise RowError("template_error", f"chat template: {first_line(error)}") from error
         return {"prompt_token_ids": ids}
 
@@ -248,7 +248,7 @@ class VllmEngine:
         return LoRARequest(name, number, name)
 
     def _refusal(self, prompt: Any, params: Any, error: Exception) -> Failure:
-        """Why vLLM refused: found out by asking, since its messages differ between versions."""
+        """Return why vLLM refused a request. Its messages differ between versions, so this is found out by tests."""
         message = first_line(error)
         length = self._length(prompt)
         if length == 0:
@@ -261,10 +261,10 @@ class VllmEngine:
         return Failure(code="engine_rejected", message=message)
 
     def _length(self, prompt: Any) -> int | None:
-        """A prompt's tokens; for a text that is far too long a lower bound, None for what is no text."""
+        """Return a prompt's number of tokens, or a lower bound if it is far too long; None if tokenizing fails."""
         if isinstance(prompt, dict):
             return len(prompt["prompt_token_ids"])
-        # No token is longer than this many characters, so nothing needs to be tokenized.
+        # No token has more characters than `longest`, which gives a lower bound without tokenizing.
         longest = getattr(self._tokenizer, "max_chars_per_token", 0)
         if longest and len(prompt) > longest * self._max_model_len:
             return math.ceil(len(prompt) / longest)
@@ -275,7 +275,7 @@ class VllmEngine:
             return None
 
     def _refuses_parameters(self, params: Any) -> bool:
-        """Whether the same parameters are refused with a prompt that is surely good."""
+        """Whether vLLM refuses the same parameters with a prompt that is surely valid."""
         probe = str(next(self._ids))
         try:
             self._engine.add_request(probe, {"prompt_token_ids": [0]}, params.clone())
@@ -285,49 +285,51 @@ class VllmEngine:
         return False
 
 
-# --------------------------------------------------------------------------- what each step of vLLM tells
+# --------------------------------------------------------------------------- what is known of each step
 
 
 class StepRecorder:
-    """Takes the place of vLLM's logger manager: `record` is called once a step.
+    """Measures waiting times and counts preemptions. Takes the place of vLLM's logger manager.
 
-    Requests start in the order in which they were added, so the first ones that the scheduler no longer counts
-    as waiting have started; a preempted one counts as waiting again, which is neglected.
+    vLLM's own statistics, per token and request, would cost a tenth of the throughput of a small model. This class
+    only uses what comes with every step: the scheduler's counters, and the events of each request. Requests start in
+    the order in which they were added. So if the scheduler counts fewer requests as waiting than before, the oldest of
+    them have started. A preempted request counts as waiting again, which is neglected.
     """
 
     def __init__(self) -> None:
         self.preemptions = 0
         self._num_waiting = 0
-        # Of each request that may be waiting: its id, and how many sequences it stands for.
+        # Id and number of sequences of each request that may be waiting, oldest first.
         self._waiting: deque[tuple[str, int]] = deque()
         self._num_sequences = 0
         self._added: dict[str, float] = {}
         self._started: dict[str, float] = {}
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
-        """One step's counters, from vLLM."""
+        """Take the scheduler's counters. vLLM calls this once per step."""
         if scheduler_stats is None:
             return
         self._num_waiting = scheduler_stats.num_waiting_reqs
 
     def count_preemptions(self, outputs: Iterable[Any]) -> None:
-        """Read one step's outputs of the engine core. The prefix cache's counters tell it only where there is one."""
+        """Count preemptions in one step's outputs of the engine core."""
         for output in outputs:
             events = getattr(output, "events", None)
             if events:
                 self.preemptions += sum(event.type.name == "PREEMPTED" for event in events)
 
     def log(self) -> None:
-        """Nothing: vLLM calls it every few seconds to write a line."""
+        """Do nothing. vLLM calls this every few seconds to have a line logged."""
 
     def note_added(self, request_id: str, num_sequences: int) -> None:
-        """A request was given to vLLM."""
+        """Take note of a request that was given to vLLM."""
         self._added[request_id] = time.monotonic()
         self._waiting.append((request_id, num_sequences))
         self._num_sequences += num_sequences
 
     def note_step(self) -> None:
-        """A step was made: who is not waiting any more has started."""
+        """Take note of the end of a step: requests that wait no more have started."""
         now = time.monotonic()
         while self._waiting and self._num_sequences > self._num_waiting:
             request_id, num_sequences = self._waiting.popleft()
@@ -335,14 +337,14 @@ class StepRecorder:
             self._started[request_id] = now
 
     def seconds_of(self, request_id: str) -> tuple[float, float]:
-        """Forget a finished request; how long it waited and how long it ran, to about a step."""
+        """Return the seconds that a finished request waited and ran, exact to about a step, and forget it."""
         now = time.monotonic()
         added = self._added.pop(request_id, now)
         started = self._started.pop(request_id, now)
         return max(0.0, started - added), max(0.0, now - started)
 
     def forget_all(self) -> None:
-        """After requests were abandoned."""
+        """Forget all requests, after they were aborted."""
         self._waiting.clear()
         self._num_sequences = 0
         self._added.clear()
@@ -350,7 +352,7 @@ class StepRecorder:
 
 
 def install(engine: Any) -> StepRecorder:
-    """Have an LLMEngine report its steps to a recorder, and keep no statistics of its own."""
+    """Make an LLMEngine report its steps to a new recorder, and switch its own statistics off."""
     recorder = StepRecorder()
     engine.logger_manager = recorder
     engine.log_stats = False
@@ -367,7 +369,7 @@ def install(engine: Any) -> StepRecorder:
 
 
 def unfinished_tokens(engine: Any) -> int:
-    """Tokens that were generated for requests that are not finished."""
+    """Return the number of tokens generated for unfinished requests."""
     states = getattr(engine.output_processor, "request_states", {}).values()
     detokenizers = (getattr(state, "detokenizer", None) for state in states)
     return sum(each.num_output_tokens() for each in detokenizers if each is not None)

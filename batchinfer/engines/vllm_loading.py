@@ -1,14 +1,14 @@
-"""vLLM's engine from our configuration: defaults, engine arguments, and what went wrong in loading.
+"""Loads vLLM's engine from our configuration: defaults, engine arguments, and errors of loading.
 
 Defaults where the user states nothing:
 
-* On a GPU: vLLM's own for offline use (its usage context LLM_CLASS, as `vllm.LLM` takes them): 256 sequences
-  and 8192 tokens a step, 1024 and 16384 on GPUs of 70 GiB and more other than the A100. Its serving defaults
-  trade throughput for the time to the first token, which nobody waits for here. The engine core gets a
-  process of its own, so that tokenizing and decoding text run beside the GPU.
-* On a CPU: 1 GiB of KV cache (else vLLM takes nearly all memory, and a second worker cannot start), eager
-  mode, no chunked prefill (a seeded request whose prompt is split over two steps kills the CPU engine), and
-  the engine core in this very process, which starts in seconds and computes on every core.
+* On a GPU, vLLM's own for offline use (usage context LLM_CLASS, as in `vllm.LLM`): 256 sequences and 8192 tokens per
+  step, or 1024 and 16384 on GPUs with 70 GiB or more other than the A100. vLLM's defaults for serving give up
+  throughput for a quick first token, for which nobody waits here. The engine core gets a process of its own, so that
+  tokenizing and decoding do not hold up the GPU.
+* On a CPU, 1 GiB of KV cache (by itself vLLM takes nearly all memory, and a second worker cannot start); eager mode;
+  no chunked prefill (a request with a seed whose prompt is split over two steps crashes the engine on a CPU); and the
+  engine core in the same process, which then starts in seconds and computes on all cores.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ MEMORY_ADVICE = (
 
 
 def prepare_process() -> bool:
-    """Import vllm with the environment that suits it. Returns whether this is its CPU build or platform.
+    """Set vLLM's environment variables and import it. Returns whether it runs on the CPU.
 
     Raises:
-        EngineLoadError: vllm or something that it needs cannot be imported.
+        EngineLoadError: vllm, or a package that it needs, cannot be imported.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         from vllm.platforms import current_platform
-        from vllm.v1.engine import llm_engine  # noqa: F401 - most of vLLM hangs on it
+        from vllm.v1.engine import llm_engine  # noqa: F401 - imports most of vLLM
     except Exception as error:
-        # Among the causes: torchaudio or torchvision built for another torch, which raise OSError.
+        # One cause is a torchaudio or torchvision that was built for another torch; it raises OSError.
         raise EngineLoadError(
             f"vllm: cannot be imported ({type(error).__name__}: {last_line(error)})",
             hint="python -c 'import vllm.v1.engine.llm_engine' shows why; "
@@ -54,15 +54,15 @@ def prepare_process() -> bool:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     else:
-        # A forked core would inherit this process's threads' locks and its connection to the worker.
+        # A forked core would inherit locks that other threads hold, and the connection to the worker.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return is_cpu
 
 
 def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
-    """What to give to vLLM's EngineArgs, by name; those that are None are left to vLLM. Pure.
+    """Return the arguments for vLLM's EngineArgs. Without those that are None, for which vLLM has defaults. Pure.
 
-    `--engine-arg` comes last and wins over our defaults; what has an option was refused, see check_config.
+    `--engine-arg` wins over our defaults. It cannot replace an option: `check_config` has refused that.
     """
     values: dict[str, Any] = {
         "model": config.model,
@@ -96,7 +96,7 @@ def check_names(arguments: Mapping[str, Any], known: set[str]) -> None:
     """Refuse an engine argument that this version of vLLM does not have.
 
     Raises:
-        ConfigError: names it and its nearest neighbour.
+        ConfigError: the message names the argument, the hint the most similar one.
     """
     for name in arguments:
         if name in known:
@@ -109,17 +109,17 @@ def check_names(arguments: Mapping[str, Any], known: set[str]) -> None:
 
 
 def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
-    """Make an LLMEngine, which loads the model. Takes seconds to minutes.
+    """Create an LLMEngine, which loads the model. Takes seconds to minutes.
 
     Raises:
-        ConfigError: vLLM refuses the configuration, or the model does not fit it.
+        ConfigError: vLLM refuses the configuration for this model.
         EngineLoadError: loading failed.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM collects garbage several times while it loads; without the imported modules that is quick.
+    # vLLM collects garbage several times while it loads, which is quick once the imported modules are left out.
     gc.collect()
     gc.freeze()
     arguments = engine_arguments(config, is_cpu=is_cpu)
@@ -136,10 +136,10 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
 
 
 def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
-    """What vLLM's checks of a configuration mean to the user."""
+    """Return our error for an exception from vLLM's check of a configuration."""
     reason = last_line(error)
     if isinstance(error, OSError):
-        # transformers' answer to a config or tokenizer that it cannot find.
+        # Raised by transformers for a config or tokenizer that it cannot find.
         return ConfigError(
             f"--model: {config.model} cannot be read: {reason}",
             hint="--tokenizer and --hf-config-path take the missing files from elsewhere",
@@ -153,11 +153,11 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
 
 
 class CoreFailed(EngineLoadError):
-    """An engine core in a process of its own did not come up; its reason is in what it wrote."""
+    """An engine core in its own process did not start. The reason is among the lines that it wrote."""
 
 
 def failed_load(error: Exception) -> EngineLoadError:
-    """Why the engine did not come up."""
+    """Return our error for an exception from loading the model."""
     from vllm import envs
 
     if envs.VLLM_ENABLE_V1_MULTIPROCESSING and isinstance(error, RuntimeError):
@@ -169,5 +169,5 @@ def failed_load(error: Exception) -> EngineLoadError:
 
 
 def last_line(error: BaseException, most: int = 600) -> str:
-    """An error's message on one line, shortened in the middle of nothing."""
+    """Return an error's message on one line, cut after `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Requests to vLLM's terms, and vLLM's outputs back to completions. Starts nothing; vllm must be importable."""
+"""Translates requests into vLLM's terms, and vLLM's outputs into completions. Starts nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import msgspec
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
-# What vLLM says of a request that ended without an answer; another try may go better.
+# vLLM's finish reasons of a request that ended without an answer. Another try may succeed.
 UNFINISHED_REASONS = frozenset({"abort", "error"})
-# Decided by the adapter, or vLLM's own business.
+# Parameters that this module sets itself, or that only concern vLLM's inside.
 RESERVED_PARAMETERS = frozenset({"output_kind", "skip_clone", "n", "detokenize", "flat_logprobs"})
-# Names that are equal here and in vLLM's SamplingParams.
+# Parameters with the same name in our Sampling and in vLLM's SamplingParams.
 SHARED_PARAMETERS = (
     "temperature",
     "top_p",
@@ -39,15 +39,15 @@ SHARED_PARAMETERS = (
 
 
 def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's sampling as keyword arguments of vLLM's SamplingParams, structured outputs aside.
+    """Return a request's sampling as keyword arguments of vLLM's SamplingParams, without structured outputs.
 
     Args:
-        sampling: None in it means `defaults`, and then vLLM's own default. Without a `max_tokens` anywhere the
-            answer may fill the model's context.
-        defaults: The model's, from its generation_config.json.
+        sampling: Fields that are None take the value of `defaults`, or else vLLM's own default. Where neither states
+            `max_tokens`, the answer may fill the model's context.
+        defaults: Values of the model's generation_config.json.
 
     Raises:
-        RowError: `invalid_parameter`.
+        RowError: `invalid_parameter`: a parameter has a wrong value, or a request must not set it.
     """
     kwargs: dict[str, Any] = {"max_tokens": None, **defaults}
     for name in SHARED_PARAMETERS:
@@ -61,7 +61,7 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
     kwargs["skip_special_tokens"] = sampling.skip_special_tokens
     kwargs["n"] = num_generated(sampling, kwargs)
     if keeps_best(sampling) and sampling.logprobs is None:
-        # 0: of the chosen token only, which is what ranking needs.
+        # 0 asks for the log-probability of the chosen token alone, which is enough for ranking.
         kwargs["logprobs"] = 0
     if sampling.logit_bias is not None:
         try:
@@ -76,7 +76,7 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
 
 
 def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
-    """How many answers vLLM generates: `best_of`, and one at temperature 0, where all are equal."""
+    """Return the number of answers that vLLM generates: `n` or `best_of`; one at temperature 0, where all are equal."""
     if sampling.best_of is not None and sampling.best_of < sampling.n:
         raise RowError(
             "invalid_parameter",
@@ -87,15 +87,15 @@ def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
 
 
 def keeps_best(sampling: Sampling) -> bool:
-    """Whether more answers are generated than kept."""
+    """Whether only the best of the generated answers are kept."""
     return sampling.best_of is not None and sampling.best_of > sampling.n
 
 
 def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
-    """VLLM's SamplingParams for a request.
+    """Create vLLM's SamplingParams for a request.
 
     Raises:
-        RowError: `invalid_parameter`.
+        RowError: `invalid_parameter`: vLLM refuses a parameter.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -112,10 +112,10 @@ def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
 
 
 def checked_extra(name: str, value: Any) -> Any:
-    """A value for a field of vLLM's SamplingParams, in that field's type: vLLM itself looks at few of them.
+    """Return a value in the type of a field of vLLM's SamplingParams, since vLLM itself checks few of its types.
 
     Raises:
-        RowError: `invalid_parameter`: no such field, or not its type.
+        RowError: `invalid_parameter`: there is no such field, or the value has a wrong type.
     """
     types = _parameter_types()
     if name not in types:
@@ -124,7 +124,7 @@ def checked_extra(name: str, value: Any) -> Any:
         return msgspec.convert(value, types[name])
     except msgspec.ValidationError as error:
         raise RowError("invalid_parameter", f"{name}: {error}") from error
-    except TypeError as error:  # a type that has no form in JSON
+    except TypeError as error:  # the field's type cannot be written in JSON
         raise RowError("invalid_parameter", f"{name}: cannot be given here") from error
 
 
@@ -136,7 +136,11 @@ def _parameter_types() -> dict[str, Any]:
 
 
 def check_structured(structured: Mapping[str, Any]) -> None:
-    """Refuse a kind of structured output that vLLM does not have (it would ignore the key)."""
+    """Refuse a kind of structured output that vLLM does not have, since vLLM would ignore it.
+
+    Raises:
+        RowError: `invalid_parameter`: the message lists the kinds there are.
+    """
     from vllm.sampling_params import StructuredOutputsParams
 
     known = {field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init}
@@ -149,25 +153,31 @@ def check_structured(structured: Mapping[str, Any]) -> None:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it will not have."""
+    """Return the classes of exceptions with which vLLM refuses a request."""
     try:
         from vllm.exceptions import VLLMClientError
-    except ImportError:  # older versions raise ValueError for these
+    except ImportError:  # in older versions, which have no class for this
         return (ValueError, TypeError, NotImplementedError)
     return (VLLMClientError, ValueError, TypeError, NotImplementedError)
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line, or its class's name."""
+    """Return the first line of an error's message, or the name of its class if there is none."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
 
 
-# --------------------------------------------------------------------------- the way back
+# --------------------------------------------------------------------------- outputs to completions
 
 
 def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -> Completion:
-    """A finished RequestOutput as a completion; `seconds` are those of waiting and of running."""
+    """Return a finished RequestOutput as a completion.
+
+    Args:
+        request: The request that it answers.
+        output: vLLM's RequestOutput.
+        seconds: Seconds that the request waited, and seconds that it ran.
+    """
     sampling = request.sampling
     outputs = list(output.outputs)
     bad = next((each for each in outputs if each.finish_reason in UNFINISHED_REASONS), None)
@@ -177,7 +187,7 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         failure = Failure(code="engine_error", message=message, transient=True)
         return Completion(key=request.key, failure=failure, prompt_tokens=len(prompt_ids))
     num_tokens = sum(len(each.token_ids) for each in outputs)
-    if len(outputs) == 1 < sampling.n:  # temperature 0: the others would be equal
+    if len(outputs) == 1 < sampling.n:  # at temperature 0, where the others would be equal
         outputs *= sampling.n
         num_tokens *= sampling.n
     if keeps_best(sampling):
@@ -195,12 +205,12 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
 
 
 def mean_logprob(output: Any) -> float:
-    """Log-probability per token, by which OpenAI's `best_of` ranks."""
+    """Return the mean log-probability of a token. OpenAI's `best_of` ranks answers by it."""
     return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
 def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
-    """One CompletionOutput."""
+    """Return one of vLLM's CompletionOutputs as a choice."""
     logprobs = None
     if sampling.logprobs is not None and output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=False)
@@ -217,7 +227,7 @@ def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
 
 
 def position_of(token_id: int, alternatives: Mapping[int, Any], most: int) -> TokenLogprob:
-    """One position; of the alternatives those that were asked for, likeliest first."""
+    """Return the log-probabilities at one position, with its `most` likeliest alternatives; all if it is negative."""
     chosen = alternatives[token_id]
     ranked = sorted(alternatives.values(), key=lambda each: each.rank or 0)
     if most >= 0:
@@ -231,7 +241,7 @@ def position_of(token_id: int, alternatives: Mapping[int, Any], most: int) -> To
 
 
 def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | None] | None:
-    """One entry per prompt token, the first None; None if they were not asked for."""
+    """Return one entry per prompt token, the first of them None; or None if the request did not ask for them."""
     if sampling.prompt_logprobs is None or output.prompt_logprobs is None:
         return None
     most = sampling.prompt_logprobs
@@ -244,9 +254,9 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
 
 
 def known_parameters() -> frozenset[str]:
-    """Fields of the installed vLLM's SamplingParams, read from its source: importing vLLM takes seconds.
+    """Return the fields of SamplingParams in the installed vLLM. Read from its source, as importing it takes seconds.
 
-    Empty where that cannot be read; then only the engine itself can tell.
+    Empty if the source cannot be read; then only the engine itself finds a wrong name.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -265,10 +275,10 @@ def known_parameters() -> frozenset[str]:
 
 
 def check_parameter_names(names: Iterable[str]) -> None:
-    """Refuse sampling parameters that vLLM does not have, before a model is loaded for them.
+    """Refuse sampling parameters that vLLM does not have, before the model is loaded.
 
     Raises:
-        ConfigError: with a near match.
+        ConfigError: vLLM has no such parameter; the hint names the most similar one.
     """
     known = known_parameters()
     for name in names:

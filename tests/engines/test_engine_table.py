@@ -25,6 +25,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import EchoEngine
 from batchinfer.engines.gpus import place
 from batchinfer.engines.tokenizers import tokenizer_for
+from batchinfer.worker.command import command
 
 PACKAGE = Path(batchinfer.__file__).parent
 
@@ -48,12 +49,9 @@ def test_no_module_compares_with_an_engines_name():
 def test_a_new_engine_needs_an_entry_in_the_table_and_nothing_else(monkeypatch):
     third = EngineKind(
         name="third",
-        summary="",
         needs_model=False,
         is_rehearsal=True,
         create=EchoEngine,
-        check_installed=lambda: None,
-        check_parameters=lambda _: None,
     )
     monkeypatch.setitem(ENGINES, "third", third)
     config = EngineConfig(engine="third", model="ignored")
@@ -64,6 +62,12 @@ def test_a_new_engine_needs_an_entry_in_the_table_and_nothing_else(monkeypatch):
     assert longest_sequence(config) is None
     assert [name for name, _ in place(config).replicas] == ["replica 0"]
     assert not has_model(config)
+
+
+def test_the_help_of_the_option_names_every_engine():
+    [option] = [each for each in command.params if each.name == "engine"]
+    assert all(name in option.help for name in ENGINES)
+    assert option.default == EngineConfig().engine
 
 
 def test_an_unknown_engine_is_refused_with_its_nearest_neighbour():
