@@ -34,8 +34,8 @@ from batchinfer.engines.gpus import (
     memory_per_gpu,
 )
 from batchinfer.engines.models import ModelInfo
+from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.ledger.snapshot import RunReader
 from batchinfer.runs.overview import overview
 from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow

@@ -22,12 +22,11 @@ from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnso
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.formats.arrow_lines import ArrowBlock, can_read
 from batchinfer.formats.columns import ObjectBlock, Shape
-from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING
+from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.ledger.runs import refuse_edited
-from batchinfer.ledger.scope import find_scope
 from batchinfer.prompts import json_lines
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
@@ -97,7 +96,7 @@ def select(
         InputError: no run there, one of a newer format version, or its job cannot be found; or run.json was edited.
     """
     inventory = take_inventory(store, now=now)
-    scope = find_scope(
+    target = find_target(
         store,
         inventory,
         open_store,
@@ -105,21 +104,21 @@ def select(
         job_url=job_url,
         manifests=manifests,
     )
-    refuse_edited(scope.run, url=store.url)
-    audit = scope.audit(inventory)
+    refuse_edited(target.run, url=store.url)
+    audit = target.audit(inventory)
     sound = audit.check_all()
     if any(found.mend == "job" for found in audit.findings):
         raise InputError(
-            f"{store.url}: was made from another job.json than the one at {scope.job_url}",
+            f"{store.url}: was made from another job.json than the one at {target.job_url}",
             hint="name the run's own job with --job",
         )
     gaps = {
         found.subject: Gap(found.subject, found.kind, found.problem)
         for found in audit.findings
-        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in scope.expected
+        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in target.expected
     }
     return Selection(
-        scope.run, scope.job, scope.job_url, sound, list(gaps.values()), len(inventory.unknown)
+        target.run, target.job, target.job_url, sound, list(gaps.values()), len(inventory.foreign)
     )
 
 

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from batchinfer.core import layout
-from batchinfer.core.records import Marker, Record, Run
+from batchinfer.core.errors import InputError
+from batchinfer.core.records import Job, Marker, Record, Run
 from batchinfer.ledger.inventory import Inventory
-from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.runs import edit_of
-from batchinfer.storage import ObjectInfo
+from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, read_assignment
+from batchinfer.ledger.runs import (
+    edit_of,
+    find_job,
+    is_beside,
+    job_sha256_of,
+    no_run,
+    read_run,
+    recorded_job,
+)
+from batchinfer.storage import ObjectInfo, Store
 
 MISSING = "missing"
 CORRUPT = "corrupt"
@@ -98,7 +108,7 @@ class Audit:
             marker = self._check_chunk(name, ref)
             if marker is not None:
                 sound.append((ref, marker))
-        self.findings += self._strangers()
+        self.findings += self._foreign_markers()
         self.findings += leftovers(self._inventory, self._known)
         return sound
 
@@ -204,7 +214,7 @@ class Audit:
                 f"{key}: {marker.rows_error} error rows, by code {sum(marker.errors.values())}",
             )
 
-    def _strangers(self) -> Iterator[Finding]:
+    def _foreign_markers(self) -> Iterator[Finding]:
         """Markers of chunks that the job does not have."""
         if self._known is None:
             return
@@ -227,12 +237,12 @@ def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[F
         yield _finding(LEFTOVER, info.key, "a probe of the store", "clean")
     if inventory.stop is not None:
         yield _finding(LEFTOVER, inventory.stop.key, "the run is stopped: workers exit", "resume")
-    for info in inventory.unknown:
+    for info in inventory.foreign:
         yield _finding(LEFTOVER, info.key, "nothing that batchinfer writes", "hand")
 
 
 def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
-    def is_stranger(name: str) -> bool:
+    def is_foreign(name: str) -> bool:
         return known is not None and name not in known
 
     for name, info in inventory.orphans():
@@ -240,21 +250,21 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
             continue  # the marker may name it; once that is mended, it is a leftover or not
         if inventory.is_passed_over(name, info):
             yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
-        elif is_stranger(name):
+        elif is_foreign(name):
             yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
-        elif inventory.standing(name) is None:
+        elif inventory.current(name) is None:
             # Once the chunk is done, by the command that is named for it.
             yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, owner in inventory.claims.items():
-        if inventory.standing(name) is not None and not owner.is_alive:
+        if inventory.current(name) is not None and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of a done chunk", "clean")
-        elif is_stranger(name) and not owner.is_alive:
+        elif is_foreign(name) and not owner.is_alive:
             yield _finding(LEFTOVER, owner.info.key, "the claim of no chunk", "hand")
     for name, infos in inventory.segments.items():
         left = [info for info in infos if inventory.is_passed_over(name, info)]
         if left:
             yield _finding(LEFTOVER, left[0].key, f"{len(left)} segments of a done chunk", "clean")
-        elif is_stranger(name):
+        elif is_foreign(name):
             yield from _segments_of_no_chunk(infos)
     yield from _superseded(inventory)
 
@@ -283,3 +293,97 @@ def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
     for finding in findings:
         counts[finding.kind] += 1
     return counts
+
+
+# --------------------------------------------------------------------------- what a run is of
+
+
+class RunTarget(NamedTuple):
+    """A run, its job, and the chunks that it must have done.
+
+    `job` is None, and `job_url` and `job_sha256` are empty, for a list of files without a job.json.
+    """
+
+    run: Run
+    job: Job | None
+    job_url: str
+    job_sha256: str
+    expected: dict[str, ChunkRef]
+    """The chunks that must be done, by name in input order, cut to the run's --limit."""
+
+    def audit(self, inventory: Inventory) -> Audit:
+        """The checks of this run against what is stored."""
+        return Audit(
+            run=self.run,
+            job_sha256=self.job_sha256,
+            expected=self.expected,
+            known=None if self.job is None else [chunk.name for chunk in self.job.chunks],
+            inventory=inventory,
+        )
+
+
+def find_target(
+    store: Store,
+    inventory: Inventory,
+    open_store: OpenStore,
+    *,
+    usage: str,
+    job_url: str | None = None,
+    manifests: list[str] | None = None,
+) -> RunTarget:
+    """Find out which job a run is of, and which chunks it must have done. Read-only.
+
+    Args:
+        store: The run's.
+        inventory: What is stored under the run.
+        open_store: Opens the job's.
+        usage: The command that asks, with {} where an option and the run go; for hints.
+        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
+        manifests: The chunks, for a run that was made from a list without a job.json.
+
+    Raises:
+        InputError: no run there, one of a newer format version, or its job cannot be found. A job.json that is not the
+            run's is no error here: the audit finds it.
+    """
+    run = _read_run(store, inventory)
+    limit = run.config.get("limit")
+    if manifests:
+        found = read_assignment(
+            manifests, job_url=job_url, allow_absolute=True, limit=limit, open_store=open_store
+        )
+        expected = {ref.name: ref for ref in found.chunks}
+        return RunTarget(run, found.job, found.job_url, found.job_sha256, expected)
+    if not job_sha256_of(run):
+        raise InputError(
+            f"{store.url}: made from a list of chunks without a job.json, which must be given",
+            hint=usage.format(f"--manifest LIST {store.url}"),
+        )
+    found_job = find_job(run, store.url, open_store, asked_url=job_url)
+    if found_job is None:
+        elsewhere = recorded_job(run)
+        raise InputError(
+            f"{store.url}: run.json names the job {elsewhere!r}, which is not where the run is, "
+            "so it is read only when asked for"
+            if elsewhere and not is_beside(elsewhere, store.url)
+            else f"{store.url}: neither run.json nor its place tells where its job lies",
+            hint=usage.format(f"--job JOB {store.url}"),
+        )
+    job, url, sha256 = found_job
+    return RunTarget(run, job, url, sha256, job_chunks(job, url, limit))
+
+
+def _read_run(store: Store, inventory: Inventory) -> Run:
+    run = read_run(store, may_be_edited=True)  # the audit finds it
+    if run is not None:
+        return run
+    if inventory.is_empty:
+        raise no_run(store)
+    if inventory.marker_infos:
+        raise InputError(
+            f"{store.url}: has markers but no run.json, which says what they are of",
+            hint="restore run.json; without it nothing tells these outputs from another run's",
+        )
+    raise InputError(
+        f"{store.url}: nothing is done yet; no worker's engine has been ready so far",
+        hint=f"see how it goes: batchinfer status {store.url}",
+    )

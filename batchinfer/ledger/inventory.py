@@ -1,27 +1,39 @@
-"""What lies under a run, sorted by what it is: one listing, and the markers, claims and workers read in parallel.
+"""What is stored under a run, for every reader of it. Read-only.
 
-Read-only. Memory grows with the number of chunks, as job.json does, never with the data.
+`take_inventory` lists everything and reads each marker, claim and worker's record: for `verify`, `clean` and `collect`.
+`RunReader` lists outputs/ and workers/ alone and reads the workers' records, again and again if asked: for `status`,
+`report` and `check`, whose requests must not grow with the number of chunks.
+
+Memory grows with the number of chunks, as job.json does, never with the data. Objects may come, change and go while
+they are read.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, ObjectNotFound
-from batchinfer.core.records import Claim, Marker, Worker
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import BatchinferError, InputError, NewerVersion, ObjectNotFound
+from batchinfer.core.records import Claim, Job, Marker, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
+from batchinfer.ledger.jobs import OpenStore
+from batchinfer.ledger.runs import find_job, job_sha256_of, no_run, read_run
 from batchinfer.storage import ObjectInfo, Store
 
 T = TypeVar("T")
 S = TypeVar("S")
+K = TypeVar("K")
 
 NUM_READERS = 24
+"""Records that are read at once."""
+_SHOWN = 3
+"""Foreign files that are named in a note."""
 
 
 class Damaged(NamedTuple):
@@ -32,32 +44,82 @@ class Damaged(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A claim as it lies there, and whether somebody alive stands behind it."""
+    """A claim as it is stored, and whether its worker is alive."""
 
     info: ObjectInfo
     claim: Claim
     is_alive: bool
 
 
-@dataclass(slots=True)
-class Inventory:
-    """Every object below a run. Keys of `outputs` are file names, of the other mappings chunks (or worker ids)."""
+@dataclass(slots=True, kw_only=True)
+class Listing:
+    """The objects below a run, sorted by what they are.
 
-    now: float
-    patience_seconds: float
+    Keys of `outputs` are file names, of the other mappings chunks (or worker ids).
+    """
+
     run: ObjectInfo | None = None
     stop: ObjectInfo | None = None
     outputs: dict[str, ObjectInfo] = field(default_factory=dict)
     marker_infos: dict[str, dict[int, ObjectInfo]] = field(default_factory=dict)
+    """Markers of a chunk, by generation."""
+    segments: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    claim_infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    probes: list[ObjectInfo] = field(default_factory=list)
+    foreign: list[ObjectInfo] = field(default_factory=list)
+    """Objects that batchinfer did not write."""
+
+    def add(self, infos: Iterable[ObjectInfo]) -> None:
+        """Sort in what was listed."""
+        for info in infos:
+            self._sort_in(info)
+
+    def _sort_in(self, info: ObjectInfo) -> None:
+        key = info.key
+        marker = layout.parse_marker(key) if key.startswith(layout.OUTPUTS) else None
+        segment = layout.parse_segment(key) if key.startswith(layout.CHECKPOINTS) else None
+        if key == layout.RUN_KEY:
+            self.run = info
+        elif key == layout.STOP_KEY:
+            self.stop = info
+        elif marker is not None:
+            self.marker_infos.setdefault(marker[0], {})[marker[1]] = info
+        elif key.startswith(layout.OUTPUTS) and layout.chunks_of_output(key):
+            self.outputs[key.removeprefix(layout.OUTPUTS)] = info
+        elif segment is not None:
+            self.segments.setdefault(segment[0], []).append(info)
+        elif (name := _record_name(key, layout.CLAIMS)) is not None:
+            self.claim_infos[name] = info
+        elif (name := _record_name(key, layout.WORKERS)) is not None:
+            self.worker_infos[name] = info
+        elif key.startswith(layout.PROBES):
+            self.probes.append(info)
+        else:
+            self.foreign.append(info)
+
+
+def _record_name(key: str, folder: str) -> str | None:
+    name = key.removeprefix(folder)
+    if not key.startswith(folder) or "/" in name or not name.endswith(".json"):
+        return None
+    return name.removesuffix(".json")
+
+
+@dataclass(slots=True, kw_only=True)
+class Inventory(Listing):
+    """A listing of everything below a run, with the records read."""
+
+    now: float
+    """Unix seconds, against which heartbeats are fresh or old."""
+    patience_seconds: float
+    """Seconds without a heartbeat that are too few for a worker to be gone, whatever its lease."""
     markers: dict[str, dict[int, Marker]] = field(default_factory=dict)
     damaged_markers: dict[str, dict[int, Damaged]] = field(default_factory=dict)
-    segments: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     claims: dict[str, Owner] = field(default_factory=dict)
     damaged_claims: dict[str, Damaged] = field(default_factory=dict)
     workers: dict[str, tuple[ObjectInfo, Worker]] = field(default_factory=dict)
     damaged_workers: dict[str, Damaged] = field(default_factory=dict)
-    probes: list[ObjectInfo] = field(default_factory=list)
-    unknown: list[ObjectInfo] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +130,7 @@ class Inventory:
         """The highest generation of a chunk's markers, damaged ones included."""
         return max(self.marker_infos.get(name, ()), default=None)
 
-    def standing(self, name: str) -> Marker | None:
+    def current(self, name: str) -> Marker | None:
         """The marker that counts: the newest, if it can be read and its output is listed."""
         newest = self.newest(name)
         marker = None if newest is None else self.markers.get(name, {}).get(newest)
@@ -93,7 +155,7 @@ class Inventory:
         Markers are create-only, and a chunk without one may still get it. So may one with error rows, of the next
         generation; what is made for that is younger than the marker that was read before.
         """
-        marker, newest = self.standing(name), self.newest(name)
+        marker, newest = self.current(name), self.newest(name)
         if marker is None or newest is None:
             return False
         return not marker.rows_error or 0 < left.modified < self.marker_infos[name][newest].modified
@@ -137,17 +199,14 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
         patience_seconds: A worker whose record is younger than this, or than two leases, counts as alive.
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
-    claims: dict[str, ObjectInfo] = {}
-    workers: dict[str, ObjectInfo] = {}
-    for info in store.list(""):
-        _sort_in(found, claims, workers, info)
+    found.add(store.list(""))
     _read_markers(store, found)
-    for name, info, worker in _read_records(store, workers, Worker):
+    for name, info, worker in _read_records(store, found.worker_infos, Worker):
         if isinstance(worker, Worker):
             found.workers[name] = (info, worker)
         else:
             found.damaged_workers[name] = Damaged(info, worker)
-    for name, info, claim in _read_records(store, claims, Claim):
+    for name, info, claim in _read_records(store, found.claim_infos, Claim):
         if isinstance(claim, Claim):
             found.claims[name] = Owner(info, claim, found.is_claim_alive(claim))
         else:
@@ -177,77 +236,231 @@ def in_parallel(
             pool.shutdown(cancel_futures=True)
 
 
-def _sort_in(
-    found: Inventory,
-    claims: dict[str, ObjectInfo],
-    workers: dict[str, ObjectInfo],
-    info: ObjectInfo,
-) -> None:
-    key = info.key
-    marker = layout.parse_marker(key) if key.startswith(layout.OUTPUTS) else None
-    segment = layout.parse_segment(key) if key.startswith(layout.CHECKPOINTS) else None
-    if key == layout.RUN_KEY:
-        found.run = info
-    elif key == layout.STOP_KEY:
-        found.stop = info
-    elif marker is not None:
-        found.marker_infos.setdefault(marker[0], {})[marker[1]] = info
-    elif key.startswith(layout.OUTPUTS) and layout.chunks_of_output(key):
-        found.outputs[key.removeprefix(layout.OUTPUTS)] = info
-    elif segment is not None:
-        found.segments.setdefault(segment[0], []).append(info)
-    elif (name := _record_name(key, layout.CLAIMS)) is not None:
-        claims[name] = info
-    elif (name := _record_name(key, layout.WORKERS)) is not None:
-        workers[name] = info
-    elif key.startswith(layout.PROBES):
-        found.probes.append(info)
-    else:
-        found.unknown.append(info)
-
-
-def _record_name(key: str, folder: str) -> str | None:
-    name = key.removeprefix(folder)
-    if not key.startswith(folder) or "/" in name or not name.endswith(".json"):
-        return None
-    return name.removesuffix(".json")
-
-
 def _read_markers(store: Store, found: Inventory) -> None:
-    places = [
-        (name, generation, info)
+    places = {
+        (name, generation): info
         for name, generations in found.marker_infos.items()
         for generation, info in generations.items()
-    ]
-
-    def read(place: tuple[str, int, ObjectInfo]) -> Marker | str | None:
-        return _read(store, place[2].key, Marker)
-
-    for (name, generation, info), marker in zip(places, in_parallel(read, places), strict=True):
-        if marker is None:  # removed since it was listed
-            del found.marker_infos[name][generation]
-        elif isinstance(marker, Marker):
+    }
+    for (name, generation), info, marker in _read_records(store, places, Marker):
+        if isinstance(marker, Marker):
             found.markers.setdefault(name, {})[generation] = marker
         else:
             found.damaged_markers.setdefault(name, {})[generation] = Damaged(info, marker)
+        del places[name, generation]
+    for name, generation in places:  # removed since they were listed
+        del found.marker_infos[name][generation]
 
 
 def _read_records(
-    store: Store, infos: dict[str, ObjectInfo], kind: type[T]
-) -> Iterator[tuple[str, ObjectInfo, T | str]]:
-    def read(info: ObjectInfo) -> T | str | None:
-        return _read(store, info.key, kind)
+    store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]
+) -> Iterator[tuple[K, ObjectInfo, T | str]]:
+    """Every record that is still there, or what is wrong with it."""
+    items = list(infos.items())
+    found = in_parallel(lambda item: _read(store, item[1].key, kind), items)
+    for (name, info), read in zip(items, found, strict=True):
+        if read is not None:
+            yield name, info, read[0]
 
-    for (name, info), record in zip(infos.items(), in_parallel(read, infos.values()), strict=True):
-        if record is not None:
-            yield name, info, record
 
-
-def _read(store: Store, key: str, kind: type[T]) -> T | str | None:
-    """A record; None if it is gone; what is wrong with it, if it cannot be read."""
+def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:
+    """A record, or what is wrong with it, and its etag; None if it is gone."""
     try:
-        return codec.decode(store.get(key).data, kind, name=key)
+        data, etag = store.get(key)
     except ObjectNotFound:
         return None
+    try:
+        return codec.decode(data, kind, name=key), etag
     except InputError as error:
-        return error.message.removeprefix(f"{key}: ")
+        return error.message.removeprefix(f"{key}: "), etag
+
+
+# --------------------------------------------------------------------------- a look without the markers
+
+
+class SeenMarker(NamedTuple):
+    """The newest marker of a chunk, by its listing. `modified` is Unix seconds, 0 if unknown."""
+
+    generation: int
+    modified: float
+
+
+class SeenWorker(NamedTuple):
+    """A worker's record.
+
+    `modified`: when storage took it in, by storage's clock; 0 if unknown. `age_seconds`: how long ago we ourselves saw
+    it change, None if we have not.
+    """
+
+    record: Worker
+    modified: float
+    age_seconds: float | None = None
+
+
+class Snapshot(NamedTuple):
+    """One look at a run. `notes` are sentences about what is odd in it."""
+
+    url: str
+    taken: float
+    run: Run | None
+    job: Job | None
+    job_url: str
+    is_stop_asked: bool
+    markers: dict[str, SeenMarker]
+    output_bytes: int
+    workers: list[SeenWorker]
+    notes: list[str]
+
+
+class _Seen(NamedTuple):
+    """A record as last read: `changed` is our monotonic time of a change that we witnessed."""
+
+    etag: str
+    record: Worker | None
+    changed: float | None
+
+
+class RunReader:
+    """Looks at one run, again and again if asked. What cannot change is read once.
+
+    Args:
+        store: The run's.
+        open_store: Opens the job's.
+        clock: Time now, against which records are fresh or old.
+        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
+    """
+
+    def __init__(
+        self, store: Store, open_store: OpenStore, clock: Clock, job_url: str = ""
+    ) -> None:
+        self._store = store
+        self._open_store = open_store
+        self._clock = clock
+        self._asked_job_url = job_url
+        self._run: Run | None = None
+        self._job: tuple[Job, str] | None = None
+        self._seen: dict[str, _Seen] = {}
+
+    def read(self) -> Snapshot:
+        """Look at the run.
+
+        Raises:
+            InputError: there is no run, it or its job is of a newer format version, or --job is another run's.
+        """
+        notes: list[str] = []
+        if self._run is None:
+            self._run = read_run(self._store)
+        listing = Listing()
+        for folder in (layout.OUTPUTS, layout.WORKERS):
+            listing.add(self._store.list(folder))
+        foreign = [info.key for info in listing.foreign]
+        markers = _newest_markers(listing, foreign)
+        workers = self._read_workers(listing.worker_infos.values(), notes)
+        if self._run is None and not markers and not workers:
+            raise no_run(self._store)
+        job, job_url = self._find_job(notes)
+        if foreign:
+            shown = ", ".join(sorted(foreign)[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
+            notes.append(f"{len(foreign)} foreign files, left alone: {shown}")
+        return Snapshot(
+            url=self._store.url,
+            taken=self._clock.now(),
+            run=self._run,
+            job=job,
+            job_url=job_url,
+            is_stop_asked=self._exists(layout.STOP_KEY),
+            markers=markers,
+            output_bytes=sum(info.bytes for info in listing.outputs.values()),
+            workers=workers,
+            notes=notes,
+        )
+
+    # -- parts
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._store.stat(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _read_workers(self, infos: Iterable[ObjectInfo], notes: list[str]) -> list[SeenWorker]:
+        listed = list(infos)
+        stale = [info for info in listed if not self._is_current(info)]
+        found = in_parallel(lambda info: _read(self._store, info.key, Worker), stale)
+        for info, read in zip(stale, found, strict=True):
+            self._remember(info, read, notes)
+        now = self._clock.monotonic()
+        workers = []
+        for info in listed:
+            seen = self._seen.get(info.key)
+            if seen is None or seen.record is None:
+                continue
+            is_listed_version = seen.etag == info.etag
+            age = None if seen.changed is None else now - seen.changed
+            modified = info.modified
+            if not is_listed_version and modified:  # renewed between the listing and now
+                age, modified = 0.0, max(modified, self._clock.now())
+            workers.append(SeenWorker(seen.record, modified, age))
+        return workers
+
+    def _is_current(self, info: ObjectInfo) -> bool:
+        seen = self._seen.get(info.key)
+        return seen is not None and seen.etag == info.etag
+
+    def _remember(
+        self, info: ObjectInfo, found: tuple[Worker | str, str] | None, notes: list[str]
+    ) -> None:
+        before = self._seen.pop(info.key, None)
+        if found is None:
+            return
+        record, etag = found
+        if isinstance(record, str):
+            notes.append(f"left out: {self._store.url}/{info.key}: {record}")
+        has_changed = before is not None and before.etag != etag
+        changed = self._clock.monotonic() if has_changed else None
+        self._seen[info.key] = _Seen(etag, None if isinstance(record, str) else record, changed)
+
+    def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
+        """The job that was asked for; else the one whose checksum is the run's. One that cannot be read is noted."""
+        if self._job is not None:
+            return self._job
+        wanted = job_sha256_of(self._run)
+
+        def note(error: BatchinferError) -> None:
+            if isinstance(error, NewerVersion):
+                raise error
+            notes.append(error.message)
+
+        asked = self._asked_job_url
+        found = find_job(
+            self._run,
+            self._store.url,
+            self._open_store,
+            asked_url=asked,
+            on_error=None if asked else note,
+        )
+        if found is None or (wanted and found.sha256 != wanted):
+            if asked and found is not None:
+                raise InputError(
+                    f"{asked}: is another job than the run's (its job.json has the sha256 {found.sha256[:12]}…, "
+                    f"run.json says {wanted[:12]}…)",
+                    hint="pass the --job that the run was made from",
+                )
+            notes.append("its job.json was not found, so totals are not known; pass --job URL")
+            return None, ""
+        if asked or self._run is not None:
+            self._job = found.job, found.url  # what run.json says does not change any more
+        return found.job, found.url
+
+
+def _newest_markers(listing: Listing, foreign: list[str]) -> dict[str, SeenMarker]:
+    """The newest marker of each chunk. An empty one is nothing that batchinfer wrote."""
+    markers: dict[str, SeenMarker] = {}
+    for name, generations in listing.marker_infos.items():
+        whole = {each: info for each, info in generations.items() if info.bytes > 0}
+        foreign += [info.key for info in generations.values() if not info.bytes]
+        if whole:
+            newest = max(whole)
+            markers[name] = SeenMarker(newest, whole[newest].modified)
+    return markers

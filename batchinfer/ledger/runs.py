@@ -1,21 +1,31 @@
-"""One configuration per run (promise P6): what the fingerprint covers, and the create-once run.json."""
+"""One configuration per run (promise P6): what the fingerprint covers, the create-once run.json, and the run's job."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound, RunMismatch
-from batchinfer.core.records import FORMAT_VERSION, Run
+from batchinfer.core.errors import (
+    AlreadyExists,
+    BatchinferError,
+    InputError,
+    ObjectNotFound,
+    RunMismatch,
+)
+from batchinfer.core.records import FORMAT_VERSION, Job, Run
+from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.storage import Store
+from batchinfer.storage.opening import split_url
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "(not known before the engine has loaded)"
 _SHOWN = 200
+_ALIASES = {"s3a": "s3", "r2": "s3", "gcs": "gs"}
 _PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
 
 
@@ -211,3 +221,92 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """As JSON would give it back, so that what is compared is what is stored."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
     return plain
+
+
+# --------------------------------------------------------------------------- the job that a run is of
+
+
+def job_sha256_of(run: Run | None) -> str:
+    """Checksum of the job.json that a run is of; empty where it is not known, or of none."""
+    return "" if run is None else str(run.config.get("job_sha256") or "")
+
+
+def job_places(run: Run | None, run_url: str) -> list[str]:
+    """Where a run's job may lie, the surest first: a job that was moved has its runs with it.
+
+    Who can write run.json must not choose to whom requests go, so it is followed within the run's own bucket, and from
+    one local folder to another.
+    """
+    recorded = recorded_job(run)
+    beside = recorded if is_beside(recorded, run_url) else ""
+    return list(dict.fromkeys(filter(None, (layout.job_above(run_url), beside))))
+
+
+def recorded_job(run: Run | None) -> str:
+    """Where the job lay when the run was made, by run.json; empty where it is not known."""
+    return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
+
+
+def is_beside(url: str, run_url: str) -> bool:
+    """Whether two URLs are of one bucket, or both of local folders."""
+    return _bucket(url) == _bucket(run_url)
+
+
+def _bucket(url: str) -> tuple[str, str]:
+    scheme, rest = split_url(url)
+    if scheme == "file":
+        return scheme, ""
+    depth = 3 if scheme == "hf" else 1  # datasets/org/name
+    return _ALIASES.get(scheme, scheme), "/".join(rest.split("/")[:depth])
+
+
+class FoundJob(NamedTuple):
+    """A job, where it lies, and the checksum of its job.json."""
+
+    job: Job
+    url: str
+    sha256: str
+
+
+def find_job(
+    run: Run | None,
+    run_url: str,
+    open_store: OpenStore,
+    *,
+    asked_url: str | None = None,
+    on_error: Callable[[BatchinferError], None] | None = None,
+) -> FoundJob | None:
+    """Return a run's job, preferring one whose checksum is the run's to one whose checksum is not. Read-only.
+
+    Args:
+        run: run.json, None while there is none.
+        run_url: Where the run lies.
+        open_store: Opens the job's place.
+        asked_url: The only place to look in; by default those of `job_places`.
+        on_error: Takes the error of a place that cannot be read, and the next place is tried; by default it is raised.
+
+    Raises:
+        InputError: there is no job.json at `asked_url`.
+    """
+    others: list[FoundJob] = []
+    for url in [asked_url.rstrip("/")] if asked_url else job_places(run, run_url):
+        try:
+            loaded = load_job(url, open_store)
+        except BatchinferError as error:
+            if on_error is None:
+                raise
+            on_error(error)
+            continue
+        if loaded is None:
+            continue
+        found = FoundJob(loaded[0], url, loaded[1])
+        if found.sha256 == job_sha256_of(run):
+            return found
+        others.append(found)
+    if others:
+        return others[0]
+    if asked_url:
+        raise InputError(
+            f"{asked_url}: no job.json there", hint="pass the --job that `split` wrote to"
+        )
+    return None

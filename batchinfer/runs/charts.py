@@ -17,7 +17,7 @@ from typing import NamedTuple
 from batchinfer.core import units
 from batchinfer.core.records import Minute, Span, Worker
 from batchinfer.ledger.claims import ENDED_STATES
-from batchinfer.ledger.snapshot import SeenWorker
+from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs.overview import clock_offset
 
 MAX_BANDS = 7

@@ -199,7 +199,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         else:
             removals.num_kept_orphans += 1
     for name, infos in inventory.segments.items():
-        if name in config.redo or is_in_hand(name) or inventory.standing(name) is None:
+        if name in config.redo or is_in_hand(name) or inventory.current(name) is None:
             continue
         for info in infos:
             # Of a chunk with error rows they may be the repair's, begun and not ended.
@@ -249,7 +249,7 @@ def _consider_claims(
     for name, owner in inventory.claims.items():
         if owner.is_alive:
             continue
-        if inventory.standing(name) is not None:
+        if inventory.current(name) is not None:
             consider("claims of done chunks", owner.info)
         elif owner.claim.worker:
             removals.released.append(owner.info.key)

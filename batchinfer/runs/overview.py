@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from batchinfer.core import units
 from batchinfer.core.records import Job, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
-from batchinfer.ledger.snapshot import SeenWorker, Snapshot
+from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerator_name
 
 RECENT_MINUTES = 5

@@ -21,8 +21,8 @@ from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.records import ErrorExample, Record, Worker
+from batchinfer.ledger.inventory import RunReader, Snapshot
 from batchinfer.ledger.jobs import split_name
-from batchinfer.ledger.snapshot import RunReader, Snapshot
 from batchinfer.runs import charts
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
 from batchinfer.runs.prices import Prices, price_options

@@ -13,8 +13,8 @@ from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
 from batchinfer.formats import OutputLine, read_line
 from batchinfer.ledger.chunk_files import fetch
+from batchinfer.ledger.inventory import Snapshot
 from batchinfer.ledger.jobs import OpenStore, job_chunks
-from batchinfer.ledger.snapshot import Snapshot
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 

@@ -18,7 +18,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record
-from batchinfer.ledger.snapshot import RunReader
+from batchinfer.ledger.inventory import RunReader
 from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
 from batchinfer.runs.prices import Prices, price_options
 from batchinfer.storage import Store

@@ -17,10 +17,18 @@ from batchinfer.cli.settings import common_options
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import RunUnsound
 from batchinfer.core.records import Marker, Record, Run
-from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Audit, Finding, counts_by_kind
+from batchinfer.ledger.audit import (
+    CORRUPT,
+    KINDS,
+    LEFTOVER,
+    Audit,
+    Finding,
+    RunTarget,
+    counts_by_kind,
+    find_target,
+)
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
-from batchinfer.ledger.scope import Scope, find_scope
 from batchinfer.runs.alignment import Alignment
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.storage import Store
@@ -123,7 +131,7 @@ def run_verify(
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
-    scope = find_scope(
+    target = find_target(
         store,
         inventory,
         open_store,
@@ -131,11 +139,11 @@ def run_verify(
         job_url=config.job,
         manifests=config.manifests,
     )
-    audit = scope.audit(inventory)
+    audit = target.audit(inventory)
     sound = audit.check_all()
     if config.is_deep:
         show(f"reading {len(sound)} chunks and their outputs")
-        with_problems = _compare(config, scope.run, store, sound, open_store)
+        with_problems = _compare(config, target.run, store, sound, open_store)
     else:
         with_problems = ((ref, marker, []) for ref, marker in sound)
     for ref, marker, problems in with_problems:
@@ -144,8 +152,8 @@ def run_verify(
         for problem in problems:
             mend = "chunk" if problem.startswith("the chunk itself") else "redo"
             audit.add(CORRUPT, ref.name, problem, mend)
-    result = _result(config, store.url, scope, audit)
-    worker = worker_command(scope.run, store.url, scope.job_url, config.manifests)
+    result = _result(config, store.url, target, audit)
+    worker = worker_command(target.run, store.url, target.job_url, config.manifests)
     return Verdict(result, audit.findings, store.url, worker)
 
 
@@ -173,15 +181,15 @@ def _compare(
         scratch.close()
 
 
-def _result(config: VerifyConfig, url: str, scope: Scope, audit: Audit) -> dict[str, Any]:
+def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> dict[str, Any]:
     counts = counts_by_kind(audit.findings)
     return {
         "status": "SOUND" if not sum(counts[kind] for kind in KINDS[:-1]) else "UNSOUND",
         "run": url,
-        "job": scope.job_url,
-        "fingerprint": scope.run.fingerprint,
+        "job": target.job_url,
+        "fingerprint": target.run.fingerprint,
         "is_deep": config.is_deep,
-        "chunks_total": len(scope.expected),
+        "chunks_total": len(target.expected),
         "chunks_sound": audit.totals.chunks,
         **counts,
         "rows_ok": audit.totals.rows_ok,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.records import Minute, Span
-from batchinfer.ledger.snapshot import SeenWorker
+from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs import charts
 from batchinfer.runs.charts import Bins, Period, Series, lane_of
 from fakes import worker_record

@@ -16,7 +16,7 @@ from batchinfer.cli import main
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Run, Worker
-from batchinfer.ledger.snapshot import RunReader
+from batchinfer.ledger.inventory import RunReader
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import Status, StatusConfig, render, run_status, watch
 from batchinfer.storage import Store

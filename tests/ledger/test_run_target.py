@@ -10,8 +10,9 @@ import pytest
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import FORMAT_VERSION, Run
+from batchinfer.ledger.audit import RunTarget, find_target
 from batchinfer.ledger.inventory import take_inventory
-from batchinfer.ledger.scope import Scope, find_scope, job_places
+from batchinfer.ledger.runs import job_places
 from batchinfer.storage.opening import open_store
 from making import make_job
 
@@ -29,10 +30,10 @@ def write_run(url: str, job: str, *, recorded: str = "") -> None:
     open_store(url).create(layout.RUN_KEY, codec.encode(run))
 
 
-def scope_of(url: str, **options: str) -> Scope:
+def target_of(url: str, **options: str) -> RunTarget:
     store = open_store(url)
     inventory = take_inventory(store, now=0.0)
-    return find_scope(store, inventory, open_store, usage="batchinfer verify {}", **options)
+    return find_target(store, inventory, open_store, usage="batchinfer verify {}", **options)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def job(tmp_path: Path) -> str:
 def test_job_above_the_run_comes_before_the_recorded_place(job: str, tmp_path: Path) -> None:
     make_job(tmp_path / "old", rows=30, per_chunk=10)
     write_run(f"{job}/runs/a", job, recorded=str(tmp_path / "old"))
-    found = scope_of(f"{job}/runs/a")
+    found = target_of(f"{job}/runs/a")
     assert found.job_url == job
     assert list(found.expected) == ["part-00000", "part-00001", "part-00002"]
 
@@ -53,14 +54,14 @@ def test_recorded_job_is_taken_where_the_one_above_is_another(job: str, tmp_path
     other = str(tmp_path / "other")
     make_job(other, rows=5, per_chunk=5)
     write_run(f"{other}/runs/a", job, recorded=job)
-    assert scope_of(f"{other}/runs/a").job_url == job
+    assert target_of(f"{other}/runs/a").job_url == job
 
 
 def test_only_another_job_is_left_for_the_audit_to_find(job: str, tmp_path: Path) -> None:
     other = str(tmp_path / "other")
     make_job(other, rows=5, per_chunk=5)
     write_run(f"{other}/runs/a", job)
-    found = scope_of(f"{other}/runs/a")
+    found = target_of(f"{other}/runs/a")
     audit = found.audit(take_inventory(open_store(f"{other}/runs/a"), now=0.0))
     audit.check_all()
     assert "job" in {finding.mend for finding in audit.findings}
@@ -70,11 +71,11 @@ def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> Non
     lost = str(tmp_path / "lost {}")
     write_run(lost, job)
     with pytest.raises(InputError) as caught:
-        scope_of(lost)
+        target_of(lost)
     assert caught.value.hint == f"batchinfer verify --job JOB {lost}"
     with pytest.raises(InputError, match=r"no job\.json there"):
-        scope_of(lost, job_url=str(tmp_path))
-    assert scope_of(lost, job_url=job).job_url == job
+        target_of(lost, job_url=str(tmp_path))
+    assert target_of(lost, job_url=job).job_url == job
 
 
 def test_places_of_a_job_are_named_once() -> None:
@@ -118,6 +119,6 @@ def test_a_job_in_another_place_is_read_only_when_asked_for(job: str, tmp_path: 
     away = str(tmp_path / "away")
     write_run(away, job, recorded="http://127.0.0.1:1/d")
     with pytest.raises(InputError, match=r"names the job 'http://127\.0\.0\.1:1/d'") as caught:
-        scope_of(away)
+        target_of(away)
     assert caught.value.hint == f"batchinfer verify --job JOB {away}"
-    assert scope_of(away, job_url=job).job_url == job
+    assert target_of(away, job_url=job).job_url == job
