@@ -42,7 +42,7 @@ class Finding(Record, frozen=True, kw_only=True):
     """The chunk, or the key of the object."""
     problem: str
     mend: str
-    """What mends it: what `verify.cure` knows."""
+    """What mends it: what `verify.fix_command` knows."""
 
 
 @dataclass(slots=True)

@@ -22,16 +22,16 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 MAX_PROBLEMS = 5
-"""A misplaced output differs in every line: the first few tell."""
+"""Problems of one output that are reported: an output of another chunk differs in every line."""
 
 
 class Alignment:
-    """Compares outputs of one run with their chunks. Safe for threads: each comparison has files of its own.
+    """Compares outputs of one run with their chunks. Thread-safe: each comparison has files of its own.
 
     Args:
-        run: run.json; its prompt options tell the output format and where ids come from.
+        run: run.json; its prompt options name the output format and the column of ids.
         store: The run's store.
-        scratch: Room for two files for each comparison under way.
+        scratch: Folder for two files of each comparison that is under way.
     """
 
     def __init__(self, run: Run, store: Store, scratch: Scratch) -> None:
@@ -42,17 +42,17 @@ class Alignment:
         request_format = find_request_format(str(options.get("request_format") or ""))
         if request_format.id_field:
             columns.insert(0, request_format.id_field)
-        # Only what the worker reads of every row too, so that what it could read can be read here.
+        # The worker reads at least these columns of a row, so every row that it could read can be read here.
         self._read_ids = json_lines.projection(columns)
         self._store = store
         self._scratch = scratch
 
     def problems(self, ref: ChunkRef, marker: Marker, source: Store) -> list[str]:
-        """Read a chunk and its output in full, and say what is wrong: [] if nothing is.
+        """Read a chunk and its output in full, and return what is wrong with them, a sentence each.
 
         Args:
             ref: The chunk.
-            marker: The marker that stands for it.
+            marker: The chunk's newest marker.
             source: The store that holds the chunk.
         """
         path = self._scratch.new_path(f"{ref.name}.output")
@@ -115,7 +115,7 @@ class Alignment:
     def _check_line(
         self, line: bytes, row: bytes, number: int
     ) -> tuple[OutputLine | None, list[str]]:
-        """Read one output line and hold it against its row."""
+        """Read one output line and compare it with its row; no summary if the line cannot be read."""
         if not line.endswith(b"\n"):
             return None, ["is cut off"]
         try:
@@ -129,13 +129,13 @@ class Alignment:
         if not ids and summary.is_ok:
             found.append("is an answer to a row that cannot be read")
         elif not summary.is_ok:
-            ids.append(str(number))  # what a row is called whose columns could not be read
+            ids.append(str(number))  # the worker's id for a row whose columns it could not read
         if summary.id is not None and summary.id not in ids:
             found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
         return summary, found
 
     def _ids_of(self, row: bytes, number: int) -> list[str]:
-        """The id that the worker gives to a row, by the same rules; [] for a row that is none."""
+        """The id that the worker gives to a row, found by the same rules; [] if the row cannot be read."""
         try:
             values = self._read_ids(row)
         except RowError:

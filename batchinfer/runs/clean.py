@@ -1,9 +1,9 @@
 """`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
 
-What a marker of any generation names is never touched. An output without a marker may be one whose marker is just
-being written, or will be by a machine that has slept for a week: it goes only when another marker stands in the way,
-when it is old, and when nobody has its chunk in hand. The claim of an unfinished chunk is not deleted but released by
-if-match: its owner may have come back since it was read.
+An output that a marker of any generation names is never touched. Any other output may still get its marker, even from
+a machine that wakes up after a week. So it is removed only when three things hold: another marker keeps its own from
+being written, it is old, and no live worker has claimed its chunk. The claim of an unfinished chunk is not deleted but
+released by if-match, because its owner may have come back since the claim was read.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_AGE_SECONDS = 3600.0
 PROBE_SECONDS = 600.0
-"""A probe lives for half a dozen requests; one that is older was left."""
+"""Seconds after which a probe object was left behind: a worker needs it for half a dozen requests."""
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
-    """What to clean. Without `yes` nothing is changed."""
+    """What to clean. Without `yes` nothing is changed. `older_than_seconds` spares younger objects."""
 
     run: str
     yes: bool = False
     older_than_seconds: float = DEFAULT_AGE_SECONDS
     redo: list[str] = []
-    """Chunks whose markers and segments go too, so that they are done again."""
+    """Chunks to do again: their markers and segments are removed, too."""
 
 
 @runtime_checkable
@@ -64,20 +64,20 @@ class _KeepsUploads(Protocol):
 
 @dataclass(slots=True)
 class Removals:
-    """What would be removed, by what it is, and which claims would be released."""
+    """Objects to remove, by a name for their kind, and the keys of claims to release."""
 
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     num_kept_young: int = 0
     num_kept_orphans: int = 0
-    """Outputs that a late marker may still come to name, because the store would not refuse it."""
+    """Orphan outputs that stay because this store would accept a late marker that names them."""
 
     def add(self, what: str, info: ObjectInfo) -> None:
         """Put an object on the list."""
         self.removed.setdefault(what, []).append(info)
 
     def keys(self) -> list[str]:
-        """Every key to delete. Markers come last: killed half way, a chunk still counts as done."""
+        """Every key to delete. Markers come last: if `clean` is killed half way, their chunks still count as done."""
         order = sorted(self.removed, key=lambda what: what == "markers")
         return [info.key for what in order for info in self.removed[what]]
 
@@ -89,24 +89,24 @@ def run_clean(
     clock: Clock,
     show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Remove what dead workers left. Idempotent; killed half way, the rest is found by the next one.
+    """Remove what dead workers left. Idempotent: if it is killed half way, the next call removes the rest.
 
     Args:
         config: What to clean.
-        store: The run.
-        clock: Tells how old things are in a dry run; otherwise the store's own does.
-        show: Takes what is (or would be) removed, a line at a time.
+        store: The run's store.
+        clock: The clock for ages in a dry run; otherwise the store's own time is used.
+        show: Called with each line about what is (or would be) removed.
 
     Raises:
         InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
             be removed.
     """
-    refuse_newer(store)  # what may go there, only its own version knows
+    refuse_newer(store)  # only the newer version knows which of its objects can go
     now = _time_of(store, clock) if config.yes else clock.now()
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    # Looking must not write: a dry run takes the store's word for granted.
+    # Probing writes objects, which a dry run must not: it assumes that preconditions are honoured.
     removals = find_removals(inventory, config, is_safe=not config.yes or probe(store).is_safe)
     for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
@@ -118,7 +118,7 @@ def run_clean(
     if removals.released:
         show(f"claims of workers that are gone, released: {len(removals.released)}")
     age_seconds = config.older_than_seconds
-    if inventory.living():  # one of them may be uploading right now, and that takes its time
+    if inventory.living():  # a live worker may be uploading, which takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
     num_temps = _count_temps(store, age_seconds, now)
     if num_temps:
@@ -142,13 +142,13 @@ def run_clean(
 
 
 def _time_of(store: Store, clock: Clock) -> float:
-    """Read the store's own time off an object that is removed again.
+    """Return the store's own time, read off an object that is written for this and removed again.
 
-    By a clock that is an hour ahead everybody would be dead, and everything old. Ours stands in where a store gives no
-    times.
+    By our own clock, if it were an hour ahead, every worker would look dead and every object old. It is used only where
+    the store gives no times.
 
     Raises:
-        InputError: nothing of a run is there, so nothing is to be written either.
+        InputError: there is no run, so nothing may be written there.
     """
     places = (layout.RUN_KEY, layout.WORKERS, layout.OUTPUTS)
     if not any(next(iter(store.list(place)), None) for place in places):
@@ -162,16 +162,19 @@ def _time_of(store: Store, clock: Clock) -> float:
 
 
 def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Removals:
-    """Decide what goes. Pure.
+    """Decide what to remove. Pure.
 
-    `is_safe`: the store honours preconditions, so that a marker once written stays the one that counts.
+    Args:
+        inventory: The run's objects.
+        config: What to clean.
+        is_safe: Whether the store honours preconditions, so that a late marker cannot replace the one that counts.
     """
     removals = Removals()
     nobody_lives = not inventory.living()
     is_told_none_runs = not config.older_than_seconds
 
     def is_old(info: ObjectInfo) -> bool:
-        # A store that gives no times: nothing is known to be old while anybody may be at work.
+        # Without times no object is known to be old, so all stay while any worker lives.
         if not info.modified:
             return nobody_lives
         return inventory.now - info.modified >= config.older_than_seconds
@@ -182,16 +185,16 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         else:
             removals.num_kept_young += 1
 
-    def is_in_hand(name: str) -> bool:
+    def is_claimed(name: str) -> bool:
         owner = inventory.claims.get(name)
         return owner is not None and owner.is_alive
 
     for name in dict.fromkeys(config.redo):
         _redo(inventory, name, removals)
     for name, info in inventory.orphans():
-        # What an unreadable marker names is not known: its output stays until the chunk is done again.
-        is_settled = inventory.is_passed_over(name, info) and not is_in_hand(name)
-        # The marker that settles it may go now: then it is no orphan before the chunk has another.
+        # An unreadable marker may name this output, which stays until the chunk is done again.
+        is_settled = inventory.is_passed_over(name, info) and not is_claimed(name)
+        # `--redo` removes the very marker that makes this output an orphan; it stays until there is another.
         if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
         if is_safe or is_told_none_runs:
@@ -199,10 +202,10 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         else:
             removals.num_kept_orphans += 1
     for name, infos in inventory.segments.items():
-        if name in config.redo or is_in_hand(name) or inventory.current(name) is None:
+        if name in config.redo or is_claimed(name) or inventory.current(name) is None:
             continue
         for info in infos:
-            # Of a chunk with error rows they may be the repair's, begun and not ended.
+            # The segments of a chunk with error rows may belong to a repair that has not ended.
             if is_told_none_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, removals)
@@ -212,7 +215,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
 
 
 def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
-    """Records that nobody can read are of no use at any age: live workers write theirs whole."""
+    """Add records that cannot be read, at any age: live workers write theirs whole, so these are damaged."""
     for damaged in inventory.damaged_claims.values():
         removals.add("unreadable claims", damaged.info)
     for damaged in inventory.damaged_workers.values():
@@ -221,7 +224,7 @@ def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
 
 def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:
     for info in inventory.probes:
-        # A worker that probes the store has no record yet, so nobody can say that none lives.
+        # A worker probes the store before it has a record, so it may be alive without being seen.
         if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
             removals.add("probes", info)
         else:
@@ -229,7 +232,7 @@ def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: 
 
 
 def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
-    """Make a chunk as if it had never been done. Its outputs become orphans, and go when they are old."""
+    """Add the markers and segments of a chunk to do again. Its outputs become orphans, for a later `clean`."""
     markers = inventory.marker_infos.get(name, {})
     segments = inventory.segments.get(name, [])
     if not markers and not segments:
@@ -256,7 +259,7 @@ def _consider_claims(
 
 
 def _release(store: Store, key: str, inventory: Inventory) -> None:
-    """Give a dead worker's claim back, unless it changed hands since it was read."""
+    """Release a dead worker's claim, unless another worker has taken it since it was read."""
     try:
         data, etag = store.get(key)
     except ObjectNotFound:
@@ -264,7 +267,8 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
     claim = decode_claim(data, key)
     if not claim.worker:
         return
-    # Whoever took it since the run was listed may have begun since then, too: its record lay there before its claim.
+    # A worker that took the claim since the listing may be newer than the listing, too. Its record is written before
+    # any claim, so it can be read now.
     inventory.look_again(store, claim.worker)
     if inventory.is_claim_alive(claim):
         return

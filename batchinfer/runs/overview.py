@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchinfer.core import units
 from batchinfer.core.records import Job, Record, Run, Worker
@@ -19,13 +19,16 @@ from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerat
 RECENT_MINUTES = 5
 """Whole minutes before the current one that count as recent."""
 STALL_SECONDS = 600.0
-"""A worker with open chunks that finishes no row for so long is stalled."""
+"""Seconds without a finished row after which a worker with open chunks is stalled."""
 CLOCK_TOLERANCE_SECONDS = 5.0
+"""Seconds that clocks may differ before times are shifted: a heartbeat takes a while to reach storage."""
+NOTED_CLOCK_SECONDS = 60.0
+"""Seconds of difference from which a note speaks of it."""
 ALIVE_STATES = ("loading", "running", "waiting", "stalled")
 
 
 class Rate(Record, frozen=True, kw_only=True):
-    """Per second, over `seconds`."""
+    """Rows and tokens per second, taken over `seconds`."""
 
     seconds: float
     rows: float
@@ -34,7 +37,7 @@ class Rate(Record, frozen=True, kw_only=True):
 
 
 class WorkerView(Record, frozen=True, kw_only=True):
-    """One worker, every start of it together."""
+    """One worker, all of its starts together."""
 
     id: str
     state: str
@@ -46,9 +49,9 @@ class WorkerView(Record, frozen=True, kw_only=True):
     gpus: int
     is_spot: bool | None
     replicas: int
-    """That its last start loaded; 0 where it has loaded none."""
+    """Replicas that the last start loaded; 0 before it has loaded any."""
     replicas_lost: int
-    """Of these, the ones that died or stalled since."""
+    """Replicas of these that died or stalled since."""
     epoch: int
     open_chunks: list[str]
     chunks_done: int
@@ -61,7 +64,7 @@ class WorkerView(Record, frozen=True, kw_only=True):
     overall: Rate
     heartbeat_age_seconds: float
     clock_offset_seconds: float
-    """How far storage's clock is ahead of the worker's; 0 within a few seconds."""
+    """Seconds that storage's clock is ahead of the worker's; 0 where they differ by a few only."""
     up_seconds: float
     price_per_hour: float | None
     price_source: str
@@ -81,21 +84,6 @@ class WorkerView(Record, frozen=True, kw_only=True):
         return f"{self.gpus}\N{MULTIPLICATION SIGN}{self.accelerator}{spot}"
 
 
-class Timed(NamedTuple):
-    """A worker with what its times mean here."""
-
-    seen: SeenWorker
-    offset: float
-    """Seconds to add to the worker's own times."""
-    age: float
-    """Seconds since its last heartbeat."""
-
-    @classmethod
-    def of(cls, seen: SeenWorker, now: float) -> Timed:
-        """A worker as seen at `now`, Unix seconds."""
-        return cls(seen, clock_offset(seen), _age(seen, now))
-
-
 def clock_offset(seen: SeenWorker) -> float:
     """Seconds to add to a worker's own times to have storage's; 0 where they agree or storage tells no time."""
     if not seen.modified:
@@ -105,14 +93,14 @@ def clock_offset(seen: SeenWorker) -> float:
 
 
 def _age(seen: SeenWorker, now: float) -> float:
-    """Seconds since a worker's last heartbeat."""
+    """Seconds since a worker's last heartbeat; a change that we saw ourselves tells most."""
     if seen.age_seconds is not None:
         return seen.age_seconds
     return max(0.0, now - (seen.modified or seen.record.heartbeat))
 
 
 def _state(record: Worker, age: float) -> str:
-    """What a worker is, from what it says and how long ago it said it."""
+    """A worker's state, from its record and the seconds since its last heartbeat."""
     if record.state in ENDED_STATES:
         return record.state
     if has_lapsed(age, record.lease_seconds):
@@ -129,13 +117,13 @@ def _state(record: Worker, age: float) -> str:
 
 
 def _ready(record: Worker) -> float:
-    """When its engine was ready in this start, by the worker's clock."""
+    """When the engine of a worker's last start was ready, by the worker's clock."""
     begun = record.starts[-1] if record.starts else record.started
     return begun + float(record.engine.get("load_seconds") or 0.0)
 
 
 def _recent(record: Worker, state: str) -> Rate:
-    """Its rate over the last minutes, by its own clock."""
+    """A worker's rate over the last minutes, by its own clock; 0 where it is no longer alive."""
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     begin = max(first * 60.0, min(_ready(record), record.heartbeat))
     seconds = max(record.heartbeat - begin, 1.0)
@@ -151,7 +139,7 @@ def _recent(record: Worker, state: str) -> Rate:
 
 
 def rate_of(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int) -> Rate:
-    """So much in so many seconds; all 0 where no time has passed."""
+    """A rate from sums over some seconds; 0 where no time has passed."""
     if seconds <= 0:
         return Rate(seconds=0.0, rows=0.0, input_tokens=0.0, output_tokens=0.0)
     return Rate(
@@ -190,10 +178,13 @@ def _whole(value: object) -> int:
         return 0
 
 
-def view_of(one: Timed, run: Run | None, prices: Prices, *, is_spot: bool | None) -> WorkerView:
-    """One worker for people. `is_spot` says what its machine is, where its record does not."""
-    record = one.seen.record
-    state = _state(record, one.age)
+def view_of(
+    seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
+) -> WorkerView:
+    """One worker as of `now`, Unix seconds. `is_spot` says what its machine is, where its record does not."""
+    record = seen.record
+    age = _age(seen, now)
+    state = _state(record, age)
     machine = _machine(record, run, is_spot)
     price = prices.price(machine)
     up_seconds = record.up_seconds or record.busy_seconds + record.load_seconds
@@ -221,8 +212,8 @@ def view_of(one: Timed, run: Run | None, prices: Prices, *, is_spot: bool | None
         overall=rate_of(
             record.busy_seconds, record.rows_done, record.prompt_tokens, record.completion_tokens
         ),
-        heartbeat_age_seconds=one.age,
-        clock_offset_seconds=one.offset,
+        heartbeat_age_seconds=age,
+        clock_offset_seconds=clock_offset(seen),
         up_seconds=up_seconds,
         price_per_hour=price.per_hour if price else None,
         price_source=price.source if price else "",
@@ -230,13 +221,10 @@ def view_of(one: Timed, run: Run | None, prices: Prices, *, is_spot: bool | None
     )
 
 
-NOTED_CLOCK_SECONDS = 60.0
-
-
 class Progress(Record, frozen=True, kw_only=True):
-    """Chunks or rows. `total` and `waiting` are None without a job.json.
+    """How many chunks, or rows, are done. `total` and `waiting` are None without a job.json.
 
-    Rows in progress are the finished ones of chunks that live workers have open; waiting is all the rest.
+    Rows in progress are the finished rows of chunks that live workers have open; all others that are not done wait.
     """
 
     total: int | None
@@ -246,7 +234,7 @@ class Progress(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Dollars. None where no worker's price is known; `unpriced_workers` are missing from every figure."""
+    """Cost in dollars, None where no worker's price is known. `unpriced_workers` are missing from every figure."""
 
     so_far: float | None
     at_end: float | None
@@ -283,11 +271,11 @@ class Overview(Record, frozen=True, kw_only=True):
     cost: Cost
     notes: list[str]
     warnings: list[str]
-    """What costs speed or money until somebody acts: a sentence each."""
+    """Sentences about what costs speed or money until somebody acts."""
 
 
 def time_now(snapshot: Snapshot) -> float:
-    """Our time, or the newest time in the listing where our clock is behind it."""
+    """The time by our clock, or the newest time in the listing where our clock is behind that."""
     times = [snapshot.taken, *(seen.modified for seen in snapshot.workers)]
     times += (marker.modified for marker in snapshot.markers.values())
     return max(times)
@@ -296,12 +284,12 @@ def time_now(snapshot: Snapshot) -> float:
 def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None) -> Overview:
     """Add everything up. `is_spot` says what all machines are, where their records do not."""
     now = time_now(snapshot)
-    timed = [
-        Timed.of(seen, now) for seen in sorted(snapshot.workers, key=lambda seen: seen.record.id)
-    ]
-    views = [view_of(one, snapshot.run, prices, is_spot=is_spot) for one in timed]
-    alive = [one for one, view in zip(timed, views, strict=True) if view.state in ALIVE_STATES]
-    chunks, rows, notes = _progress(snapshot, [one.seen.record for one in alive])
+    workers = sorted(snapshot.workers, key=lambda seen: seen.record.id)
+    records = [seen.record for seen in workers]
+    views = [view_of(seen, now, snapshot.run, prices, is_spot=is_spot) for seen in workers]
+    pairs = list(zip(records, views, strict=True))
+    alive = [record for record, view in pairs if view.state in ALIVE_STATES]
+    chunks, rows, notes = _progress(snapshot, alive)
     recent = _sum_rates([view.recent for view in views], RECENT_MINUTES * 60.0)
     state = _run_state(snapshot, chunks, [view.state for view in views])
     rows_left = None if rows.total is None else rows.total - rows.done - rows.in_progress
@@ -310,7 +298,10 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         eta = 0.0
     elif rows_left is not None and recent.rows > 0:
         eta = rows_left / recent.rows
-    records = [one.seen.record for one in timed]
+    started, seconds = _lifetime(pairs, now, is_alive=bool(alive))
+    prompt_tokens = sum(record.prompt_tokens for record in records)
+    completion_tokens = sum(record.completion_tokens for record in records)
+    rows_done = sum(record.rows_done for record in records)
     return Overview(
         run=snapshot.url,
         job=snapshot.job_url,
@@ -318,20 +309,20 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         fingerprint=snapshot.run.fingerprint if snapshot.run else "",
         state=state,
         time=now,
-        started=min((one.seen.record.started + one.offset for one in timed), default=None),
+        started=started,
         chunks=chunks,
         rows=rows,
         recent=recent,
-        overall=_overall(timed, views, now),
+        overall=rate_of(seconds, rows_done, prompt_tokens, completion_tokens),
         eta_seconds=eta,
-        prompt_tokens=sum(record.prompt_tokens for record in records),
-        completion_tokens=sum(record.completion_tokens for record in records),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
         rows_error=sum(record.rows_error for record in records),
         errors=add_up(record.errors for record in records),
         finish_reasons=add_up(record.finish_reasons for record in records),
         workers=views,
         cost=_cost(views, eta),
-        notes=[*snapshot.notes, *notes, *_clock_notes(timed)],
+        notes=[*snapshot.notes, *notes, *_clock_notes(views)],
         warnings=[
             f"worker {view.id}: {view.replicas_lost} of {view.replicas} replicas lost"
             for view in views
@@ -353,7 +344,7 @@ def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def model_name(snapshot: Snapshot) -> str:
-    """The run's model, as far as anybody has said."""
+    """The run's model by run.json, else by a worker's record; empty where neither names one."""
     if snapshot.run is not None:
         return str(snapshot.run.config.get("model") or "")
     return next(
@@ -361,48 +352,30 @@ def model_name(snapshot: Snapshot) -> str:
     )
 
 
-def rows_by_chunk(job: Job, limit: int | None) -> dict[str, int]:
-    """Rows to do of each chunk of a job; with a limit, of those that hold its first `limit` rows."""
-    return {
-        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
-        for chunk in job.chunks
-        if limit is None or chunk.first_row < limit
-    }
-
-
 # --------------------------------------------------------------------------- the run
 
 
 def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progress, list[str]]:
-    """Chunks, rows, and what does not fit together."""
-    notes: list[str] = []
+    """Progress in chunks and in rows, and notes on markers that do not fit the job."""
     done = set(snapshot.markers)
-    finished: dict[str, int] = {}  # rows of open chunks; a chunk may be open in two workers
+    finished: dict[str, int] = {}  # rows by open chunk, which two workers may have open
     for record in alive:
         for name in record.open_chunks:
             finished.setdefault(name, 0)
         for span in record.open_spans:
             finished[span.chunk] = max(span.rows, finished.get(span.chunk, 0))
     if snapshot.job is None:
-        rows_done = sum(
-            span.rows
-            for seen in snapshot.workers
-            for span in seen.record.spans
-            if span.outcome == "done"
-        )
+        spans = [span for seen in snapshot.workers for span in seen.record.spans]
+        rows_done = sum(span.rows for span in spans if span.outcome == "done")
         busy = finished.keys() - done
+        rows_busy = sum(finished[name] for name in busy)
         return (
-            Progress(total=None, done=len(done), in_progress=len(busy), waiting=None),
-            Progress(
-                total=None,
-                done=rows_done,
-                in_progress=sum(finished[name] for name in busy),
-                waiting=None,
-            ),
-            notes,
+            _progress_of(None, len(done), len(busy)),
+            _progress_of(None, rows_done, rows_busy),
+            [],
         )
-    limit = snapshot.run.config.get("limit") if snapshot.run is not None else None
-    rows = rows_by_chunk(snapshot.job, limit)
+    rows = _rows_by_chunk(snapshot.job, snapshot.run)
+    notes = []
     strange = done - rows.keys()
     if strange:
         notes.append(
@@ -412,22 +385,26 @@ def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progre
     busy = (finished.keys() & rows.keys()) - done
     rows_done = sum(rows[name] for name in done)
     rows_busy = sum(min(finished[name], rows[name]) for name in busy)
-    total = sum(rows.values())
     return (
-        Progress(
-            total=len(rows),
-            done=len(done),
-            in_progress=len(busy),
-            waiting=len(rows) - len(done) - len(busy),
-        ),
-        Progress(
-            total=total,
-            done=rows_done,
-            in_progress=rows_busy,
-            waiting=total - rows_done - rows_busy,
-        ),
+        _progress_of(len(rows), len(done), len(busy)),
+        _progress_of(sum(rows.values()), rows_done, rows_busy),
         notes,
     )
+
+
+def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
+    waiting = None if total is None else total - done - in_progress
+    return Progress(total=total, done=done, in_progress=in_progress, waiting=waiting)
+
+
+def _rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
+    """Rows to do of each chunk of a job; with a limit, of those that hold its first `limit` rows."""
+    limit = run.config.get("limit") if run is not None else None
+    return {
+        chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)
+        for chunk in job.chunks
+        if limit is None or chunk.first_row < limit
+    }
 
 
 def _run_state(snapshot: Snapshot, chunks: Progress, states: list[str]) -> str:
@@ -454,22 +431,15 @@ def _sum_rates(rates: list[Rate], seconds: float) -> Rate:
     )
 
 
-def _overall(timed: list[Timed], views: list[WorkerView], now: float) -> Rate:
-    """Everything over the time from the first start until now, or until the last heartbeat if nobody is alive."""
-    if not timed:
-        return rate_of(0.0, 0, 0, 0)
-    begin = min(one.seen.record.started + one.offset for one in timed)
-    if any(view.state in ALIVE_STATES for view in views):
-        end = now
-    else:
-        end = max(one.seen.record.heartbeat + one.offset for one in timed)
-    records = [one.seen.record for one in timed]
-    return rate_of(
-        max(end - begin, 1e-3),
-        sum(record.rows_done for record in records),
-        sum(record.prompt_tokens for record in records),
-        sum(record.completion_tokens for record in records),
-    )
+def _lifetime(
+    pairs: list[tuple[Worker, WorkerView]], now: float, *, is_alive: bool
+) -> tuple[float | None, float]:
+    """When the first worker started, and the seconds from then until now, or until the last heartbeat of all."""
+    if not pairs:
+        return None, 0.0
+    started = min(record.started + view.clock_offset_seconds for record, view in pairs)
+    last = max(record.heartbeat + view.clock_offset_seconds for record, view in pairs)
+    return started, max((now if is_alive else last) - started, 1e-3)
 
 
 def _cost(views: list[WorkerView], eta: float | None) -> Cost:
@@ -489,14 +459,14 @@ def _cost(views: list[WorkerView], eta: float | None) -> Cost:
     )
 
 
-def _clock_notes(timed: list[Timed]) -> list[str]:
-    off = [one for one in timed if abs(one.offset) > NOTED_CLOCK_SECONDS]
+def _clock_notes(views: list[WorkerView]) -> list[str]:
+    off = [view for view in views if abs(view.clock_offset_seconds) > NOTED_CLOCK_SECONDS]
     if not off:
         return []
     shown = ", ".join(
-        f"{one.seen.record.id} {units.duration(abs(one.offset))} "
-        + ("behind" if one.offset > 0 else "ahead")
-        for one in off[:3]
+        f"{view.id} {units.duration(abs(view.clock_offset_seconds))} "
+        + ("behind" if view.clock_offset_seconds > 0 else "ahead")
+        for view in off[:3]
     )
     return [
         f"the clocks of {units.many(len(off), 'worker')} are off, their times here are mended ({shown}"

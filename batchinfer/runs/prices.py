@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import click
 
 CATALOGS = Path("~/.sky/catalogs/v8")
-"""Where SkyPilot 0.14 keeps its price lists once it has been used."""
+"""Folder in which SkyPilot 0.14 keeps its price lists once it has been used."""
 
 
 class Price(NamedTuple):
-    """Dollars an hour for one worker's machine, and where that comes from."""
+    """Dollars an hour for one worker's machine, and the name of the list that says so."""
 
     per_hour: float
     source: str
 
 
 class Machine(NamedTuple):
-    """What is known of a worker's machine; empty or 0 where it is not."""
+    """What is known of a worker's machine. Unknown texts are empty, an unknown number is 0."""
 
     cloud: str
     region: str
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 def accelerator_name(device: str) -> str:
-    """SkyPilot's name of an accelerator, from that or from what its driver calls it; empty for none.
+    """SkyPilot's name of an accelerator, made of that name itself or of its driver's; empty for none.
 
     >>> [
     ...     accelerator_name(n)
@@ -54,7 +54,7 @@ def accelerator_name(device: str) -> str:
 
 
 def accelerator_count(text: str) -> int:
-    """How many of them a name like "L4:2" says, else 0.
+    """The number of accelerators in a name like "L4:2", else 0.
 
     >>> accelerator_count("L4:2"), accelerator_count("L4")
     (2, 0)

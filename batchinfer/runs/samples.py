@@ -1,4 +1,4 @@
-"""A few rows of a run to read: question and answer, from outputs that markers vouch for. Read-only."""
+"""A few rows of a run for people to read, with their answers, from outputs that markers name. Read-only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 64 << 20
-"""Larger outputs and chunks are not fetched for a sample."""
+"""Bytes of an output or chunk up to which it is fetched for a sample."""
 MAX_TEXT = 2000
 """Characters of an answer or of a column that are shown."""
 SHORT_TEXT = 60
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether several of its kind fit on a line."""
+        """Whether the text is short enough to share a line with other columns."""
         return len(self.text) <= SHORT_TEXT and "\n" not in self.text
 
 
@@ -154,7 +154,7 @@ def _cells(line: bytes | None) -> list[Cell]:
 
 
 def _readable(value: Any) -> str:
-    """A value as text: a conversation by its turns, all else but text as JSON.
+    """A value as text: a conversation turn by turn, a text as it is, everything else as JSON.
 
     >>> print(
     ...     _readable([{"role": "user", "content": "Hi"}, {"content": "Yes?", "role": "assistant"}])
@@ -180,7 +180,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def cut(text: str, most: int = MAX_TEXT) -> str:
-    """A text of bounded length that says when it was cut.
+    """A text of bounded length; a longer one ends with how much was left out.
 
     >>> cut("abcdef", 3)
     'abc… (3 more characters)'

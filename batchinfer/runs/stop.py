@@ -1,4 +1,4 @@
-"""`batchinfer stop`: leave an object in the run that every worker obeys, or take it away again."""
+"""`batchinfer stop`: put an object into the run that makes every worker end, or remove it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.storage import Store
 
 
 class StopConfig(Record, frozen=True, kw_only=True):
-    """Stop a run, or with `resume` let it go on."""
+    """Which run to stop, or with `resume` to let go on."""
 
     run: str
     resume: bool = False
@@ -25,7 +25,7 @@ class StopConfig(Record, frozen=True, kw_only=True):
 
 
 class StopRequest(Record, frozen=True, kw_only=True):
-    """stop.json. Workers obey its being there; the rest is for people."""
+    """The content of stop.json. Workers stop because the object is there; its fields are for people."""
 
     requested: str
     reason: str
@@ -42,7 +42,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         InputError: there is no run, or it is of a newer format version.
     """
     _require_run(store)
-    refuse_newer(store)  # its workers may stop by other means
+    refuse_newer(store)  # workers of a newer version may be stopped in another way
     try:
         store.stat(layout.STOP_KEY)
         was_stopped = True
@@ -56,7 +56,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         )
         try:
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
-        except AlreadyExists:  # somebody else stops it too
+        except AlreadyExists:  # another `stop` came first
             was_stopped = True
     return {
         "status": "SUCCESS",
@@ -67,7 +67,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
 
 
 def _require_run(store: Store) -> None:
-    """A run has run.json, or at least a worker that is still loading its engine."""
+    """Refuse a URL without a run: there is neither run.json nor a worker that is still loading its engine."""
     try:
         store.stat(layout.RUN_KEY)
     except ObjectNotFound:

@@ -1,4 +1,4 @@
-"""`batchinfer verify`: prove that a run is complete and sound, or say what is not and what mends it."""
+"""`batchinfer verify`: prove that a run is complete and sound, or say what is not, and with which command to fix it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from batchinfer.storage.scratch import Scratch
 
 NUM_COMPARISONS = 4
 _SHOWN = 10
-"""Findings of one kind and cure that are shown one by one."""
+"""Findings of one kind with the same fix that are shown one by one."""
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
-    """What to verify. `job` and `manifests` are needed only where run.json and the run's place do not tell."""
+    """What to verify. `job` and `manifests` are needed only where run.json and the run's URL do not lead to the job."""
 
     run: str
     job: str | None = None
@@ -50,22 +50,22 @@ class VerifyConfig(Record, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """What was found. `result` is for the last line of stdout, without the findings themselves."""
+    """What was found. `result` is the last line of stdout, without the findings themselves."""
 
     result: dict[str, Any]
     findings: list[Finding]
     run: str
     worker: str
-    """The command that does what is missing."""
+    """The worker command that does the missing chunks."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether every chunk is done and sound. Leftovers do no harm."""
+        """Whether every chunk is done and sound, whatever is left over beside them."""
         return all(finding.kind == LEFTOVER for finding in self.findings)
 
     def lines(self) -> Iterator[str]:
-        """Findings for people: by kind and cure, the first few of each, then the command that mends them."""
-        # Before workers can be started again, the run must go on.
+        """Findings for people: by kind and fix, the first few of each, then the command that fixes them."""
+        # `stop --resume` comes first, because workers cannot be started before.
         order = sorted(
             self.findings,
             key=lambda found: (found.mend != "resume", KINDS.index(found.kind), found.mend),
@@ -76,39 +76,39 @@ class Verdict(NamedTuple):
                 yield f"{kind}: {finding.subject}: {finding.problem}"
             if len(found) > _SHOWN:
                 yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
-            yield f"  mend: {cure(mend, (f.subject for f in found), self.run, self.worker)}"
+            yield f"  mend: {fix_command(mend, (f.subject for f in found), self.run, self.worker)}"
             if mend == "redo":
                 yield f"  then: {self.worker}"
 
     def as_json(self) -> dict[str, Any]:
-        """The result with all findings, each with its own cure."""
+        """The result with all findings, each with the command that fixes it."""
         return {
             **self.result,
             "findings": [
                 {
                     **msgspec.to_builtins(finding),
-                    "mend": cure(finding.mend, [finding.subject], self.run, self.worker),
+                    "mend": fix_command(finding.mend, [finding.subject], self.run, self.worker),
                 }
                 for finding in self.findings
             ],
         }
 
     def error(self) -> RunUnsound:
-        """What to raise where the run must be sound; the hint mends what has to be mended first."""
+        """The error of a run that is not sound; its hint is the command to run first."""
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
         grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
         if any(finding.mend in ("redo", "worker") for finding in grave):
             grave += [finding for finding in self.findings if finding.mend == "resume"]
-        first = min((finding.mend for finding in grave), key=_ORDER_OF_CURES.index)
+        first = min((finding.mend for finding in grave), key=_ORDER_OF_FIXES.index)
         subjects = (finding.subject for finding in grave if finding.mend == first)
         return RunUnsound(
             f"{self.run}: {done}; {', '.join(counts)}",
-            hint=cure(first, subjects, self.run, self.worker),
+            hint=fix_command(first, subjects, self.run, self.worker),
         )
 
 
-_ORDER_OF_CURES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
+_ORDER_OF_FIXES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
 
 
 def run_verify(
@@ -123,11 +123,11 @@ def run_verify(
     Args:
         config: What to verify.
         open_store: Opens stores by URL.
-        clock: Tells which workers are alive.
-        show: Takes progress, a line at a time.
+        clock: The clock by which workers are alive or gone.
+        show: Called with each line about progress.
 
     Raises:
-        InputError: there is no run, or the job that it is of cannot be found.
+        InputError: there is no run, or its job cannot be found.
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
@@ -164,7 +164,7 @@ def _compare(
     sound: list[tuple[ChunkRef, Marker]],
     open_store: OpenStore,
 ) -> Iterator[tuple[ChunkRef, Marker, list[str]]]:
-    """Read every chunk and output, a few at a time."""
+    """Compare every chunk with its output, a few at a time, and yield the problems of each."""
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
     alignment = Alignment(run, store, scratch)
@@ -201,13 +201,13 @@ def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> 
     }
 
 
-# --------------------------------------------------------------------------- what mends what
+# --------------------------------------------------------------------------- fixes
 
 
-def cure(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
-    """The command that mends findings of one kind. `worker` is the one that does what is missing.
+def fix_command(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
+    """The command that fixes findings of one kind; `worker` is the command that does missing chunks.
 
-    >>> cure("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
+    >>> fix_command("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
     'batchinfer clean s3://b/run --redo part-00001 --yes'
     """
     names = list(dict.fromkeys(subjects))
