@@ -1,6 +1,7 @@
-"""The options of a run, one row each: `batchinfer worker` and `batchinfer check` have them.
+"""The options of a run, one row each. `batchinfer worker` and `batchinfer check` have them all.
 
-To add an option, add a row here and the field that it fills. Rows are in the order in which --show-config shows them.
+To add an option, add a row here, and the field that takes its value to the struct that the row names. The rows stand in
+the order in which --show-config prints them; help orders them by section.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from batchinfer.cli.options import (
+from batchinfer.cli.options import LOOK, REHEARSAL, F, Option, group
+from batchinfer.cli.values import (
     FILE,
     FILE_OF_ROWS,
     FLAG,
@@ -16,23 +18,18 @@ from batchinfer.cli.options import (
     FOLDER,
     INTEGERS,
     JSON_OBJECT,
-    LOOK,
     NAMES,
     NAMES_OR_NONE,
     NUMBER,
     PAIRS,
-    REHEARSAL,
     REPEATED,
     TEMPLATE,
     TEXT,
     TEXT_OR_FILE,
     TWO_INTEGERS,
     WHOLE,
-    F,
     Kind,
-    Option,
     at_least,
-    group,
     number_from,
     one_of,
     whole_or,
@@ -43,6 +40,7 @@ _CONTINUED = Kind(
     lambda _flag, given: True if given == "row" else given or False,
     lambda value: ["row"] if value is True else [value] if value else [],
 )
+"""A text, or the word "row". The configuration has the text, True for the word, or False for neither."""
 
 OPTIONS: tuple[Option, ...] = (
     *group(
@@ -306,7 +304,7 @@ OPTIONS: tuple[Option, ...] = (
             whole_or("none", None),
             "Seed of the run, or `none`: faster on a GPU, not repeatable.",
             default="0",
-            config="WorkerConfig",
+            struct="WorkerConfig",
             field="run_seed",
             recorded="config",
         ),
@@ -315,7 +313,7 @@ OPTIONS: tuple[Option, ...] = (
             PAIRS,
             "Any other sampling parameter, by its name in vLLM or in transformers' GenerationConfig; several with "
             "commas: top_k=20,num_return_sequences=3.",
-            config="",
+            struct="",
             recorded="Sampling",
             metavar="KEY=VALUE",
         ),
@@ -394,7 +392,7 @@ OPTIONS: tuple[Option, ...] = (
             FLAG,
             "Ask AWS or Google for preemption notices, on their machines only.",
             default=True,
-            config="",
+            struct="",
         ),
         Option(
             "--max-error-rate",
@@ -424,14 +422,14 @@ OPTIONS: tuple[Option, ...] = (
             at_least(1),
             "Chunks under way at once. Exceeded where chunks are so small that the engine would wait for rows.",
             default=64,
-            config="Limits",
+            struct="Limits",
         ),
         Option(
             "--prefix-window",
             at_least(0),
             "Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
             default=0,
-            config="Limits",
+            struct="Limits",
             metavar="ROWS",
         ),
     ),
@@ -454,7 +452,11 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def run_options(*, with_look: bool) -> Callable[[F], F]:
-    """Give a command the options of a run; those that only show something where `with_look`."""
+    """Return a decorator that adds the options of a run to a command.
+
+    Args:
+        with_look: Whether to add those of the section LOOK, too.
+    """
 
     def decorate(function: F) -> F:
         for option in reversed(OPTIONS):
@@ -465,22 +467,22 @@ def run_options(*, with_look: bool) -> Callable[[F], F]:
     return decorate
 
 
-def fields_of(config: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of one struct that options fill, by name. Reads the files that options name.
+def fields_of(struct: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return values for the fields of one struct that options fill, by field. Reads the files that options name.
 
     Args:
-        config: Name of the struct.
-        given: Values by click's parameters.
+        struct: Name of the struct.
+        given: What click has parsed, by its parameters.
 
     Raises:
         ConfigError: a value cannot be read.
     """
-    rows = (option for option in OPTIONS if option.config == config)
+    rows = (option for option in OPTIONS if option.struct == struct)
     return {option.target: option.read(given[option.parameter]) for option in rows}
 
 
 def value_of(parameter: str, given: dict[str, Any]) -> Any:
-    """Return what one option means in a configuration.
+    """Return the value that one option has in a configuration.
 
     Raises:
         ConfigError: the value cannot be read.

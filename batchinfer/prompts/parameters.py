@@ -372,7 +372,7 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
 
     Args:
         options: By the names of Sampling's fields; None is an option that was not given.
-        pairs: By name, as `batchinfer.cli.options.read_pairs` gives them.
+        pairs: By name, as `batchinfer.cli.values.read_pairs` gives them.
 
     Raises:
         ConfigError: a value of the wrong type, two names of one parameter, or what has no equivalent.

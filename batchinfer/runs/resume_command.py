@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.cli.options import FromFile
 from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.values import FromFile
 from batchinfer.core.records import Run, Sampling
 from batchinfer.engines import UNLIMITED_LENGTH
 from batchinfer.prompts import PromptConfig
@@ -35,7 +35,7 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     words.append(f"--output {_quote(url)}")
     parts, is_readable = _parts_of(run)
     for option in OPTIONS:
-        part = parts.get(option.recorded or option.config or "", {})
+        part = parts.get(option.part, {})
         if option.parameter in part:
             for flag, word in option.spell(part[option.parameter]):
                 words.append(flag if word is None else f"{flag} {_in_bash(word)}")
@@ -84,7 +84,7 @@ def _without_option(sampling: Sampling) -> dict[str, Any]:
     """Return the parameters that only --sampling can give."""
     given: dict[str, Any] = msgspec.to_builtins(sampling)  # holds what is not the default
     extra = given.pop("extra", None) or {}
-    known = {option.target for option in OPTIONS if option.config == "Sampling"}
+    known = {option.target for option in OPTIONS if option.struct == "Sampling"}
     return {name: value for name, value in given.items() if name not in known} | extra
 
 

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from batchinfer.cli.main import group
-from batchinfer.cli.options import FromFile, Option, read_pairs
+from batchinfer.cli.options import Option
 from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.values import FromFile, read_pairs
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
@@ -31,9 +32,9 @@ FROM_ELSEWHERE = ("manifests", "output", "worker_id")
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
 def test_an_option_fills_a_field_and_has_its_default(option: Option) -> None:
-    if not option.config:
+    if not option.struct:
         return
-    fields = {field.name: field for field in msgspec.structs.fields(STRUCTS[option.config])}
+    fields = {field.name: field for field in msgspec.structs.fields(STRUCTS[option.struct])}
     assert option.target in fields
     if option.parameter not in FROM_ELSEWHERE:
         field = fields[option.target]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from batchinfer.cli.options import read_pairs
+from batchinfer.cli.values import read_pairs
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
 from batchinfer.prompts.parameters import ALIASES, make_sampling

@@ -1,0 +1,272 @@
+"""How the values of options are spelled: what click parses, the configuration's value of it, and the way back.
+
+The way back is for the command that goes on with a run: it spells the values that run.json keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from batchinfer.core.errors import ConfigError
+
+
+class FromFile(NamedTuple):
+    """A word of a command line that names a file with this text."""
+
+    text: str
+    prefix: str = ""
+    """Characters before the file's name, such as "@"."""
+
+
+class Kind(NamedTuple):
+    """One way to spell values. `read` and `write` undo each other."""
+
+    click: dict[str, Any]
+    """Arguments of click.Option that say how the command line is parsed."""
+    read: Callable[[str, Any], Any]
+    """Function that turns what click has parsed into the configuration's value; it takes the flag for its messages."""
+    write: Callable[[Any], Sequence[str | FromFile]]
+    """Function that turns the configuration's value into words, one for each time that the option is given."""
+
+
+def _write_plain(value: Any) -> list[str]:
+    return [] if value in (None, "") else [str(value)]
+
+
+def _plain(kind: click.ParamType[Any] | type) -> Kind:
+    """Return the kind of values that the configuration takes from click as they are."""
+    return Kind({"type": kind}, lambda _flag, given: given, _write_plain)
+
+
+TEXT = _plain(str)
+WHOLE = _plain(int)
+NUMBER = _plain(float)
+FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
+FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
+
+
+def at_least(least: int) -> Kind:
+    """Return the kind of whole numbers from `least` on."""
+    return _plain(click.IntRange(least))
+
+
+def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
+    """Return the kind of numbers from `least` to `most`, both included unless `is_open` leaves out `least`."""
+    return _plain(click.FloatRange(least, most, min_open=is_open))
+
+
+def one_of(*names: str) -> Kind:
+    """Return the kind of values that are one of some names."""
+    return _plain(click.Choice(names))
+
+
+def whole_or(word: str, meaning: str | None) -> Kind:
+    """Return the kind of whole numbers, or a word in place of one, which the configuration has as `meaning`."""
+
+    def read(flag: str, given: Any) -> Any:
+        return meaning if str(given).lower() == word else _integer(flag, given, f" or {word}")
+
+    return Kind({"type": str}, read, lambda value: [word if value == meaning else str(value)])
+
+
+def _integer(flag: str, text: Any, alternative: str = "") -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{flag}: is {text!r}, expected a whole number{alternative}") from None
+
+
+def _split_commas(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _write_commas(value: Any) -> list[str]:
+    return _write_plain(",".join(map(str, value or ())))
+
+
+NAMES = Kind({"type": str}, lambda _flag, given: _split_commas(given), _write_commas)
+"""Names with commas between. The configuration has a list, which may be empty."""
+NAMES_OR_NONE = NAMES._replace(read=lambda _flag, given: _split_commas(given) or None)
+"""Names with commas between. The configuration has None in place of an empty list."""
+
+
+def _read_integers(flag: str, given: str | None) -> list[int] | None:
+    return [_integer(flag, part) for part in _split_commas(given)] or None
+
+
+INTEGERS = Kind({"type": str}, _read_integers, _write_commas)
+"""Whole numbers with commas between. The configuration has None in place of an empty list."""
+
+
+def _read_two(flag: str, given: str | None) -> tuple[int, int] | None:
+    if not given:
+        return None
+    parts = _read_integers(flag, given) or []
+    if len(parts) != 2:
+        raise ConfigError(f"{flag} {given!r}: expected two numbers, e.g. 5,50")
+    return parts[0], parts[1]
+
+
+TWO_INTEGERS = Kind({"type": str}, _read_two, _write_commas)
+
+REPEATED = Kind(
+    {"type": str, "multiple": True},
+    lambda _flag, given: list(given or ()) or None,
+    lambda value: list(value or ()),
+)
+"""Texts, each by an option of its own. The configuration has None in place of an empty list."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _read_object(flag: str, given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag}: expected a JSON object")
+    return value
+
+
+JSON_OBJECT = Kind({"type": str}, _read_object, lambda value: [_json(value)])
+
+_NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
+_NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+_decode_json = json.JSONDecoder().raw_decode
+
+
+def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; an argument may hold several, with commas between. Pure.
+
+    A value is JSON where it can be (commas inside belong to it), else text up to the next pair. Of equal names the
+    last one counts.
+
+    Raises:
+        ConfigError: an argument that does not begin with NAME=.
+
+    >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
+    {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}
+    """
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        position = 0
+        while position < len(argument):
+            match = _NAME.match(argument, position)
+            if match is None:
+                raise ConfigError(
+                    f"{flag} {argument[position:]!r}: expected NAME=VALUE",
+                    hint=f"several pairs have commas between them: {flag} top_k=20,min_p=0.1",
+                )
+            value, position = _read_value(argument, match.end())
+            found[match[1].replace("-", "_")] = value
+    return found
+
+
+def _read_value(text: str, start: int) -> tuple[Any, int]:
+    """Return the value that begins at `start`, and the position where the next pair begins."""
+    try:
+        value, end = _decode_json(text, start)
+    except ValueError:
+        pass
+    else:
+        after = _NEXT.match(text, end)
+        if after is not None:
+            return value, after.end()
+        if text[end:].strip() in ("", ","):
+            return value, len(text)
+    after = _NEXT.search(text, start)
+    end, position = (after.start(), after.end()) if after else (len(text), len(text))
+    word = text[start:end]
+    return _WORDS.get(word.lower(), word), position
+
+
+PAIRS = Kind(
+    {"type": str, "multiple": True},
+    lambda flag, given: read_pairs(flag, given or ()),
+    lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
+)
+"""NAME=VALUE pairs. The configuration has a mapping."""
+
+
+def _read_file(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error})") from error
+
+
+def _read_text(flag: str, given: str) -> str:
+    """Return a text as it is, or the content of the file that is named after @.
+
+    Raises:
+        ConfigError: the file cannot be read, or the text is the name of a file.
+    """
+    if given.startswith("@"):
+        return _read_file(flag, Path(given[1:]))
+    with contextlib.suppress(OSError):  # the text is too long to be a file's name
+        if given and Path(given).is_file():
+            raise ConfigError(
+                f"{flag} {given}: is the name of a file, expected a text, or @ before the name",
+                hint=f"write {flag} @{given}",
+            )
+    return given
+
+
+def _write_text(value: str) -> Sequence[str | FromFile]:
+    return [FromFile(value, "@")] if value.startswith("@") else _write_plain(value)
+
+
+TEXT_OR_FILE = Kind({"type": str}, _read_text, _write_text)
+"""A text, or @ and the name of a file. The configuration has the text."""
+
+
+def _read_template(flag: str, given: str) -> str:
+    template = _read_text(flag, given)
+    if template and "{{" not in template and "{%" not in template:
+        shown = given if len(given) <= 60 else f"{given[:59]}…"
+        raise ConfigError(
+            f"{flag} {shown}: holds neither {{{{ nor {{%, so every prompt would be the same; "
+            "expected a Jinja template",
+            hint=f"write {flag} @FILE to take it from a file",
+        )
+    return template
+
+
+TEMPLATE = TEXT_OR_FILE._replace(read=_read_template)
+"""A Jinja template, or @ and the name of a file. The configuration has the template."""
+
+_PATH = {"type": click.Path(path_type=Path)}
+FOLDER = Kind(_PATH, lambda _flag, given: str(given) if given else None, _write_plain)
+FILE = Kind(
+    _PATH,
+    lambda flag, given: _read_file(flag, given) if given else "",
+    lambda value: [FromFile(value)] if value else [],
+)
+"""The name of a file. The configuration has the file's text."""
+
+
+def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
+    lines = _read_file(flag, path).split("\n") if path else []
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
+
+
+def _write_rows(value: list[Any]) -> list[FromFile]:
+    return [FromFile("".join(f"{_json(row)}\n" for row in value))] if value else []
+
+
+FILE_OF_ROWS = Kind(_PATH, _read_rows, _write_rows)
+"""The name of a JSON Lines file. The configuration has the file's rows."""
