@@ -1,44 +1,69 @@
-"""What `check` works out of what it has found: memory on named GPUs, an earlier run's rate, time, cost and advice."""
+"""What a job will take: time, money, and how to cut it, by an earlier run's rate and a sample's lengths."""
 
 from __future__ import annotations
 
-import difflib
+import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from batchinfer.check.advice import (
-    GPU_MEMORY_BYTES,
-    MOST_LOST_SECONDS,
-    RESTART_SECONDS,
-    Lengths,
-    Memory,
-    chunk_rows_for,
-    estimate,
-    lost_seconds,
-    measure_lengths,
-    rows_at_once,
-    workers_for,
-)
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
-from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.gpus import (
-    DEFAULT_UTILIZATION,
-    OVERHEAD_BYTES,
-    Gpu,
-    choose_parallelism,
-    gib,
-    memory_per_gpu,
-)
-from batchinfer.engines.models import ModelInfo
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs.overview import overview
 from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow
+
+RESTART_SECONDS = 600.0
+"""From a preemption to a new machine with a loaded model, where nobody has measured it: minutes each for noticing it,
+getting a machine, set-up and loading."""
+MOST_LOST_SECONDS = 1800.0
+"""Restart overhead that a preemption may cost."""
+SHORTEST_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 60.0, 1200.0
+CHUNKS_PER_WORKER = 4
+"""Fewer leave workers idle at the end, when the slower ones cannot be helped."""
+MOST_CHUNKS = 10_000
+
+
+# --------------------------------------------------------------------------- a sample
+
+
+class Lengths(Record, frozen=True, kw_only=True):
+    """Prompt lengths of a sample, in tokens."""
+
+    count: int
+    mean: float
+    median: float
+    p95: int
+    longest: int
+    histogram: dict[str, int]
+    """Rows by the bucket's upper bound, a power of two, inclusive."""
+
+
+def measure_lengths(lengths: Sequence[int]) -> Lengths:
+    """Describe the lengths of a sample, which must not be empty.
+
+    >>> measure_lengths([3, 4, 9]).histogram
+    {'4': 2, '16': 1}
+    """
+    histogram: dict[str, int] = {}
+    ordered = sorted(lengths)
+    for length in ordered:
+        bucket = str(1 << (length - 1).bit_length()) if length > 0 else "0"
+        histogram[bucket] = histogram.get(bucket, 0) + 1
+    return Lengths(
+        count=len(ordered),
+        mean=statistics.fmean(ordered),
+        median=statistics.median(ordered),
+        p95=ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)],
+        longest=ordered[-1],
+        histogram=histogram,
+    )
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -63,81 +88,6 @@ class Measured(Record, frozen=True, kw_only=True):
             errors=errors,
             lengths=measure_lengths(lengths) if lengths else None,
         )
-
-
-# --------------------------------------------------------------------------- memory
-
-
-def parse_gpu(text: str) -> tuple[str, list[Gpu]]:
-    """Read NAME or NAME:N.
-
-    Raises:
-        ConfigError: nobody knows this GPU.
-
-    >>> parse_gpu("l4:2")[0], len(parse_gpu("L4:2")[1])
-    ('L4', 2)
-    """
-    name, colon, count = text.partition(":")
-    by_name = {known.lower(): known for known in GPU_MEMORY_BYTES}
-    if name.lower() not in by_name:
-        near = difflib.get_close_matches(name.lower(), by_name, n=1)
-        raise ConfigError(
-            f"--gpu: {name!r} is not known, expected one of {', '.join(GPU_MEMORY_BYTES)}",
-            hint=f"did you mean {by_name[near[0]]}?" if near else "",
-        )
-    if colon and not (count.isdecimal() and int(count) > 0):
-        raise ConfigError(f"--gpu: {text!r}, expected NAME or NAME:N")
-    known = by_name[name.lower()]
-    total = GPU_MEMORY_BYTES[known]
-    return known, [
-        Gpu(id=str(index), name=known, total_bytes=total) for index in range(int(count or 1))
-    ]
-
-
-def ask_for_memory(
-    gpu: str,
-    model: ModelInfo,
-    engine: EngineConfig,
-    prompt_tokens: float | None,
-    answer_tokens: int | None,
-) -> Memory:
-    """Lay a model out on one worker's GPUs, as the worker itself will.
-
-    Raises:
-        ConfigError: it does not fit, or the heads do not divide.
-    """
-    _, gpus = parse_gpu(gpu)
-    plan = choose_parallelism(model, gpus, engine)
-    size = plan.tensor_parallel_size
-    weights, cache_per_token = memory_per_gpu(model, engine, size, 1)
-    share = engine.gpu_memory_utilization or DEFAULT_UTILIZATION
-    cache = max(0, int(gpus[0].total_bytes * share) - OVERHEAD_BYTES - weights)
-    if not cache and model.parameter_bytes:
-        raise ConfigError(
-            f"--gpu {gpu}: weights of {gib(weights)} a GPU leave no room for a KV cache",
-            hint="more or larger GPUs, a quantized model, or a larger --tensor-parallel-size",
-        )
-    tokens = cache // cache_per_token if cache_per_token else 0
-    limit = engine.max_model_len or model.max_model_len
-    if tokens and limit > tokens:
-        raise ConfigError(
-            f"--gpu {gpu}: the KV cache holds {tokens:,} tokens, less than one row of {limit:,}",
-            hint=f"--max-model-len {tokens // 16 * 16}, or more or larger GPUs",
-        )
-    at_once = None
-    if tokens and prompt_tokens is not None:
-        # An answer is on average half done while its row runs.
-        per_row = prompt_tokens + (answer_tokens or 512) / 2
-        at_once = rows_at_once(tokens, per_row, engine.max_num_seqs)
-    return Memory(
-        explanation=plan.explanation,
-        tensor_parallel_size=size,
-        replicas=plan.replicas,
-        weights_bytes_per_gpu=weights,
-        cache_bytes_per_gpu=cache,
-        cache_tokens=tokens,
-        rows_at_once=at_once,
-    )
 
 
 # --------------------------------------------------------------------------- an earlier run
@@ -186,6 +136,88 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
         accelerator=first.accelerator,
         gpus=max(1, first.gpus),
     )
+
+
+# --------------------------------------------------------------------------- time and money
+
+
+class Estimate(Record, frozen=True, kw_only=True):
+    """Time and money for a job. `rate` is rows per second of one worker. Dollars are None without a price."""
+
+    rows: int
+    rate: float
+    workers: int
+    hours: float
+    worker_hours: float
+    cost: float | None
+    cost_per_million_rows: float | None
+    price_per_hour: float | None
+    price_source: str = ""
+
+
+def estimate(
+    *,
+    rows: int,
+    rate: float,
+    workers: int,
+    start_seconds: float,
+    price_per_hour: float | None,
+    price_source: str = "",
+) -> Estimate:
+    """Rows over rate, and every worker's start-up once.
+
+    >>> estimate(rows=36_000, rate=1.0, workers=10, start_seconds=0, price_per_hour=2.0).cost
+    20.0
+    """
+    busy_hours = rows / rate / 3600
+    worker_hours = busy_hours + workers * start_seconds / 3600
+    cost = None if price_per_hour is None else worker_hours * price_per_hour
+    return Estimate(
+        rows=rows,
+        rate=rate,
+        workers=workers,
+        hours=busy_hours / workers + start_seconds / 3600,
+        worker_hours=worker_hours,
+        cost=cost,
+        cost_per_million_rows=None if cost is None else cost / rows * 1e6,
+        price_per_hour=price_per_hour,
+        price_source=price_source if price_per_hour is not None else "",
+    )
+
+
+def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: float) -> int | None:
+    """Workers that finish in the target time, None where starting alone takes longer.
+
+    >>> workers_for(36_000, 1.0, 3600, 0), workers_for(10, 1.0, 100, 200)
+    (10, None)
+    """
+    left = target_seconds - start_seconds
+    return None if left <= 0 else max(1, math.ceil(rows / rate / left))
+
+
+def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
+    """A good size of chunks: some for each worker, each of a minute's to twenty minutes' work.
+
+    Chunks are only bookkeeping: what a kill loses does not depend on them. Too few leave workers idle at the end, too
+    many cost requests.
+
+    >>> chunk_rows_for(1_000_000, 20.0, 16), chunk_rows_for(1000, 20.0, 16)
+    (15625, 16)
+    """
+    even = rows / (workers * CHUNKS_PER_WORKER)
+    largest, smallest = rate * LONGEST_CHUNK_SECONDS, rate * SHORTEST_CHUNK_SECONDS
+    size = min(even, largest)
+    # Where rows are few, balance beats the number of requests.
+    if size < smallest and rows / workers > smallest:
+        size = smallest
+    return max(1, math.ceil(max(size, rows / MOST_CHUNKS)))
+
+
+def lost_seconds(
+    start_seconds: float, checkpoint_seconds: float, in_flight_seconds: float
+) -> float:
+    """What a preemption costs one worker at most: a new start, the last checkpoint's age, and rows under way."""
+    return start_seconds + checkpoint_seconds + in_flight_seconds
 
 
 # --------------------------------------------------------------------------- advice

@@ -11,14 +11,8 @@ from typing import Any
 import msgspec
 
 from batchinfer.check.data import Data, from_assignment, from_sources, synthetic
-from batchinfer.check.estimate import (
-    Asked,
-    Measured,
-    ask_for_memory,
-    give_advice,
-    measure_run,
-    parse_gpu,
-)
+from batchinfer.check.estimate import Asked, Measured, give_advice, measure_run
+from batchinfer.check.memory import ask_for_memory, parse_gpu
 from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
 from batchinfer.core import layout
 from batchinfer.core.clock import Clock

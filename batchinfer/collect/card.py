@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 from typing import Any
 
 from batchinfer.core.records import Record, Run
 from batchinfer.prompts import find_request_format
 
-_SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
-_MORE_SIZES = ((10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (10**9, "100M<n<1B"))
+_SIZES = {10**3: "1K", 10**4: "10K", 10**5: "100K", 10**6: "1M", 10**7: "10M", 10**8: "100M", 10**9: "1B"}  # fmt: skip
 _LONGEST = 2000
+"""Characters of a text that the card shows."""
 
 
 class CardFacts(Record, frozen=True, kw_only=True):
@@ -33,52 +34,64 @@ class CardFacts(Record, frozen=True, kw_only=True):
 
 def make_card(run: Run, facts: CardFacts) -> str:
     """Write the card. Deterministic. The licence is left to the user, as a line to fill in."""
-    title = facts.name.rpartition("/")[2]
-    parts = [
-        _front_matter(run, facts),
-        f"# {_plain(title)}\n",
-        "Generated offline, one answer (or the reason why there is none) for every row of the source.\n",
-        _table("How it was made", _making(run, facts)),
-        _table("Counts", _counts(facts)),
-    ]
-    if facts.errors:
-        parts.append(_table("Failed rows by code", list(facts.errors.items())))
-    parts.append(_table("Columns", list(facts.columns.items())))
-    parts += _templates(run)
-    parts.append(
-        "## Before you publish\n\n"
-        "Choose a licence in the first lines of this file: the terms of the model and of the source bind what was "
-        "made with them. Model output may be wrong, offensive or personal; nobody has read all of it.\n"
+    import jinja2
+
+    prompt = run.config.get("prompt") or {}
+    template = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # noqa: S701 - Markdown; `plain` and `code` escape it
     )
-    return "\n".join(parts)
+    environment.filters |= {"plain": _plain, "code": _code}
+    return environment.from_string(template).render(
+        facts=facts,
+        title=facts.name.rpartition("/")[2],
+        front_matter=_front_matter(run, facts),
+        making=_making(run, facts),
+        share=facts.rows_error / facts.rows if facts.rows else 0.0,
+        templates={
+            "Prompt template": prompt.get("prompt_template"),
+            "Chat template": prompt.get("chat_template"),
+        },
+    )
 
 
 def _front_matter(run: Run, facts: CardFacts) -> str:
-    import yaml
+    """The metadata that the Hub reads, as YAML."""
+    from huggingface_hub import DatasetCardData
 
     model = str(run.config.get("model") or "")
-    values: dict[str, Any] = {
-        "configs": [
-            {"config_name": "default", "data_files": [{"split": "train", "path": facts.path}]}
-        ],
-        "size_categories": [_size(facts.lines)],
-        "tags": ["synthetic", "batchinfer"],
-    }
+    is_on_hub = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     sources = [
         source.removeprefix("hf://datasets/").partition("@")[0]
         for source in facts.sources
         if source.startswith("hf://datasets/")
     ]
-    if sources:
-        values["source_datasets"] = ["/".join(source.split("/")[:2]) for source in sources]
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        values["base_model"] = model
-    text = yaml.safe_dump(values, sort_keys=True, allow_unicode=True)
-    return f"---\n# license: name one here, see the end of this card\n{text}---\n"
+    data_files = [{"split": "train", "path": facts.path}]
+    data = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": data_files}],
+        size_categories=[_size(facts.lines)],
+        source_datasets=["/".join(source.split("/")[:2]) for source in sources] or None,
+        tags=["synthetic", "batchinfer"],
+        base_model=model if is_on_hub else None,
+    )
+    return str(data.to_yaml())
 
 
 def _size(lines: int) -> str:
-    return next((name for limit, name in (*_SIZES, *_MORE_SIZES) if lines < limit), "n>1B")
+    """The Hub's name for a size.
+
+    >>> _size(10), _size(1000), _size(10**10)
+    ('n<1K', '1K<n<10K', 'n>1B')
+    """
+    least = ""
+    for limit, name in _SIZES.items():
+        if lines < limit:
+            return f"{least}n<{name}"
+        least = f"{name}<"
+    return "n>1B"
 
 
 def _making(run: Run, facts: CardFacts) -> list[tuple[str, Any]]:
@@ -102,8 +115,8 @@ def _making(run: Run, facts: CardFacts) -> list[tuple[str, Any]]:
         ("engine", f"{recorded.get('engine', '')} {recorded.get('engine_version', '')}".strip()),
         ("batchinfer", recorded.get("batchinfer_version")),
         ("fingerprint", run.fingerprint),
+        *(("source", source) for source in facts.sources),
     ]
-    rows += [("source", source) for source in facts.sources]
     return [(name, value) for name, value in rows if value not in (None, "")]
 
 
@@ -122,40 +135,18 @@ def _prompt_kind(prompt: dict[str, Any]) -> str:
     return "a template (below)" if prompt.get("prompt_template") else ""
 
 
-def _counts(facts: CardFacts) -> list[tuple[str, Any]]:
-    share = facts.rows_error / facts.rows if facts.rows else 0.0
-    rows: list[tuple[str, Any]] = [
-        ("rows", f"{facts.rows:,}"),
-        ("failed rows", f"{facts.rows_error:,} ({share:.2%})"),
-        ("prompt tokens", f"{facts.prompt_tokens:,}"),
-        ("completion tokens", f"{facts.completion_tokens:,}"),
-    ]
-    if facts.rows_missing:
-        rows.append(("rows that are missing", f"{facts.rows_missing:,}"))
-    return rows
+def _cut(text: str, mark: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + mark
 
 
-def _templates(run: Run) -> list[str]:
-    prompt = run.config.get("prompt") or {}
-    found = []
-    for title, key in (("Prompt template", "prompt_template"), ("Chat template", "chat_template")):
-        text = str(prompt.get(key) or "")
-        if text:
-            cut = text if len(text) <= _LONGEST else text[:_LONGEST] + "\n…"
-            # Indented code holds whatever the text is; a fence could be closed by it.
-            body = "\n".join(f"    {line}" for line in cut.splitlines())
-            found.append(f"## {title}\n\n{body}\n")
-    return found
-
-
-def _table(title: str, rows: list[tuple[str, Any]]) -> str:
-    body = "".join(f"| {_plain(str(name))} | {_plain(str(value))} |\n" for name, value in rows)
-    return f"## {title}\n\n| | |\n|---|---|\n{body}"
-
-
-def _plain(text: str) -> str:
+def _plain(value: object) -> str:
     """Text that Markdown shows as it is, in one line of a table."""
-    cut = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    cut = _cut(str(value), "…")
     for sign in "\\`*_[]<>|#":
         cut = cut.replace(sign, f"\\{sign}")
     return " ".join(cut.split())
+
+
+def _code(text: str) -> str:
+    """Indented code, which holds whatever the text is. The text could close a fence."""
+    return "\n".join(f"    {line}" for line in _cut(text, "\n…").splitlines())

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from batchinfer.check.advice import chunk_rows_for, estimate, measure_lengths, workers_for
-from batchinfer.check.estimate import Asked, ask_for_memory, give_advice, parse_gpu
+from batchinfer.check.estimate import (
+    Asked,
+    chunk_rows_for,
+    estimate,
+    give_advice,
+    measure_lengths,
+    workers_for,
+)
+from batchinfer.check.memory import ask_for_memory, parse_gpu
 from batchinfer.check.task_file import Problem, check_task_file
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines.config import EngineConfig

@@ -1,0 +1,142 @@
+"""How a model lies on named GPUs, and how many rows run there at once: the worker's own rules, without a GPU."""
+
+from __future__ import annotations
+
+import difflib
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Record
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.gpus import (
+    DEFAULT_UTILIZATION,
+    OVERHEAD_BYTES,
+    Gpu,
+    choose_parallelism,
+    gib,
+    memory_per_gpu,
+)
+from batchinfer.engines.models import ModelInfo
+
+GIB = 1 << 30
+
+GPU_MEMORY_BYTES = {
+    name: round(gib * GIB)
+    for name, gib in {
+        "T4": 14.7,
+        "L4": 22.5,
+        "A10": 22.5,
+        "A10G": 22.5,
+        "V100": 15.8,
+        "V100-32GB": 31.7,
+        "RTX3090": 23.7,
+        "RTX4090": 23.6,
+        "RTX5090": 31.4,
+        "RTX6000-Ada": 47.5,
+        "A40": 44.9,
+        "L40": 44.9,
+        "L40S": 44.9,
+        "A100": 39.5,
+        "A100-80GB": 79.2,
+        "H100": 79.6,
+        "H100-NVL": 93.6,
+        "H200": 139.8,
+        "B200": 178.4,
+    }.items()
+}
+"""What the driver reports as total, a little below the number on the box. Names are SkyPilot's."""
+
+
+class Memory(Record, frozen=True, kw_only=True):
+    """How a model lies on the GPUs of one worker, and how many rows run at once."""
+
+    explanation: str
+    tensor_parallel_size: int
+    replicas: int
+    weights_bytes_per_gpu: int
+    cache_bytes_per_gpu: int
+    cache_tokens: int
+    """Of one replica; 0 where the model's config does not tell."""
+    rows_at_once: int | None = None
+    """Of one replica, at the sample's mean prompt and the answer's limit."""
+
+
+def rows_at_once(cache_tokens: int, tokens_per_row: float, max_num_seqs: int | None) -> int:
+    """Rows that a KV cache holds, at most what the engine runs.
+
+    >>> rows_at_once(65_536, 512, 256), rows_at_once(1_000_000, 512, 256)
+    (128, 256)
+    """
+    room = int(cache_tokens // max(tokens_per_row, 1.0))
+    return min(room, max_num_seqs) if max_num_seqs else room
+
+
+def parse_gpu(text: str) -> tuple[str, list[Gpu]]:
+    """Read NAME or NAME:N.
+
+    Raises:
+        ConfigError: nobody knows this GPU.
+
+    >>> parse_gpu("l4:2")[0], len(parse_gpu("L4:2")[1])
+    ('L4', 2)
+    """
+    name, colon, count = text.partition(":")
+    by_name = {known.lower(): known for known in GPU_MEMORY_BYTES}
+    if name.lower() not in by_name:
+        near = difflib.get_close_matches(name.lower(), by_name, n=1)
+        raise ConfigError(
+            f"--gpu: {name!r} is not known, expected one of {', '.join(GPU_MEMORY_BYTES)}",
+            hint=f"did you mean {by_name[near[0]]}?" if near else "",
+        )
+    if colon and not (count.isdecimal() and int(count) > 0):
+        raise ConfigError(f"--gpu: {text!r}, expected NAME or NAME:N")
+    known = by_name[name.lower()]
+    total = GPU_MEMORY_BYTES[known]
+    return known, [
+        Gpu(id=str(index), name=known, total_bytes=total) for index in range(int(count or 1))
+    ]
+
+
+def ask_for_memory(
+    gpu: str,
+    model: ModelInfo,
+    engine: EngineConfig,
+    prompt_tokens: float | None,
+    answer_tokens: int | None,
+) -> Memory:
+    """Lay a model out on one worker's GPUs, as the worker itself will.
+
+    Raises:
+        ConfigError: it does not fit, or the heads do not divide.
+    """
+    _, gpus = parse_gpu(gpu)
+    plan = choose_parallelism(model, gpus, engine)
+    size = plan.tensor_parallel_size
+    weights, cache_per_token = memory_per_gpu(model, engine, size, 1)
+    share = engine.gpu_memory_utilization or DEFAULT_UTILIZATION
+    cache = max(0, int(gpus[0].total_bytes * share) - OVERHEAD_BYTES - weights)
+    if not cache and model.parameter_bytes:
+        raise ConfigError(
+            f"--gpu {gpu}: weights of {gib(weights)} a GPU leave no room for a KV cache",
+            hint="more or larger GPUs, a quantized model, or a larger --tensor-parallel-size",
+        )
+    tokens = cache // cache_per_token if cache_per_token else 0
+    limit = engine.max_model_len or model.max_model_len
+    if tokens and limit > tokens:
+        raise ConfigError(
+            f"--gpu {gpu}: the KV cache holds {tokens:,} tokens, less than one row of {limit:,}",
+            hint=f"--max-model-len {tokens // 16 * 16}, or more or larger GPUs",
+        )
+    at_once = None
+    if tokens and prompt_tokens is not None:
+        # An answer is on average half done while its row runs.
+        per_row = prompt_tokens + (answer_tokens or 512) / 2
+        at_once = rows_at_once(tokens, per_row, engine.max_num_seqs)
+    return Memory(
+        explanation=plan.explanation,
+        tensor_parallel_size=size,
+        replicas=plan.replicas,
+        weights_bytes_per_gpu=weights,
+        cache_bytes_per_gpu=cache,
+        cache_tokens=tokens,
+        rows_at_once=at_once,
+    )
