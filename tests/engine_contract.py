@@ -1,4 +1,4 @@
-"""What every engine must do; `EngineContract` is inherited by each engine's tests."""
+"""What every engine must do. The tests of each engine inherit `EngineContract`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.engines import Engine
 
 
 class Flag:
-    """A stop that a test sets."""
+    """A stop signal that a test sets."""
 
     def __init__(self) -> None:
         self.value = False
@@ -26,7 +26,7 @@ class Flag:
 
 
 class ListSource:
-    """Gives a list of requests, at most `per_take` at a time; every take counts."""
+    """A source that gives a list of requests, at most `per_take` at a time, and records how it was asked."""
 
     def __init__(self, requests, per_take: int | None = None, gaps: int = 0) -> None:
         self.left = deque(requests)
@@ -54,7 +54,7 @@ class ListSource:
 
 
 def requests(count: int, text: str = "row {index} says hello", **sampling) -> list[Request]:
-    """`count` requests of chunk c, whose texts differ by their index."""
+    """Return `count` requests of chunk c, whose texts differ in their index."""
     sampling.setdefault("max_tokens", 8)
     return [
         Request(key=("c", index), text=text.format(index=index), sampling=Sampling(**sampling))
@@ -63,7 +63,7 @@ def requests(count: int, text: str = "row {index} says hello", **sampling) -> li
 
 
 def drive(engine: Engine, source: ListSource, stop: Flag | None = None) -> dict:
-    """Run to the end; {key: completion}, and no key twice."""
+    """Generate to the end. Returns completions by key, after checking that no key comes twice."""
     found: dict = {}
     for batch in engine.generate(source, stop or Flag()):
         for completion in batch:
@@ -73,7 +73,7 @@ def drive(engine: Engine, source: ListSource, stop: Flag | None = None) -> dict:
 
 
 class EngineContract:
-    """Subclasses have a fixture `engine`: an open engine, max_model_len (of words or tokens) at most 512."""
+    """Subclasses define the fixture `engine`: an open engine whose max_model_len (words or tokens) is at most 512."""
 
     def test_every_request_is_answered_exactly_once_with_its_key(self, engine):
         found = drive(engine, ListSource(requests(50)))
@@ -124,7 +124,9 @@ class EngineContract:
         for _ in engine.generate(source, stop):
             stop.set()
         assert source.given < 200 or not source.left
-        assert len(drive(engine, ListSource(requests(4)))) == 4, "the abandoned ones stay away"
+        assert len(drive(engine, ListSource(requests(4)))) == 4, (
+            "abandoned requests are not answered later"
+        )
 
     def test_several_choices_come_in_order(self, engine):
         found = drive(engine, ListSource(requests(3, n=3, temperature=1.0, seed=1)))

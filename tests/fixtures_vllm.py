@@ -9,13 +9,13 @@ from tiny_model import write_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Folder of a tiny random model (two attention heads can be split, 512 positions)."""
+    """Folder of a tiny random model with 512 positions. Its two attention heads can be split over two processes."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def vllm_config(tiny_model):
-    """Options under which vLLM starts fastest; tests replace what they are about."""
+    """Options with which vLLM starts fastest. Tests replace those that they are about."""
     from batchinfer.engines.config import EngineConfig
 
     return EngineConfig(
@@ -30,7 +30,7 @@ def vllm_config(tiny_model):
 
 @pytest.fixture(scope="session")
 def vllm_engine(vllm_config):
-    """An open engine, in a process of its own as the worker has it."""
+    """An open engine in a process of its own, as a worker would have it."""
     from batchinfer.engines import create_engine
 
     class Never:

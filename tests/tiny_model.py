@@ -13,7 +13,7 @@ TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, *, num_heads: int = 4, max_positions: int = 512) -> Path:
-    """Write the model into `folder`; the same bytes every time."""
+    """Write the model into `folder`. The bytes are the same every time."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ def write_tiny_model(folder: Path, *, num_heads: int = 4, max_positions: int = 5
 
 
 def write_model_stub(folder: Path, **config) -> Path:
-    """A folder that looks like a model but has no real weights, for what only reads config and sizes."""
+    """Write a folder that looks like a model but has no real weights, for code that only reads config and sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "architectures": ["LlamaForCausalLM"],

@@ -57,7 +57,7 @@ RUNNING_LOOK_SECONDS = 0.5
 # Seconds that replicas have to end by themselves before they are killed, and the same after a failure.
 CLOSE_SECONDS = 8.0
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
-# A row that was in flight in this many replicas when they died is given to no other replica.
+# If a row was in flight in this many replicas when they died, it may be the cause, and the whole pool fails.
 MAX_DEATHS = 2
 # If the watchdog's last look was this many seconds ago, this process itself did not run in between.
 FROZEN_SECONDS = 5.0

@@ -182,7 +182,7 @@ def test_a_value_that_cannot_work_is_refused_before_anything_starts(options, nam
     ],
 )
 def test_an_engine_argument_that_has_an_option_is_refused_with_that_option(name, option):
-    """It would win over the option behind the run's back: its configuration knows the option only."""
+    """It would win over the option, and run.json, which records only options, would be wrong."""
     with pytest.raises(ConfigError, match=f"--engine-arg {name}: ") as caught:
         create_engine(EngineConfig(model="m", engine_args={"block_size": 32, name: "x"}))
     assert option in caught.value.hint

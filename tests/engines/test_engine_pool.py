@@ -78,7 +78,7 @@ def test_echo_with_replicas_is_a_pool_of_processes():
 
 
 def test_engines_share_the_workers_session_and_not_its_group(make_pool):
-    """In a session of its own an engine that spins starved the worker of the processor, and itself of rows."""
+    """With a session of its own, a busy engine took the processor from the worker, and then had no rows itself."""
     for replica in make_pool().replicas:
         assert os.getsid(replica.pid) == os.getsid(0)
         assert os.getpgid(replica.pid) == replica.pid
@@ -93,7 +93,7 @@ def test_both_replicas_are_kept_busy_on_uneven_work(make_pool):
         if source.left
     ]
     assert pool.stats().completion_tokens == 4 * 400
-    # while the source has more, none runs dry
+    # as long as the source has more requests, no replica is idle
     both = [min(counts) > 0 for counts in held]
     assert sum(both) >= 0.9 * len(both)
 
@@ -140,7 +140,7 @@ def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_po
 
 
 class Wounded(ProcessPool):
-    """Loses its first replica once some rows are done."""
+    """A pool that loses its first replica after some rows are done."""
 
     def generate(self, source, stop):
         victim = self.replicas[0].pid
@@ -153,7 +153,7 @@ class Wounded(ProcessPool):
 
 @pytest.mark.parametrize("window", [0, 64])
 def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, window):
-    """Only an error line told of it: the record, status and the result went on counting two."""
+    """Once only an error line told of the loss: worker record, status and result went on counting two replicas."""
     make_job(tmp_path / "job", rows=200, per_chunk=50)
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
     config = WorkerConfig(
@@ -242,7 +242,7 @@ def test_an_idle_engine_never_stalls(make_pool):
 
 
 def test_a_stall_after_a_wait_for_rows_is_seen_as_soon_as_any_other(make_pool, monkeypatch):
-    """The wait was taken for a machine that had been frozen, and the engine was given as long again."""
+    """Once this wait was mistaken for a frozen machine, and the engine got the same time again."""
     monkeypatch.setattr("batchinfer.engines.pool.FROZEN_SECONDS", 1.0)
     pool = make_pool(replicas=1, stall_seconds=0.5)
     source = ListSource(requests(1))
@@ -306,7 +306,7 @@ def test_a_stop_while_it_loads_ends_every_process_at_once():
 
 @pytest.fixture
 def held_open(monkeypatch):
-    """Another process holds every replica's end of its connection, as a forked engine core might."""
+    """Another process keeps every replica's end of its connection open, as a forked engine core might."""
     held = []
     plain = socket.socketpair
 

@@ -1,4 +1,4 @@
-"""The adapter's pure parts: vLLM's terms without vLLM."""
+"""The pure functions of the vLLM engine, which run without vLLM."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_best_of_generates_more_with_what_ranking_needs():
 
 
 def test_best_of_ranks_by_log_probability_per_token():
-    # -1/1, -2/8, -3/3: the second is likeliest per token, then the first and third are equal
+    # mean log-probabilities -1/1, -2/8, -3/3: the second answer is the best, the first and third are equal
     raw = output(["a", "bbbbbbbb", "ccc"])
     found = completed(raw, n=1, best_of=3)
     assert [choice.text for choice in found.choices] == ["bbbbbbbb"]
@@ -79,7 +79,7 @@ def test_an_answer_that_the_engine_broke_off_is_a_transient_failure():
 
 
 def step_stats(waiting: int):
-    """One step's counters as vLLM's scheduler gives them."""
+    """The counters of one step, as vLLM's scheduler reports them."""
     return SimpleNamespace(num_waiting_reqs=waiting)
 
 
@@ -90,7 +90,7 @@ def test_times_follow_from_how_many_requests_wait(monkeypatch):
     for request_id, num_sequences in (("a", 1), ("b", 2), ("c", 1)):
         recorder.note_added(request_id, num_sequences)
     clock.now = 1.0
-    recorder.record(step_stats(waiting=1))  # a and both of b run, c waits
+    recorder.record(step_stats(waiting=1))  # a and both sequences of b run, c waits
     recorder.note_step()
     clock.now = 3.0
     recorder.record(step_stats(waiting=0), None, mm_cache_stats=None)
@@ -100,7 +100,7 @@ def test_times_follow_from_how_many_requests_wait(monkeypatch):
 
 
 def core_output(*events: str):
-    """What the engine core gives for one request in one step."""
+    """The engine core's output for one request in one step."""
     named = [SimpleNamespace(type=SimpleNamespace(name=name)) for name in events]
     return SimpleNamespace(events=named or None)
 

@@ -31,7 +31,7 @@ PACKAGE = Path(batchinfer.__file__).parent
 
 
 def compares_engines(path: Path) -> list[str]:
-    """Comparisons of something called engine with an engine's name."""
+    """Return the comparisons in a module that mention an engine and the name of one."""
     text = path.read_text()
     found = [
         ast.get_source_segment(text, node) or ""

@@ -229,7 +229,7 @@ def opened(config, **changes):
 
 
 def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
-    # Without a prefix cache, whose counters know of preemptions, too.
+    # Without a prefix cache, since its counters would tell of preemptions, too.
     small = {"kv_cache_memory_bytes": 9 << 18, "block_size": 32, "enable_prefix_caching": False}
     engine, info = opened(vllm_config, replicas=2, max_num_seqs=4, engine_args=small)
     try:
@@ -237,7 +237,7 @@ def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
         assert 0 < info.import_seconds < info.load_seconds - info.model_seconds < info.load_seconds
         drive(engine, ListSource(requests(60)))
         tokens = [replica.stats.completion_tokens for replica in engine.replicas]
-        # Whoever has room gets the next rows: on a busy machine not half each, but never all.
+        # The replica with free slots gets the next rows. On a busy machine that is not half each, but never all.
         assert min(tokens) > 0.1 * sum(tokens)
         assert engine.stats().preemptions == 0
         long = requests(16, max_tokens=400, ignore_eos=True)
@@ -249,7 +249,7 @@ def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and everything below it."""
+    """Return a process and all its descendants."""
     pids = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -265,7 +265,7 @@ def wait_until_gone(pids, seconds: float = 20.0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Alive and no zombie: who was orphaned here may have nobody that collects it."""
+    """Whether a process is alive and no zombie. An orphan may stay a zombie, as no parent waits for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -273,7 +273,7 @@ def is_running(pid: int) -> bool:
 
 
 def core_of(pid: int, seconds: float = 60.0) -> int:
-    """The engine core's process below a host."""
+    """Return the process of the engine core that a host started."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for child in family_of(pid)[1:]:
@@ -328,7 +328,9 @@ for number, _ in enumerate(engine.generate(source, Flag())):
 
 def test_a_worker_that_is_killed_leaves_nothing_of_vllm(vllm_config, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_PLUGINS", "")  # as where batchinfer is on PYTHONPATH only
+    monkeypatch.setenv(
+        "VLLM_PLUGINS", ""
+    )  # as if batchinfer were only on PYTHONPATH, not installed
     arguments = [
         msgspec.json.encode(vllm_config).decode(),
         str(Path(__file__).resolve().parents[1]),

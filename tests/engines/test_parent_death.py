@@ -1,4 +1,4 @@
-"""Real process trees whose root is killed: nothing below it is left."""
+"""Real trees of processes. When the root is killed, no process below it is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# Stands in for engines/host.py: takes its socket's end, then starts a child in one of the ways vLLM has.
+# A stand-in for engines/host.py: it takes its end of a socket, then starts a child in one of the ways of vLLM.
 HOST = """
 import multiprocessing, os, socket, sys, threading, time
 from batchinfer.engines import host
@@ -50,7 +50,7 @@ time.sleep(60)
 
 
 def is_running(pid: int) -> bool:
-    """Alive and no zombie: who was orphaned here may have nobody that collects it."""
+    """Whether a process is alive and no zombie. An orphan may stay a zombie, as no parent waits for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -66,7 +66,7 @@ def wait_until_gone(pids, seconds: float = 10.0) -> None:
 
 @pytest.fixture
 def start_host():
-    """Starts `HOST` with a way to start children; returns it, and our end of its socket."""
+    """Start `HOST` with one of the ways to start children. Returns its process and our end of its socket."""
     started = []
 
     def start(way: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -83,7 +83,7 @@ def start_host():
 
     yield start
     for process, ours in started:
-        # The whole group, so that a failing test leaves nothing either.
+        # Kill the whole group, so that a failing test leaves no process behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
@@ -97,7 +97,7 @@ def test_children_of_a_host_that_is_killed_are_gone_and_its_socket_reads_end_of_
 ):
     process, ours = start_host(way)
     children = [int(process.stdout.readline()) for _ in range(count)]
-    # One that is spawned imports first; until then it is not tied.
+    # A spawned child is tied to its parent only after its imports.
     time.sleep(2.0 if way == "spawn" else 0.1)
     assert all(map(is_running, children))
     process.kill()

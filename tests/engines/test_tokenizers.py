@@ -1,4 +1,4 @@
-"""batchinfer/engines/tokenizers.py, with a byte-level tokenizer made here."""
+"""The module engines/tokenizers.py, with a byte-level tokenizer that is made here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 def write_tokenizer(
     folder: Path, *, chat_template: str | None = TEMPLATE, adds_eos: bool = False
 ) -> Path:
-    """A byte-level tokenizer without merges: one token a byte, and three special ones."""
+    """A byte-level tokenizer without merges: one token per byte, and three special tokens."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Prompts have exactly the tokens that vLLM's own `LLM.chat` and `LLM.generate` would make of them."""
+"""Prompts get exactly the tokens that vLLM's own `LLM.chat` and `LLM.generate` give them."""
 
 from __future__ import annotations
 
