@@ -1,8 +1,8 @@
-"""Where everything in the report's charts goes: areas over time, time lines, columns. Pure; the template draws them.
+"""Positions and shapes of the report's charts: areas over time, time lines and histograms. Pure.
 
-A chart is as wide as the page lets it be, so a position along x is in percent of its width. Shapes are SVG paths in
-boxes that the template stretches: 1000 wide for whatever lies along time. Times are Unix seconds by storage's clock: a
-worker's own times are shifted by its clock's offset.
+The template `charts.jinja` draws them. A chart is as wide as the page lets it be, so positions along x are in percent
+of its width. Shapes are SVG paths in boxes that the template stretches to size; along time these boxes are 1000 wide.
+Times are Unix seconds by storage's clock: a worker's own times are shifted by its clock's offset.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs.overview import clock_offset
 
 MAX_BANDS = 7
-"""Workers that have a colour of their own in a stacked chart; more are drawn as one."""
+"""Workers up to which each has a band of its own in a stacked chart; more are drawn as one band."""
 MAX_BINS = 180
+"""Bins of a chart over time; in longer runs they are wider."""
 MAX_TICKS = 6
+"""Labels of a time axis, about."""
 MAX_TRACKS = 8
-"""Chunks of one worker that are drawn below each other; more overlap."""
+"""Rows of bars in a worker's lane; if more chunks are open at once, their bars overlap."""
 MAX_COLUMNS = 64
 _MIN_BAR = 1.2
-"""Thousandths of a time line's width that every chunk gets, however short it was."""
+"""Smallest width of a bar, in thousandths of the lane's width, so that the shortest chunk can be seen."""
 _MIN_RATE_SECONDS = 10.0
-"""Time over which a rate is taken at least: over a second or two it would be noise."""
+"""Seconds that a rate is divided by at least: over a second or two it would be noise."""
 _NAMED_CHUNKS = 3
+"""Chunks that are named in the title of a lane's bars."""
 
 _STEPS_SECONDS = (
     *(1, 2, 5, 10, 15, 30),
@@ -47,13 +50,13 @@ class Period(NamedTuple):
     end: float
 
     def percent(self, moment: float) -> float:
-        """Where a moment lies, from 0 at the beginning to 100 at the end; outside is cut off."""
+        """The position of a moment: 0 at the beginning, 100 at the end. Moments outside are moved to the edge."""
         share = (moment - self.begin) / (self.end - self.begin)
         return 100 * min(1.0, max(0.0, share))
 
 
 class Tick(NamedTuple):
-    """A label on a time axis. `at` is in percent of the width."""
+    """A label on a time axis. `at` is its position in percent of the width."""
 
     at: float
     label: str
@@ -74,13 +77,13 @@ def life_of(workers: Sequence[SeenWorker]) -> Period:
 
 
 def time_ticks(period: Period) -> list[Tick]:
-    """Round moments (UTC), without those at the very edges whose labels are so long that they would leave the page.
+    """Labels at round moments (UTC). Long labels near the edges are left out, since they would leave the page.
 
     >>> [tick.label for tick in time_ticks(Period(0.0, 7800.0))]
     ['00:00', '00:30', '01:00', '01:30', '02:00']
     """
     length = period.end - period.begin
-    # A label with seconds is wide: more than four do not fit on a phone.
+    # Labels with seconds are wide, and only four of them fit on a phone.
     most = MAX_TICKS if length > 30 * MAX_TICKS else 4
     step = next((step for step in _STEPS_SECONDS if length / step <= most), _STEPS_SECONDS[-1])
     if step < 60:
@@ -96,7 +99,7 @@ def time_ticks(period: Period) -> list[Tick]:
 
 
 def clock_time(moment: float, form: str) -> str:
-    """A moment (UTC) in the form of `strftime`, or "?" beyond the calendar: a worker's record may say anything."""
+    """A moment (UTC) formatted by `strftime`; "?" for a moment beyond the calendar, which a bad record may hold."""
     try:
         return datetime.fromtimestamp(moment, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):
@@ -104,7 +107,7 @@ def clock_time(moment: float, form: str) -> str:
 
 
 def nice_maximum(value: float) -> float:
-    """The next round number at or above a value whose quarters are round too.
+    """The smallest round number that is not below a value. Its quarters are round, too, for the labels of an axis.
 
     >>> nice_maximum(0), nice_maximum(37), nice_maximum(11900)
     (1.0, 40.0, 12000.0)
@@ -130,14 +133,14 @@ class Bins(NamedTuple):
 
     @classmethod
     def covering(cls, period: Period, max_bins: int = MAX_BINS) -> Bins:
-        """Bins of whole minutes, since workers count by minutes of the clock; the last may reach over the end."""
+        """Bins of whole minutes, as in workers' records. The first may begin before the period, the last end after."""
         begin = 60 * (period.begin // 60)
         minutes = math.ceil((period.end - begin) / 60)
         minutes_per_bin = math.ceil(minutes / max_bins)
         return cls(begin, 60 * minutes_per_bin, math.ceil(minutes / minutes_per_bin))
 
     def edges(self) -> list[float]:
-        """Where the bins begin, and where the last one ends."""
+        """The beginning of each bin, and the end of the last one."""
         return [self.begin + index * self.seconds for index in range(self.number + 1)]
 
 
@@ -157,9 +160,9 @@ class Area(NamedTuple):
 
 
 class AreaChart(NamedTuple):
-    """Areas over time, one on the other, the lowest first.
+    """Areas over time that are stacked, the lowest first.
 
-    `levels` are the labels of the y axis at 0, 1, 2, 3 and 4 quarters of its height.
+    `levels` are the five labels of the y axis, from its foot to its top.
     """
 
     areas: list[Area]
@@ -168,7 +171,7 @@ class AreaChart(NamedTuple):
 
 
 def series_of(workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
-    """Sort every worker's minutes into bins; more workers than have colours are added up."""
+    """Rows and tokens by bin of each worker; if there are more than `MAX_BANDS`, of all workers together."""
     found = []
     for seen in workers:
         series = Series(seen.record.id, [0.0] * bins.number, [0.0] * bins.number)
@@ -183,7 +186,7 @@ def series_of(workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
 
 
 def _spread(minute: Minute, offset: float, bins: Bins, series: Series) -> None:
-    """Add one point of a worker's record to the bins that it covers, each its share."""
+    """Spread one entry of a worker's record over the bins that it covers."""
     begin = (minute.minute * 60 + offset - bins.begin) / bins.seconds
     end = begin + minute.length * 60 / bins.seconds
     first, last = max(0, int(begin)), min(bins.number - 1, int(end - 1e-9))
@@ -194,7 +197,7 @@ def _spread(minute: Minute, offset: float, bins: Bins, series: Series) -> None:
 
 
 def throughput(series: Sequence[Series], bins: Bins, life: Period) -> AreaChart:
-    """Output tokens per second, level over each bin."""
+    """Output tokens per second, constant over each bin."""
     bounds = list(pairwise(bins.edges()))
     seconds = [
         max(_MIN_RATE_SECONDS, min(end, life.end) - max(begin, life.begin)) for begin, end in bounds
@@ -212,7 +215,7 @@ def throughput(series: Sequence[Series], bins: Bins, life: Period) -> AreaChart:
 
 
 def progress(series: Sequence[Series], bins: Bins, life: Period, total: float) -> AreaChart:
-    """Rows finished by the end of each bin; the y axis reaches to the total."""
+    """Rows finished since the start, at the end of each bin. The y axis reaches to `total` at least."""
     values = [[0.0, *accumulate(one.rows)] for one in series]
     return _stack([one.name for one in series], values, bins.edges(), life, total)
 
@@ -224,7 +227,7 @@ def _stack(
     life: Period,
     least_top: float = 0.0,
 ) -> AreaChart:
-    """Lay series on each other. `values` has one number for each moment, of each series."""
+    """Stack series on each other. Each item of `values` belongs to a name and has a number for each moment."""
     top = nice_maximum(max([least_top, *map(sum, zip(*values, strict=True))]))
     xs = [10 * life.percent(moment) for moment in moments]
     base = [0.0] * len(xs)
@@ -243,7 +246,10 @@ def _stack(
 
 
 class Bars(NamedTuple):
-    """All chunks of one worker that ended the same way. `path` lies in a box of 1000 by the lane's tracks."""
+    """The chunks of one worker with the same outcome, as one shape.
+
+    `path` lies in a box that is 1000 wide and as high as the lane has tracks.
+    """
 
     outcome: str
     title: str
@@ -251,7 +257,7 @@ class Bars(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A start of a worker or the end of one. `kind` is start, resume, kill or end; `at` is in percent."""
+    """The start or end of a worker's process. `kind` is start, resume, kill or end; `at` is in percent."""
 
     kind: str
     at: float
@@ -259,7 +265,7 @@ class Mark(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One worker's time line: `up` is the path of the stretches in which a process of it ran."""
+    """One worker's time line. `up` is the path of the times at which its process ran."""
 
     worker: str
     num_tracks: int
@@ -269,7 +275,7 @@ class Lane(NamedTuple):
 
     @property
     def num_kills(self) -> int:
-        """Starts that ended without a word."""
+        """Number of processes that ended without writing their last record."""
         return sum(mark.kind == "kill" for mark in self.marks)
 
 
@@ -309,8 +315,8 @@ def lane_of(seen: SeenWorker, life: Period) -> Lane:
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """The track of each span, from 0: those that overlap have different ones, as far as there are enough."""
-    busy: list[tuple[float, int]] = []  # (end, track), the one that ends first on top
+    """The track (from 0) of each span. Spans that overlap get different tracks, as long as there are enough."""
+    busy: list[tuple[float, int]] = []  # a heap of (end, track)
     tracks = []
     for span in spans:
         if busy and (busy[0][0] <= span.start or len(busy) >= MAX_TRACKS):
@@ -323,7 +329,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def _title(outcome: str, spans: Sequence[Span]) -> str:
-    """What a lane's bars of one colour are, in words."""
+    """A description of the spans of one outcome: names of chunks, and sums of rows."""
     names = ", ".join(span.chunk for span in spans[:_NAMED_CHUNKS])
     more = len(spans) - _NAMED_CHUNKS
     resumed = sum(span.resumed for span in spans)
@@ -336,7 +342,7 @@ def _title(outcome: str, spans: Sequence[Span]) -> str:
 
 
 def _starts(record: Worker) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """When a worker's processes ran, and how each began and ended; by the worker's clock."""
+    """The times at which a worker's processes ran, and (kind, moment) of their marks, by the worker's clock."""
     up, marks = [], []
     starts = record.starts or [record.started]
     ends = [*record.ends[-(len(starts) - 1) :]] if len(starts) > 1 else []
@@ -356,7 +362,7 @@ def _starts(record: Worker) -> tuple[list[tuple[float, float]], list[tuple[str, 
 
 
 class Column(NamedTuple):
-    """One column. `height` is in percent of the highest."""
+    """One column of a histogram. `height` is in percent of the highest column."""
 
     name: str
     height: float
@@ -364,7 +370,7 @@ class Column(NamedTuple):
 
 
 def histogram(counts: Sequence[dict[str, int]]) -> list[Column]:
-    """Rows by length, from several counts by the upper bound of a bucket; empty buckets inside are kept.
+    """Columns of rows by length, from counts by the upper bound of a bucket; empty buckets between others are kept.
 
     >>> [(column.name, column.height) for column in histogram([{"512": 1}, {"512": 3, "2048": 2}])]
     [('512', 100.0), ('1k', 0.0), ('2k', 50.0)]

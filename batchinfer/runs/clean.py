@@ -171,7 +171,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
     """
     removals = Removals()
     nobody_lives = not inventory.living()
-    is_told_none_runs = not config.older_than_seconds
+    no_worker_runs = not config.older_than_seconds  # --older-than 0 is the user's word for it
 
     def is_old(info: ObjectInfo) -> bool:
         # Without times no object is known to be old, so all stay while any worker lives.
@@ -197,7 +197,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         # `--redo` removes the very marker that makes this output an orphan; it stays until there is another.
         if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
-        if is_safe or is_told_none_runs:
+        if is_safe or no_worker_runs:
             consider("orphan outputs", info)
         else:
             removals.num_kept_orphans += 1
@@ -206,7 +206,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
             continue
         for info in infos:
             # The segments of a chunk with error rows may belong to a repair that has not ended.
-            if is_told_none_runs or inventory.is_passed_over(name, info):
+            if no_worker_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, removals)
     _add_unreadable(inventory, removals)

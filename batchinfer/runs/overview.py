@@ -1,7 +1,7 @@
 """What a look at a run adds up to: workers, progress, rates, time left and cost. Pure; `status` and `report` show it.
 
-A worker's own times are compared with each other only, or shifted by how far its clock is from storage's (the time of
-its record's last write there, less the heartbeat in it). A worker whose clock is hours off counts as any other.
+A worker's clock may be hours off. Its times are therefore compared with each other only, or shifted by its clock's
+offset: the time at which storage took in its record, less the heartbeat in that record.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WorkerView(Record, frozen=True, kw_only=True):
 
 
 def clock_offset(seen: SeenWorker) -> float:
-    """Seconds to add to a worker's own times to have storage's; 0 where they agree or storage tells no time."""
+    """Seconds to add to a worker's times to get storage's; 0 where they agree or storage gives no times."""
     if not seen.modified:
         return 0.0
     offset = seen.modified - seen.record.heartbeat
@@ -246,7 +246,7 @@ class Cost(Record, frozen=True, kw_only=True):
 
 
 class Overview(Record, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """A run at one moment. Its fields are those of `status --json`."""
 
     run: str
     job: str
@@ -358,7 +358,9 @@ def model_name(snapshot: Snapshot) -> str:
 def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progress, list[str]]:
     """Progress in chunks and in rows, and notes on markers that do not fit the job."""
     done = set(snapshot.markers)
-    finished: dict[str, int] = {}  # rows by open chunk, which two workers may have open
+    finished: dict[
+        str, int
+    ] = {}  # finished rows by open chunk; two workers may have one chunk open
     for record in alive:
         for name in record.open_chunks:
             finished.setdefault(name, 0)
@@ -398,7 +400,7 @@ def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
 
 
 def _rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
-    """Rows to do of each chunk of a job; with a limit, of those that hold its first `limit` rows."""
+    """Rows to do of each chunk of a job. With the run's limit, only chunks of the job's first rows are among them."""
     limit = run.config.get("limit") if run is not None else None
     return {
         chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)

@@ -144,8 +144,8 @@ def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--price-per-hour",
             type=click.FloatRange(0),
-            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if it lies here, "
-            "else list prices by GPU.",
+            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine "
+            "has it, else list prices by GPU.",
         ),
     ):
         function = option(function)

@@ -1,7 +1,7 @@
 """`batchinfer report`: a run as one HTML page that needs nothing else, finished or not.
 
-Whatever comes from the bucket is hostile: jinja escapes it, charts escape it, and the page forbids every script and
-every request by its content security policy, so that nothing could run even if something got through.
+Texts from the bucket may be hostile. Jinja escapes every one of them, and the page's content security policy forbids
+scripts and requests, so nothing could run even if a text were not escaped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from batchinfer.runs.samples import SampleRow, cut, read_samples
 from batchinfer.storage import Store
 
 MAX_LANES = 100
+"""Workers that are drawn in the time line."""
 MAX_WORKER_ROWS = 300
+"""Workers that are shown in the table."""
 MAX_SETTING = 4000
+"""Characters of a setting that are shown."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
-    """What `report` is asked. `output` is a path or URL; `num_samples` rows of each of two chunks are shown."""
+    """What to report. `output` is a path or URL; `num_samples` rows of each of two chunks are shown."""
 
     run: str
     output: str
@@ -48,7 +51,7 @@ class ReportConfig(Record, frozen=True, kw_only=True):
 def run_report(
     config: ReportConfig, *, open_store: Callable[[str], Store], clock: Clock
 ) -> dict[str, Any]:
-    """Look at a run and write its page. A page that lies there already is replaced, whole.
+    """Look at a run and write its page. An older page at the same place is replaced as a whole.
 
     Raises:
         InputError: there is no such run, or it cannot be read.
@@ -77,7 +80,7 @@ def run_report(
 
 
 def put_page(url: str, page: bytes, open_store: Callable[[str], Store]) -> None:
-    """Create the page, or replace the one that lies there."""
+    """Create the page, or replace an older one."""
     folder, name = split_name(url)
     if not name or name.startswith("."):
         raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
@@ -130,7 +133,7 @@ def render_page(
 
 
 def _policy(style: str) -> str:
-    """No script, no request, no other style than the page's own."""
+    """The content security policy: no script, no request, and no style but the page's own."""
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
@@ -159,7 +162,7 @@ def _charts(snapshot: Snapshot, seen: Overview) -> dict[str, Any]:
 
 
 def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
-    """Examples of errors, and what the workers add up to."""
+    """Examples of errors by code, and sums over all workers that the overview does not have."""
     examples: dict[str, ErrorExample] = {}
     for record in records:
         examples = record.examples | examples
@@ -172,7 +175,7 @@ def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
 
 
 def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
-    """(name, figure, small print) of what people look for first."""
+    """The figures that people look for first, as (name, figure, small print)."""
     is_over = seen.state in ("done", "stopped")
     rate = seen.overall if is_over else seen.recent
     rows = seen.rows.done + seen.rows.in_progress
@@ -211,7 +214,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
 
 
 def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
-    """run.json as (section, [(dotted key, value)]); what is empty is left out."""
+    """The settings of run.json as (section, [(dotted key, value)])."""
     if snapshot.run is None:
         return []
     run = snapshot.run
@@ -222,7 +225,7 @@ def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as dotted keys in order, without the empty ones.
+    """Nested settings as (dotted key, value), sorted by key; settings without a value are left out.
 
     >>> flatten({"b": 1, "a": {"x": "y", "z": None}})
     [('a.x', 'y'), ('b', '1')]

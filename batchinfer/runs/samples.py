@@ -54,13 +54,13 @@ def read_samples(
 ) -> list[SampleRow]:
     """Read rows of the first and of the last finished chunk, a failed row among them where there is one.
 
-    An output that cannot be read is logged and left out: a report is no check.
+    Outputs that cannot be read are left out with a warning, since the report need not show them.
 
     Args:
         store: The run's store.
         snapshot: The run as it was seen.
         open_store: Opens the job's store.
-        num_rows: Rows of each chunk, spread evenly over it; a failed row may come on top.
+        num_rows: Rows of each chunk, spread evenly over it. A failed row may be added to them.
     """
     names = sorted(snapshot.markers)
     rows: list[SampleRow] = []
@@ -114,7 +114,7 @@ class _SampleReader:
         ref = self._chunks.get(name)
         if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
             return {}
-        # Whether the chunk is still the one that job.json describes is a question for `verify`.
+        # The report need not check the chunk against job.json: `verify` does.
         unchecked = ref._replace(rows=None, sha256=None)
         try:
             local = fetch(self._open_store(ref.root), unchecked, self._scratch)

@@ -1,4 +1,4 @@
-"""`batchinfer clean`: what dead workers left goes, what anybody may still need stays."""
+"""`batchinfer clean` removes what dead workers left, and keeps whatever a worker may still need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PROBE = f"{layout.PROBES}0123456789abcdef"
 
 
 class LaterClock(SystemClock):
-    """The system's, some seconds ahead."""
+    """The system's clock, moved ahead by some seconds."""
 
     def __init__(self, ahead_seconds: float) -> None:
         self.ahead_seconds = ahead_seconds
@@ -78,7 +78,7 @@ def keys(store: Store) -> set[str]:
 
 
 def clean(store: Store, *, after_seconds: float = 2 * HOUR, **options: Any) -> dict[str, Any]:
-    """Clean some time later: by the store's clock, and by our own, which counts only in a dry run."""
+    """Clean after some time has passed on the store's clock and on our own, which counts only in a dry run."""
     clock = LaterClock(after_seconds)
     if isinstance(store, MemoryStore):
         store = MemoryStore(store.url, clock=clock.now)
@@ -92,7 +92,7 @@ def claim_of(worker: str, epoch: int = 1) -> bytes:
 
 
 def leave_everything(store: Store, worker: str = "gone") -> set[str]:
-    """What a worker leaves that was killed at the worst moments."""
+    """Write the objects that a worker leaves when it is killed at the worst moments."""
     left = {
         ORPHAN: b"{}\n",
         UNDONE_ORPHAN: b"{}\n",
@@ -121,7 +121,7 @@ def test_what_the_dead_left_goes_and_the_rest_stays(run: Store) -> None:
     before = keys(run)
     leave_everything(run)
     result = clean(run)
-    # Rows of an unfinished chunk are worth having; its claim is given back, not taken away.
+    # The rows of an unfinished chunk are kept, and its claim is released instead of being deleted.
     assert keys(run) == before | {UNDONE_SEGMENT, UNDONE_CLAIM, UNDONE_ORPHAN}
     assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
     assert sum(result["removed"].values()) == 4
@@ -151,7 +151,9 @@ def test_after_it_the_run_is_finished_as_if_nothing_had_been(run: Store, job: st
     overwrite(run, UNDONE_SEGMENT, b"not a record\n")
     clean(run)
     run_worker_here(job, run.url)
-    assert UNDONE_ORPHAN in keys(run)  # in nobody's way: the worker's output took another name
+    assert UNDONE_ORPHAN in keys(
+        run
+    )  # no marker rules it out yet: the other worker's output has another name
     clean(run)
     verdict = run_verify(
         VerifyConfig(run=run.url, is_deep=True), open_store=open_store, clock=SystemClock()
@@ -200,7 +202,7 @@ def test_what_a_marker_of_any_generation_names_stays(run: Store) -> None:
 
 
 def test_an_output_whose_marker_cannot_be_read_stays(run: Store) -> None:
-    """It may be the only copy, and its marker can be restored."""
+    """The output may be the only copy, and its marker can be restored."""
     overwrite(run, layout.marker_key(CHUNK), b"")
     clean(run)
     assert layout.output_key(layout.output_file(CHUNK)) in keys(run)
@@ -214,11 +216,13 @@ def test_what_a_live_worker_has_in_hand_stays(run: Store, key: str) -> None:
     clean(run, after_seconds=0, older_than_seconds=0)
     assert key in keys(run)
     assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
-    assert {ORPHAN, SEGMENT, CLAIM} <= keys(run)  # it may be at the chunk's next generation
+    assert {ORPHAN, SEGMENT, CLAIM} <= keys(
+        run
+    )  # the worker may be making the chunk's next generation
 
 
 def test_an_orphan_of_a_chunk_that_is_not_done_stays(run: Store) -> None:
-    """A worker that helps a slow one publishes without the claim, and one that slept for a day long after."""
+    """A worker that helps a slow one publishes without a claim, and a worker that slept for a day publishes late."""
     leave_everything(run)
     clean(run, after_seconds=1000 * HOUR)
     assert UNDONE_ORPHAN in keys(run)
@@ -228,7 +232,7 @@ def test_an_orphan_of_a_chunk_that_is_not_done_stays(run: Store) -> None:
 
 
 def test_an_orphan_that_the_next_generation_may_name_stays(run: Store) -> None:
-    """Rows in error may be done again: who does so has read their marker before its own output is made."""
+    """Error rows may be done again by a worker that has read their marker before it makes its own output."""
     before, after = (layout.output_key(layout.output_file(CHUNK, nonce)) for nonce in ("aa", "bb"))
     change_marker(run, CHUNK, rows_ok=9, rows_error=1)
     for key, seconds in ((before, -HOUR), (after, HOUR)):
@@ -276,7 +280,7 @@ def test_a_claim_that_changes_hands_meanwhile_is_left_alone(
         return found
 
     taken = [True]
-    # The inventory reads it first; the second reading is the one before the release.
+    # The inventory reads the claim first; the second read is the one before the release.
     inventory_read: list[Callable[[], None]] = []
     assert not inventory_read
     from batchinfer.runs import clean as module
@@ -319,7 +323,7 @@ def test_redo_makes_a_chunk_as_if_it_had_never_been_done(run: Store, job: str) -
 
 
 def test_checkpoints_of_a_repair_stay(run: Store, job: str) -> None:
-    """The chunk counts as done meanwhile; cleaned away, its repaired rows were to do again."""
+    """The chunk counts as done meanwhile; once, `clean` removed the segments of its repair, which began anew."""
     before = keys(run)
     marker = json.loads(run.get(layout.marker_key(CHUNK)).data)
     overwrite(
@@ -335,7 +339,7 @@ def test_checkpoints_of_a_repair_stay(run: Store, job: str) -> None:
 
 
 def test_redo_leaves_what_a_late_marker_may_come_to_name(run: Store) -> None:
-    """With the standing marker gone, nothing kept a sleeper's out, and its output was gone too."""
+    """Without the current marker a sleeping worker could publish its own, whose output had been removed."""
     orphan = f"{layout.OUTPUTS}{CHUNK}.{16 * 'b'}.jsonl"
     run.create(orphan, b"the sleeper's")
     clean(run, redo=[CHUNK])

@@ -1,4 +1,4 @@
-"""What a look at a run adds up to, from records alone."""
+"""Figures of a run, made from records alone."""
 
 from __future__ import annotations
 

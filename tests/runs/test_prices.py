@@ -1,4 +1,4 @@
-"""What machines cost, and where that is known from."""
+"""Prices of machines, and the lists that they come from."""
 
 from __future__ import annotations
 

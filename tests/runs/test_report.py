@@ -145,7 +145,7 @@ def test_the_policy_names_the_style_that_is_there(root: str) -> None:
 
 def test_hostile_answers_prompts_and_errors_are_text(root: str) -> None:
     page = Page(make(write(root)))
-    # In the answers, the example of an error, and the configuration.
+    # It stands in the answers, in the example of an error, and in the configuration.
     assert page.text.count(HOSTILE) >= 4
 
 
@@ -322,7 +322,7 @@ def test_the_command_writes_a_file_and_says_where(
 
 
 def test_the_pages_parts_are_package_data() -> None:
-    """A wheel that lacks the template would break only where nobody tests."""
+    """A wheel without the template would break only after it was installed."""
     import importlib.resources
 
     files = importlib.resources.files("batchinfer.runs")

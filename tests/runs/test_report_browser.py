@@ -206,7 +206,7 @@ def test_nothing_that_a_model_says_runs_or_asks(
 def test_the_policy_stops_what_escaping_let_through(
     tmp_path: Path, visit: Callable[..., Visit]
 ) -> None:
-    """As if the template had forgotten to escape: the second wall holds by itself."""
+    """The policy protects a page even if the template had forgotten to escape a text."""
     path = report(tmp_path)
     broken = path.read_text().replace(
         "</main>",

@@ -1,4 +1,4 @@
-"""`batchinfer verify`: every way to damage a run is found, and the command that it names mends it."""
+"""`batchinfer verify` finds every kind of damage to a run, and the command that it names fixes it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(job: str) -> Store:
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
 def outer_job(request: pytest.FixtureRequest) -> str:
-    """A job as users have them."""
+    """A job like those that users make."""
     if request.param == "local":
         return str(request.getfixturevalue("local_job"))
     url: str = request.getfixturevalue("s3_url")("job")
@@ -254,7 +254,7 @@ def _break_a_line(store: Store) -> None:
 
 
 def _replace_output(store: Store, lines: list[bytes]) -> None:
-    """Other lines, with a marker that vouches for them: only reading them finds it."""
+    """The marker has the checksum of the wrong lines, so only reading them finds the damage."""
     data = b"".join(line + b"\n" for line in lines)
     overwrite(store, OUTPUT, data)
     change_marker(store, CHUNK, output_bytes=len(data), output_sha256=codec.sha256(data))
@@ -447,7 +447,7 @@ def test_the_command_named_for_a_leftover_removes_it(local_job: str, left: str) 
 
 
 def test_an_output_whose_marker_cannot_be_read_is_no_leftover(run: Store, job: str) -> None:
-    """`clean` leaves it where it is: the marker may name it."""
+    """`clean` keeps an output that an unreadable marker may name."""
     overwrite(run, MARKER, b"{")
     verdict = verify(run)
     assert kinds(verdict) == {("corrupt", CHUNK)}
@@ -470,7 +470,7 @@ def test_an_edited_run_json_is_found_and_nothing_is_judged_by_it(run: Store) -> 
 
 
 def test_a_stopped_run_goes_on_before_its_workers_are_started(run: Store, job: str) -> None:
-    """They exit at once while stop.json is there."""
+    """Workers exit at once while stop.json is there."""
     run.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
     put_raw(run, layout.STOP_KEY, b"{}")
     verdict = verify(run)
@@ -655,7 +655,7 @@ OPTIONS: dict[str, list[str]] = {
 
 
 def _undo_a_chunk(run: str) -> str:
-    """Return the command that verify names for it."""
+    """Return the command that `verify` names for a run."""
     store = open_store(run)
     store.delete([layout.marker_key("part-00000"), layout.output_key("part-00000.jsonl")])
     (finding,) = verify(run).as_json()["findings"]
