@@ -171,6 +171,6 @@ def command(**options: Any) -> dict[str, Any]:
             f"would not work: {units.many(result['errors'], 'error')}, listed above",
             hint="mend them and check again; nothing was started",
         )
-        error.result = result  # type: ignore[attr-defined]  # printed by the command line
+        error.attach_result(result)
         raise error
     return result

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 from batchinfer.core.redaction import redact
 
@@ -78,7 +79,12 @@ class BatchinferError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message = redact(message)
         self.hint = redact(hint)
+        self.result: dict[str, Any] | None = None
         super().__init__(self.message)
+
+    def attach_result(self, result: dict[str, Any]) -> None:
+        """Keep the result object that the command line prints although the command failed."""
+        self.result = result
 
 
 class UsageError(BatchinferError):

@@ -283,7 +283,7 @@ def command(**options: Any) -> dict[str, Any]:
             tell(line)
     if not verdict.is_sound:
         error = verdict.error()
-        error.result = result  # type: ignore[attr-defined]  # printed by the command line
+        error.attach_result(result)
         raise error
     tell(f"{verdict.run}: complete and sound, {result['chunks_total']} chunks")
     return result

@@ -12,7 +12,7 @@ import itertools
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import FinishedRow, encode_rows
+from batchinfer.ledger.checkpoints import FinishedRow, batches, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
@@ -71,7 +71,14 @@ class OpenChunk:
     """A chunk being worked on."""
 
     def __init__(
-        self, ref: ChunkRef, local: LocalChunk, spool: Spool, *, num_rows: int, started: float
+        self,
+        ref: ChunkRef,
+        local: LocalChunk,
+        spool: Spool,
+        *,
+        num_rows: int,
+        started: float,
+        claim_etag: str = "",
     ) -> None:
         self.ref = ref
         self.name = ref.name
@@ -80,13 +87,16 @@ class OpenChunk:
         self.spool = spool
         self.started = started
         self.counts = RowCounts()
-        self.state = bytearray(num_rows)
+        self._state = bytearray(num_rows)
         self.num_left = num_rows
+        self.claim_etag = claim_etag
         self.deaths: dict[int, int] = {}
-        self.claim_etag = ""
+        """Engine deaths that a row was in flight at, by line."""
         self.segment_keys: list[str] = []
-        self.num_segments_written = 0
+        """Keys of the chunk's segments on storage that this worker has read or written."""
+        self.num_segments_begun = 0
         self.checkpointed_bytes = 0
+        """Bytes at the beginning of the spool whose rows are in a segment on storage."""
         self.generation = ref.generation
         self.num_unread = num_rows
         """Rows to do that `read_rows` has not yet passed; of a chunk that others began, few may be."""
@@ -106,7 +116,7 @@ class OpenChunk:
         size = 0
         if self._reader is None:
             self._reader = self.local.path.open("rb", buffering=_READ_BYTES)
-        state, todo, taken = self.state, RowState.TODO, RowState.TAKEN
+        state, todo, taken = self._state, RowState.TODO, RowState.TAKEN
         while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
             first = self._cursor
             count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
@@ -126,8 +136,12 @@ class OpenChunk:
                     size += len(line)
         return rows
 
-    def read_row(self, index: int) -> RawRow:
-        """Read one row, wherever it is. Slow: for the few that run alone."""
+    def take_row(self, line: int) -> RawRow:
+        """Read one row out of turn and mark it taken. Slow: for the few rows that run alone."""
+        self._state[line] = RowState.TAKEN
+        return self._read_row(line)
+
+    def _read_row(self, index: int) -> RawRow:
         with scratch_errors(self.local.path.parent), self.local.path.open("rb") as file:
             for number, line in enumerate(codec.lines(file)):
                 if number == index:
@@ -139,26 +153,58 @@ class OpenChunk:
         return [
             line
             for line, deaths in sorted(self.deaths.items())
-            if deaths >= DEATHS_BEFORE_ALONE and self.state[line] == RowState.TODO
+            if deaths >= DEATHS_BEFORE_ALONE and self._state[line] == RowState.TODO
         ]
 
     def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
         """Keep finished rows; return those that were not finished before. The first copy of a row stays."""
         fresh: list[FinishedRow] = []
-        state, todo, done = self.state, RowState.TODO, RowState.DONE
+        state, todo, done = self._state, RowState.TODO, RowState.DONE
         for row in rows:
             line = row.line
             before = state[line]
             if before != done:
                 state[line] = done
                 fresh.append(row)
-                if before == todo and line >= self._cursor:  # taken up: nobody reads it
+                if before == todo and line >= self._cursor:  # adopted: never read
                     self.num_unread -= 1
         if fresh:
             self.spool.append(*encode_rows(fresh))
             self.counts.add(fresh)
             self.num_left -= len(fresh)
         return fresh
+
+    def adopt(self, rows: Iterable[FinishedRow]) -> None:
+        """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
+        for batch in batches(rows):
+            self.counts.resumed += len(self.finish(batch))
+
+    def adopt_segments(
+        self, keys: Iterable[str], deaths: dict[int, int], *, holds_every_row: bool
+    ) -> None:
+        """Note the segments that `adopt` got its rows from.
+
+        Args:
+            keys: The segments' keys.
+            deaths: Engine deaths that a row was in flight at, by line.
+            holds_every_row: Whether the segments hold all rows that are finished now, so that no new one repeats them.
+        """
+        self.segment_keys.extend(keys)
+        self.deaths = deaths
+        if holds_every_row:
+            self.checkpointed_bytes = self.spool.size_bytes
+
+    def next_segment_number(self) -> int:
+        """Number the next segment of this chunk, from 1."""
+        self.num_segments_begun += 1
+        return self.num_segments_begun
+
+    def note_segment(self, key: str, end: int) -> int:
+        """Note a segment that was written: it holds the spool up to `end`. Return how many bytes of it are new."""
+        num_new = max(0, end - self.checkpointed_bytes)
+        self.segment_keys.append(key)
+        self.checkpointed_bytes += num_new
+        return num_new
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
         """The chunk's marker, but for what publishing fills in."""

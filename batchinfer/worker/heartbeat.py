@@ -76,7 +76,7 @@ class Heartbeat:
             )
         repeating = background.every(self.lease.heartbeat_seconds, self.beat)
         stack.callback(repeating.cancel)
-        telemetry.tell = partial(background.submit, self.beat)
+        telemetry.when_urgent(partial(background.submit, self.beat))
 
     def beat(self) -> None:
         """Write the record once, and look for a stop request. For any thread; what is wrong goes to the stopper."""

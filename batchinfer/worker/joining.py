@@ -208,10 +208,10 @@ def make_result(
         "worker": telemetry.latest.id,
         "model": config.engine.model or config.engine.engine,
         "seed": config.run_seed,
-        "request_count": telemetry.rows_done,
-        "response_count": telemetry.rows_done - telemetry.rows_error,
-        "error_count": telemetry.rows_error,
-        "errors": telemetry.errors,
+        "request_count": telemetry.tally.rows,
+        "response_count": telemetry.tally.rows - telemetry.tally.num_errors,
+        "error_count": telemetry.tally.num_errors,
+        "errors": dict(telemetry.tally.errors),
         "rows_resumed": telemetry.rows_resumed,
         "chunks_total": telemetry.num_chunks,
         "chunks_done": telemetry.chunks_done,
@@ -224,12 +224,12 @@ def make_result(
         "preemptions": telemetry.stats.preemptions,
         "replicas": info.num_replicas if info else None,
         "replicas_lost": telemetry.stats.replicas_lost,
-        "total_prompt_tokens": telemetry.prompt_tokens,
-        "total_cached_tokens": telemetry.cached_tokens,
-        "total_tokens_generated": telemetry.completion_tokens,
+        "total_prompt_tokens": telemetry.tally.prompt_tokens,
+        "total_cached_tokens": telemetry.tally.cached_tokens,
+        "total_tokens_generated": telemetry.tally.completion_tokens,
         "tokens_per_sec": {
-            "input": round(telemetry.prompt_tokens / seconds, 3),
-            "output": round(telemetry.completion_tokens / seconds, 3),
+            "input": round(telemetry.tally.prompt_tokens / seconds, 3),
+            "output": round(telemetry.tally.completion_tokens / seconds, 3),
         },
     }
     if error is not None:
@@ -248,19 +248,19 @@ def run_id(run: Run | None) -> str:
 
 def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
     """Raise ErrorRateExceeded, with the commonest errors, once more rows failed than --max-error-rate allows."""
-    if config.max_error_rate is None or telemetry.rows_error < config.min_errors:
+    if config.max_error_rate is None or telemetry.tally.num_errors < config.min_errors:
         return
-    rate = telemetry.rows_error / telemetry.rows_done
+    rate = telemetry.tally.num_errors / telemetry.tally.rows
     if rate <= config.max_error_rate:
         return
-    commonest = sorted(telemetry.errors.items(), key=lambda item: -item[1])[:3]
+    commonest = sorted(telemetry.tally.errors.items(), key=lambda item: -item[1])[:3]
     lines = []
     for code, count in commonest:
-        example = telemetry.examples.get(code)
+        example = telemetry.tally.examples.get(code)
         where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
         lines.append(f"  {count} x {code}{where}")
     raise ErrorRateExceeded(
-        f"{rate:.1%} of {telemetry.rows_done} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
+        f"{rate:.1%} of {telemetry.tally.rows} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
         + "\n".join(lines),
         hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
     )

@@ -1,9 +1,11 @@
-"""The chunks that a worker has open: opening, checkpointing and publishing them, all in the background.
+"""Open chunks: an `OpenChunks` owns each chunk of a worker from its opening until it is published or given back.
 
     schedule -> opening -> open -> (all rows done) -> publishing -> closed
 
-Belongs to the main thread; nothing here blocks. A chunk that cannot be opened or published stops neither the others
-nor generation: it is tried again, then kept in `failures` for the end.
+Opening, checkpointing and publishing run in the background; `tick`, which the worker's loop calls, collects what they
+came to and starts what is due. Everything here runs on the main thread, and only `release_all` blocks. A chunk that
+cannot be opened or published stops neither the other chunks nor generation: it is tried again, then kept in `failures`
+until the end.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from batchinfer.cli.logs import event
 from batchinfer.core.errors import BatchinferError, InputError, ScratchFull, StorageError
@@ -53,6 +56,21 @@ class _Retry:
     attempts: int
 
 
+class Demand(NamedTuple):
+    """The rows that the engine needs of the open chunks, as of one round of the worker's loop."""
+
+    rows_ahead: int = 0
+    """Rows of open chunks that the engine has not taken yet."""
+    rows_wanted: int = 0
+    """Rows ahead that keep the engine busy; more chunks are opened until there are so many."""
+    rows_per_second: float = 0.0
+    """Rows that the engine finishes per second now."""
+    own_rate: float | None = None
+    """Rows per second of this start on the average. Owners that are slower are helped; None helps nobody."""
+    is_building: bool = False
+    """Whether a background job may be reading the files of chunks, closed ones included."""
+
+
 class OpenChunks:
     """See the module."""
 
@@ -88,10 +106,15 @@ class OpenChunks:
         self._opening_seconds = _FIRST_OPENING_SECONDS
         self.open: dict[str, OpenChunk] = {}
         self.failures: dict[str, BatchinferError] = {}
-        self.is_closing = False
+        self._is_closing = False
         self._is_saving = False
 
     # -- state
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no chunk is opened, and no row handed out, any more."""
+        return self._is_closing
 
     @property
     def num_unread(self) -> int:
@@ -124,21 +147,11 @@ class OpenChunks:
 
     def allow_publishing(self, fingerprint: str) -> None:
         """The run that the worker has joined is known: from the next round on, complete chunks are published."""
-        self._publish_queue.fingerprint = self._checkpointer.fingerprint = fingerprint
+        self._checkpointer.join(fingerprint)
+        self._publish_queue.join(fingerprint)
 
-    def tick(
-        self,
-        *,
-        rows_ahead: int,
-        rows_wanted: int,
-        rows_per_second: float,
-        own_rate: float | None,
-        is_building: bool,
-    ) -> list[str]:
+    def tick(self, demand: Demand) -> list[str]:
         """Collect what has finished in the background and start what is due. Return chunks that others published.
-
-        `rows_per_second` is what the engine eats now, `own_rate` what this worker did on the average: a slower one is
-        helped (see Schedule.tick).
 
         Raises:
             BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
@@ -146,7 +159,7 @@ class OpenChunks:
         self._checkpointer.tick()
         self._collect_published()
         self._collect_openings()
-        lost = [] if self.is_closing else self._schedule.tick(list(self.open), own_rate)
+        lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in lost:
             chunk = self.open.get(name)
             # What is being published finds the other's marker by itself, and needs its files until then.
@@ -155,9 +168,9 @@ class OpenChunks:
         self._retry_openings()
         self._publish_queue.start()
         # While a chunk opens, the engine eats this many rows; twice that, so that no bucket's mood starves it.
-        cushion = int(2 * rows_per_second * self._opening_seconds)
-        self._start_openings(rows_ahead, max(rows_wanted, rows_wanted + cushion))
-        if not is_building:
+        cushion = int(2 * demand.rows_per_second * self._opening_seconds)
+        self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
+        if not demand.is_building:
             self._clean_retired()
         return lost
 
@@ -178,7 +191,12 @@ class OpenChunks:
 
     def begin_saving(self) -> None:
         """The worker ends early: from now on every finished row goes into a checkpoint, whatever else is on its way."""
-        self.is_closing = self._is_saving = True
+        self._is_saving = True
+        self.close()
+
+    def close(self) -> None:
+        """Open no more chunks and hand out no more rows, for good. Idempotent."""
+        self._is_closing = True
 
     def _may_checkpoint(self, chunk: OpenChunk) -> bool:
         if self.open.get(chunk.name) is not chunk:

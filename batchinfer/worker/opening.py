@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
 from batchinfer.core.records import Marker
 from batchinfer.formats import read_line
-from batchinfer.ledger.checkpoints import FinishedRow, Segments, batches
+from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
@@ -126,8 +126,8 @@ class Opener:
             Spool(self._scratch.new_path(f"{ref.name}.spool"), num_rows),
             num_rows=num_rows,
             started=now,
+            claim_etag=claim.etag,
         )
-        chunk.claim_etag = claim.etag
         may_have_segments = chunk.name in self.chunks_with_checkpoints
         if claim.is_new and not may_have_segments and not chunk.generation:
             return chunk
@@ -148,17 +148,16 @@ class Opener:
             num_lines=chunk.num_rows,
         )
         # Segments of the generation before may still lie about; its error rows are what this one does again.
-        _take_up(chunk, (row for row in segments.rows() if row.ok or not chunk.generation))
+        chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
         if segments.has_vanished:
             marker = self._standing_marker(chunk.ref, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
-        chunk.segment_keys.extend(segments.keys)
-        chunk.deaths = segments.deaths
-        if not segments.has_vanished:
-            # What was read from storage is safe there until the marker: no segment repeats it.
-            chunk.checkpointed_bytes = chunk.spool.size_bytes
+        # Rows that were read from storage are safe there until the marker: no segment repeats them.
+        chunk.adopt_segments(
+            segments.keys, segments.deaths, holds_every_row=not segments.has_vanished
+        )
         return chunk
 
     def _standing_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
@@ -200,7 +199,7 @@ class Opener:
                         f"batchinfer clean RUN --redo {chunk.name} --yes",
                     )
                 file.seek(0)
-                _take_up(chunk, good_rows(file, chunk.num_rows))
+                chunk.adopt(good_rows(file, chunk.num_rows))
         finally:
             remove_quietly(path)
 
@@ -214,12 +213,6 @@ class Opener:
             if taken is not None:
                 return taken
         return claims.take(name)
-
-
-def _take_up(chunk: OpenChunk, rows: Iterable[FinishedRow]) -> None:
-    """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
-    for batch in batches(rows):
-        chunk.counts.resumed += len(chunk.finish(batch))
 
 
 def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:

@@ -82,8 +82,12 @@ class PublishQueue:
         self._save = save
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
-        self.fingerprint = ""
+        self._fingerprint = ""
         """The run's; nothing is published before it is known."""
+
+    def join(self, fingerprint: str) -> None:
+        """Learn the fingerprint of the run that the worker has joined."""
+        self._fingerprint = fingerprint
 
     @property
     def is_busy(self) -> bool:
@@ -139,12 +143,12 @@ class PublishQueue:
 
     def _may_publish(self) -> bool:
         """Without a fresh heartbeat others may have taken our chunks: wait until it is renewed, or refused."""
-        return bool(self.fingerprint) and self._run.lease.is_held()
+        return bool(self._fingerprint) and self._run.lease.is_held()
 
     def _publish(self, chunk: OpenChunk, attempts: int) -> None:
         run = self._run
         marker = chunk.marker(
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint,
             worker=run.lease.worker_id,
             epoch=run.lease.epoch,
             start=iso_utc(chunk.started),
@@ -233,8 +237,12 @@ class Checkpointer:
         self._may_write = may_write
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
-        self.fingerprint = ""
+        self._fingerprint = ""
         """The run's; known before the first row is finished."""
+
+    def join(self, fingerprint: str) -> None:
+        """Learn the fingerprint of the run that the worker has joined."""
+        self._fingerprint = fingerprint
 
     @property
     def is_busy(self) -> bool:
@@ -276,9 +284,8 @@ class Checkpointer:
 
     def _write(self, chunk: OpenChunk, read: Callable[[], bytes], end: int) -> None:
         run = self._run
-        chunk.num_segments_written += 1
         key = layout.segment_key(
-            chunk.name, run.lease.epoch, run.lease.writer, chunk.num_segments_written
+            chunk.name, run.lease.epoch, run.lease.writer, chunk.next_segment_number()
         )
 
         def work() -> int:
@@ -289,7 +296,7 @@ class Checkpointer:
                 key,
                 data,
                 chunk_sha256=chunk.local.sha256,
-                fingerprint=self.fingerprint,
+                fingerprint=self._fingerprint,
             )
             return data.count(b"\n")
 
@@ -312,14 +319,12 @@ class Checkpointer:
                 logger.warning("%s: checkpoint not written (%s); %s", entry.key, error, then)
                 continue
             chunk = entry.chunk
-            size = max(0, entry.end - chunk.checkpointed_bytes)
+            size = chunk.note_segment(entry.key, entry.end)
             logger.info(
                 "%s: %s",
                 chunk.name,
                 entry.describe(num_records),
                 extra=event("checkpoint", chunk=chunk.name, key=entry.key, bytes=size),
             )
-            chunk.segment_keys.append(entry.key)
-            chunk.checkpointed_bytes = max(chunk.checkpointed_bytes, entry.end)
             if entry.is_cut:
                 self._asked.append(chunk)

@@ -29,21 +29,21 @@ def describe(telemetry: Telemetry) -> str:
 
     The time left comes from this start's own rate, and counts its own manifests only.
     """
-    done, resumed = telemetry.rows_done, telemetry.rows_resumed + telemetry.rows_skipped
-    seconds = telemetry.busy_seconds
+    done, resumed = telemetry.tally.rows, telemetry.rows_resumed + telemetry.rows_skipped
+    tally, seconds = telemetry.tally, telemetry.busy_seconds
     total = f"/{telemetry.num_rows}" if telemetry.num_rows else ""
     parts = [f"{done + resumed}{total} rows ({resumed} resumed)"]
     if seconds > 0 and done:
         rate = done / seconds
         parts.append(f"{rate:.1f} rows/s")
         parts.append(
-            f"{telemetry.prompt_tokens / seconds:.0f} tok/s in, {telemetry.completion_tokens / seconds:.0f} out"
+            f"{tally.prompt_tokens / seconds:.0f} tok/s in, {tally.completion_tokens / seconds:.0f} out"
         )
         left = telemetry.num_rows - done - resumed
         if telemetry.num_rows and left > 0:
             parts.append(f"ETA {_duration(left / rate)}")
-    if telemetry.rows_error:
-        parts.append(f"{telemetry.rows_error} errors")
+    if telemetry.tally.num_errors:
+        parts.append(f"{telemetry.tally.num_errors} errors")
     return ", ".join(parts)
 
 
@@ -63,11 +63,11 @@ class _Lines:
             self._due = now + LINE_SECONDS
             state = "engine loading; " if telemetry.is_loading else ""
             sums = {
-                "rows": telemetry.rows_done,
+                "rows": telemetry.tally.rows,
                 "rows_resumed": telemetry.rows_resumed,
-                "rows_error": telemetry.rows_error,
-                "prompt_tokens": telemetry.prompt_tokens,
-                "completion_tokens": telemetry.completion_tokens,
+                "rows_error": telemetry.tally.num_errors,
+                "prompt_tokens": telemetry.tally.prompt_tokens,
+                "completion_tokens": telemetry.tally.completion_tokens,
             }
             logger.info("%s%s", state, describe(telemetry), extra=event("progress", **sums))
 
@@ -92,14 +92,14 @@ class _Bar:
         if telemetry.num_rows and self._bar.total is None:
             self._bar.total = telemetry.num_rows
             self._bar.initial = telemetry.rows_skipped
-        self._bar.n = telemetry.rows_done + telemetry.rows_resumed + telemetry.rows_skipped
+        self._bar.n = telemetry.tally.rows + telemetry.rows_resumed + telemetry.rows_skipped
         self._bar.set_description(
             "loading engine" if telemetry.is_loading else "rows", refresh=False
         )
         seconds = max(telemetry.busy_seconds, 1e-9)
         self._bar.set_postfix_str(
             f"{telemetry.rows_resumed + telemetry.rows_skipped} resumed, "
-            f"{telemetry.prompt_tokens / seconds:.0f} tok/s in, "
-            f"{telemetry.completion_tokens / seconds:.0f} out, {telemetry.rows_error} errors",
+            f"{telemetry.tally.prompt_tokens / seconds:.0f} tok/s in, "
+            f"{telemetry.tally.completion_tokens / seconds:.0f} out, {telemetry.tally.num_errors} errors",
             refresh=True,
         )

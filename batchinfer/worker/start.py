@@ -1,4 +1,4 @@
-"""One start of a worker: run a model over the chunks of its manifests until every one of them has a marker.
+"""One start of a worker, the owner of its main loop: run a model over chunks until every one has a marker.
 
 A worker may end at any instant, SIGKILL included, and be started again anywhere: what is on storage then is all that
 the next one needs.
@@ -47,7 +47,7 @@ from batchinfer.worker.joining import (
     make_result,
     read_work,
 )
-from batchinfer.worker.open_chunks import OpenChunks
+from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import Opener
 from batchinfer.worker.schedule import Schedule, rows_per_second
 from batchinfer.worker.stream import RowStream
@@ -74,16 +74,16 @@ def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]
     Raises:
         BatchinferError: with the exit status that design and docs/cli.md give; `result` holds the counts so far.
     """
-    worker = _Worker(config, environment)
+    start = _Start(config, environment)
     try:
-        worker.run()
+        start.run()
     except BatchinferError as error:
-        error.result = worker.result(error)  # type: ignore[attr-defined]
+        error.attach_result(start.result(error))
         raise
-    return worker.result(None)
+    return start.result(None)
 
 
-class _Worker:
+class _Start:
     """One start of a worker. `run` is the whole story; the rest are its paragraphs."""
 
     def __init__(self, config: WorkerConfig, environment: Environment) -> None:
@@ -92,9 +92,7 @@ class _Worker:
         self.clock = environment.clock
         self.nonce = environment.new_nonce()
         self.worker_id = config.worker_id or f"w-{environment.new_nonce()}"
-        self.telemetry = Telemetry(
-            self.worker_id, environment.clock, host=config.host, num_chunks=0
-        )
+        self.telemetry = Telemetry(self.worker_id, environment.clock, host=config.host)
         self.store = environment.open_store(config.output)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
@@ -119,10 +117,8 @@ class _Worker:
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
                 self.telemetry.set_state("done")
-                if (
-                    self.telemetry.rows_done
-                    and self.telemetry.rows_error == self.telemetry.rows_done
-                ):
+                tally = self.telemetry.tally
+                if tally.rows and tally.num_errors == tally.rows:
                     logger.warning(
                         "every row failed; see `errors` in the result, and --max-error-rate"
                     )
@@ -138,8 +134,7 @@ class _Worker:
         assignment = self._unless_stopped(
             partial(read_work, self.config, self.environment, self.store)
         )
-        self.telemetry.num_chunks = len(assignment.chunks)
-        self.telemetry.num_rows = _num_rows(assignment.chunks)
+        self.telemetry.count_work(chunks=len(assignment.chunks), rows=_num_rows(assignment.chunks))
         self._unless_stopped(partial(check_stop_request, self.store))
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
@@ -282,8 +277,7 @@ class _Worker:
         own = membership.assignment.chunks
         left = membership.chunks_left(done, self._goal(done, own))
         num_done = len(own) - len(left)
-        self.telemetry.count_skipped(num_done)
-        self.telemetry.rows_skipped = _num_rows(own) - _num_rows(left)
+        self.telemetry.count_skipped(chunks=num_done, rows=_num_rows(own) - _num_rows(left))
         logger.info(
             "%d chunks in the manifests, %d done before",
             len(own),
@@ -357,13 +351,8 @@ class _Worker:
             if open_chunks is not None:
                 if open_chunks.is_drained:
                     return None
-                open_chunks.tick(
-                    rows_ahead=open_chunks.num_unread,
-                    rows_wanted=self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING,
-                    rows_per_second=0.0,
-                    own_rate=None,
-                    is_building=False,
-                )
+                wanted = self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING
+                open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
         # An engine that was stopped while it loaded says so too, but not why.
@@ -381,12 +370,13 @@ class _Worker:
         """The loop: the engine takes rows as it has room, and gives back what finished."""
         stopper = self.environment.stopper
         batches = engine.generate(stream, stopper)
+        self._keep_books(stream, open_chunks)
         try:
             for completions in batches:
                 self.telemetry.rows_in_engine(stream.num_in_flight)
                 check_parameters(self.config, completions)
                 stream.handle(completions)
-                stream.tick()
+                self._keep_books(stream, open_chunks)
                 self._round(engine, open_chunks)
                 if stopper.is_requested:
                     if not open_chunks.is_closing:
@@ -395,8 +385,8 @@ class _Worker:
                             stopper.error,
                             extra=event("stop_requested", reason=str(stopper.error)),
                         )
-                        open_chunks.is_closing = True
-                        # At once: whoever asked may not wait for the rows in flight.
+                        open_chunks.close()
+                        # At once: the machine may be gone before the rows in flight are finished.
                         open_chunks.checkpoint()
                     if not stream.num_in_flight or stopper.is_set():
                         break
@@ -404,22 +394,29 @@ class _Worker:
                     break
         finally:
             _close(batches)
-        self.telemetry.engine_stats(engine.stats())
+        self.telemetry.note_engine_stats(engine.stats())
         self.environment.stopper.raise_if_requested()
+
+    def _keep_books(self, stream: RowStream, open_chunks: OpenChunks) -> None:
+        """Collect what the background has done and start what is due: prompts, chunks, checkpoints and outputs."""
+        stream.collect()
+        published_by_others = open_chunks.tick(stream.demand)
+        stream.drop(published_by_others)
+        stream.prepare()
 
     def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
         """What is due now and then: checkpoints, the record, the policy."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
         every_rows = self.config.checkpoint_rows
-        rows_done = self.telemetry.rows_done
+        rows_done = self.telemetry.tally.rows
         is_due = now - since >= self.config.checkpoint_seconds
         if is_due or (every_rows is not None and rows_done - rows >= every_rows):
             open_chunks.checkpoint()
             self._checkpointed = (now, rows_done)
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._snapshot_at = now
-            self.telemetry.engine_stats(engine.stats())
+            self.telemetry.note_engine_stats(engine.stats())
             self.telemetry.snapshot()
             check_error_rate(self.config, self.telemetry)
         self.environment.show_progress(self.telemetry)
@@ -428,7 +425,7 @@ class _Worker:
         """Publish what is still on its way."""
         while not open_chunks.is_drained:
             self.environment.stopper.raise_if_requested()
-            stream.tick()
+            self._keep_books(stream, open_chunks)
             self.environment.show_progress(self.telemetry)
             if not open_chunks.is_drained:
                 self.environment.background.wait(_POLL_SECONDS)
@@ -451,9 +448,7 @@ class _Worker:
     def _save_more(self, open_chunks: OpenChunks) -> None:
         """One round of saving. What fails for one chunk keeps no other from being saved."""
         try:
-            open_chunks.tick(
-                rows_ahead=0, rows_wanted=0, rows_per_second=0.0, own_rate=None, is_building=True
-            )
+            open_chunks.tick(Demand(is_building=True))
         except Superseded:
             raise
         except BatchinferError as error:

@@ -1,16 +1,20 @@
-"""One stream of rows through all of a worker's chunks: the engine's request source, and where completions go back.
+"""The rows of a worker between its open chunks and its engine: a `RowStream` owns every row that is under way.
 
-    open chunks -> building (prompts, tokens) -> ready -> in flight -> finished
+    open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
-Rows of many chunks are in the engine at once; the chunk is only where a row's result is kept. Belongs to the main
-thread. Nothing here blocks but `wait`, which the engine calls only when it has nothing to do.
+Rows of many chunks are in the engine at once; the chunk is only where a row's result is kept. Everything here runs on
+the main thread. Two callers take turns on it:
+
+* the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
+* the worker's loop (start.py) gives completions back with `handle` and keeps the books, in this order:
+  `collect`, `demand`, `drop`, `prepare`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -20,9 +24,9 @@ from batchinfer.formats import Encoder
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Code, Prepared, PromptBuilder
 from batchinfer.worker.background import Pending
-from batchinfer.worker.chunk import DEATHS_BEFORE_ERROR, OpenChunk, RowState
+from batchinfer.worker.chunk import DEATHS_BEFORE_ERROR, OpenChunk
 from batchinfer.worker.config import Environment, Limits
-from batchinfer.worker.open_chunks import OpenChunks
+from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
 from batchinfer.worker.telemetry import Telemetry
 
@@ -83,13 +87,12 @@ class RowStream:
         self._ticked = self._clock.monotonic()
         self._tokens_per_row = 0.0
 
-    # -- what the engine asks
+    # -- the engine
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """See engines.RequestSource. `free_slots` matters only with a prefix window."""
+        """Hand out rows that are ready; see engines.RequestSource. `free_slots` matters only with a prefix window."""
         if self._open_chunks.is_closing:
             return None
-        self.tick()
         if not self._window.size or not free_slots:
             free_slots = [max_requests]
         self._release(free_slots)
@@ -100,24 +103,14 @@ class RowStream:
                 flight = self._ready.pop(index)
                 if self._open_chunks.open.get(flight.chunk.name) is flight.chunk:
                     requests.append(self._send(flight))
-        if requests or self._in_flight or self._ready or len(self._window):
-            return requests
-        if self._building is None and not self._open_chunks.num_unread:
-            alone = self._next_alone()
-            if alone is not None:
-                return [alone]
-            if not self._open_chunks.may_grow:
-                # "Never" is for good: a chunk opened after this would be held, and no engine would do it.
-                self._open_chunks.is_closing = True
-                return None
-        return []
+        return requests
 
     def wait(self, timeout_seconds: float) -> None:
-        """See engines.RequestSource."""
-        self._background.wait(timeout_seconds)
-        self.tick()
+        """See engines.RequestSource. Returns at once if `take` has something to say already."""
+        if not self._num_waiting and not self._open_chunks.is_closing:
+            self._background.wait(timeout_seconds)
 
-    # -- what the worker's loop calls
+    # -- the worker's loop
 
     def handle(self, completions: Iterable[Completion]) -> None:
         """Take back what the engine finished."""
@@ -143,21 +136,45 @@ class RowStream:
         for name, rows in finished.items():
             self._finish(name, rows)
 
-    def tick(self) -> None:
-        """Collect prompts that are built, keep enough of them ready, and let the open chunks do their round."""
+    def collect(self) -> None:
+        """Collect the prompts that are built, and bring the rates up to date."""
         self._collect_built()
         self._update_rate()
-        num_ahead = self._num_waiting + self._num_building + self._open_chunks.num_unread
-        lost = self._open_chunks.tick(
-            rows_ahead=num_ahead,
+
+    @property
+    def demand(self) -> Demand:
+        """The rows that the engine needs of the open chunks."""
+        return Demand(
+            rows_ahead=self._num_waiting + self._num_building + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
             own_rate=self.rows_per_second,
             is_building=self._building is not None,
         )
-        if lost:
-            self._forget(set(lost))
+
+    def drop(self, names: Collection[str]) -> None:
+        """Drop the rows of these chunks, because somebody else has published them."""
+        if not names:
+            return
+        self._in_flight = {
+            key: flight for key, flight in self._in_flight.items() if key[0] not in names
+        }
+        self._ready.keep(lambda flight: flight.chunk.name not in names)
+        self._window.keep(lambda flight: flight.chunk.name not in names)
+        if self._alone is not None and self._alone[0] in names:
+            self._alone = None
+
+    def prepare(self) -> None:
+        """Get the next rows ready for `take`: build prompts; once none is left, run suspect rows alone, then close."""
         self._build_more()
+        if self._open_chunks.is_closing or self._in_flight or self._num_waiting:
+            return
+        if self._building is not None or self._open_chunks.num_unread:
+            return
+        if not self._prepare_alone() and not self._open_chunks.may_grow:
+            # From now on `take` answers None, "never", and that is for good: a chunk that were opened after this would
+            # be claimed, and no engine would do its rows.
+            self._open_chunks.close()
 
     @property
     def rows_per_second(self) -> float:
@@ -282,14 +299,12 @@ class RowStream:
         )
         return self._encode(prepared, Completion(key=prepared.key, failure=failure))
 
-    def _next_alone(self) -> Request | None:
-        """The next row that may kill the engine, now that nothing else is in it."""
+    def _prepare_alone(self) -> bool:
+        """Get the next row that may kill the engine ready, now that the engine is empty. False if there is none."""
         for chunk in list(self._open_chunks.open.values()):
             for line in chunk.rows_to_run_alone():
-                chunk.state[line] = RowState.TAKEN
-                prepared = self._builder.build(
-                    chunk.name, chunk.ref.first_row, [chunk.read_row(line)]
-                )[0]
+                row = chunk.take_row(line)
+                [prepared] = self._builder.build(chunk.name, chunk.ref.first_row, [row])
                 if chunk.deaths[line] >= DEATHS_BEFORE_ERROR and prepared.request is not None:
                     failure = Failure(
                         code="engine_crash",
@@ -306,18 +321,9 @@ class RowStream:
                         line,
                     )
                     self._alone = prepared.key
-                    return self._send(_Flight(chunk, prepared))
-        return None
-
-    def _forget(self, names: set[str]) -> None:
-        """Drop the rows of chunks that somebody else has published."""
-        self._in_flight = {
-            key: flight for key, flight in self._in_flight.items() if key[0] not in names
-        }
-        self._ready.keep(lambda flight: flight.chunk.name not in names)
-        self._window.keep(lambda flight: flight.chunk.name not in names)
-        if self._alone is not None and self._alone[0] in names:
-            self._alone = None
+                    self._ready.put_back(_Flight(chunk, prepared))
+                    return True
+        return False
 
     def _update_rate(self) -> None:
         """Keep two rates, both of the time in which rows were in the engine: the recent one, and that of all of it."""

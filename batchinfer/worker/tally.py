@@ -47,6 +47,11 @@ class Tally:
         self._series: list[Minute] = []
         self._recent: dict[int, list[int]] = {}
 
+    @property
+    def num_errors(self) -> int:
+        """Failed rows."""
+        return self.errors.total()
+
     def add(self, rows: list[FinishedRow], minute: int) -> None:
         """Count rows that finished in a minute (whole minutes since 1970)."""
         prompt_tokens = sum([row.prompt_tokens for row in rows])
@@ -79,12 +84,11 @@ class Tally:
 
     def on_top_of(self, base: Worker) -> Worker:
         """The record of earlier starts with these rows added."""
-        num_errors = self.errors.total()
         return msgspec.structs.replace(
             base,
             rows_done=base.rows_done + self.rows,
-            rows_ok=base.rows_ok + self.rows - num_errors,
-            rows_error=base.rows_error + num_errors,
+            rows_ok=base.rows_ok + self.rows - self.num_errors,
+            rows_error=base.rows_error + self.num_errors,
             prompt_tokens=base.prompt_tokens + self.prompt_tokens,
             cached_tokens=base.cached_tokens + self.cached_tokens,
             completion_tokens=base.completion_tokens + self.completion_tokens,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 from batchinfer.cli.logs import event
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted, PolicyStop, StopRequested
-from batchinfer.core.records import EngineInfo, EngineStats, ErrorExample, Failure, Span, Worker
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Span, Worker
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.worker.chunk import OpenChunk
@@ -31,17 +30,30 @@ WAITING_SECONDS = 30.0
 class Telemetry:
     """Counts on the main thread; `latest` is an immutable record for any thread."""
 
-    def __init__(
-        self, worker_id: str, clock: Clock, *, host: dict[str, Any], num_chunks: int
-    ) -> None:
+    def __init__(self, worker_id: str, clock: Clock, *, host: dict[str, Any]) -> None:
         self._clock = clock
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
-        self.num_chunks = num_chunks
+        self.tally = Tally()
+        """Sums over the rows that finished in this start; resumed rows are left out."""
+        self.num_chunks = 0
+        """Chunks of the own manifests."""
         self.num_rows = 0
         """Rows of the own manifests, where known."""
         self.rows_skipped = 0
-        """Of these, in chunks that were done before."""
+        """Rows of the own manifests in chunks that were done before this start."""
+        self.rows_resumed = 0
+        """Rows that this start took over from checkpoints."""
+        self.chunks_resumed = 0
+        """Chunks of which this start took over rows from checkpoints."""
+        self.chunks_done = 0
+        """Chunks published by this start."""
+        self.chunks_skipped = 0
+        """Chunks that somebody else had done, or an earlier start."""
+        self.attempts = 1
+        """Starts, this one included, since one finished a new row."""
+        self.stats = EngineStats()
+        """The engine's counters when last asked."""
         self._base = Worker(
             id=worker_id,
             epoch=0,
@@ -53,19 +65,14 @@ class Telemetry:
         )
         self._state = "loading"
         self._reason = ""
-        self._attempts = 1
         self._has_had_a_chunk = False
-        self.tell: Callable[[], object] = lambda: None
-        """Called when `latest` says what must not wait for the next heartbeat."""
+        self._write_now: Callable[[], object] = lambda: None
         self._engine: dict[str, Any] = {}
         self._open: dict[str, OpenChunk] = {}
-        self._counts: Counter[str] = Counter()
-        self._tally = Tally()
         self._spans: list[Span] = []
         self._running_since: float | None = None
         self._running_until: float | None = None
         self._load_seconds = 0.0
-        self._stats = EngineStats()
         self._epoch = 0
         self.latest = self._base
 
@@ -83,7 +90,7 @@ class Telemetry:
                 spans=[*before.spans, *_killed(before)] if is_kill else before.spans,
                 open_spans=[],
             )
-            self._attempts = before.attempts + 1
+            self.attempts = before.attempts + 1
             self._epoch = before.epoch + 1
         else:
             self._epoch = 1
@@ -99,7 +106,7 @@ class Telemetry:
             self._base.id,
             self._epoch,
             extra=event(
-                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self._attempts
+                "worker_started", worker=self._base.id, epoch=self._epoch, attempt=self.attempts
             ),
         )
         if before is not None:
@@ -116,19 +123,19 @@ class Telemetry:
 
     def log_end(self) -> None:
         """Say how this start ended. The last line of a worker's log."""
-        if self._tally.errors:
+        if self.tally.errors:
             logger.info(
                 "failed rows: %s",
-                ", ".join(f"{count} x {code}" for code, count in self._tally.errors.most_common()),
-                extra=event("row_errors", errors=self.errors),
+                ", ".join(f"{count} x {code}" for code, count in self.tally.errors.most_common()),
+                extra=event("row_errors", errors=dict(self.tally.errors)),
             )
         logger.info(
             "worker %s: %s after %.0f s, %d rows, %d failed%s",
             self._base.id,
             self._state,
             self.run_seconds,
-            self.rows_done,
-            self.rows_error,
+            self.tally.rows,
+            self.tally.num_errors,
             f" ({self._reason})" if self._reason else "",
             extra=event(
                 "worker_ended",
@@ -137,19 +144,14 @@ class Telemetry:
                 state=self._state,
                 reason=self._reason,
                 seconds=round(self.run_seconds, 3),
-                rows=self.rows_done,
-                rows_error=self.rows_error,
+                rows=self.tally.rows,
+                rows_error=self.tally.num_errors,
                 rows_resumed=self.rows_resumed,
                 chunks_done=self.chunks_done,
-                prompt_tokens=self.prompt_tokens,
-                completion_tokens=self.completion_tokens,
+                prompt_tokens=self.tally.prompt_tokens,
+                completion_tokens=self.tally.completion_tokens,
             ),
         )
-
-    @property
-    def attempts(self) -> int:
-        """Starts, this one included, since one finished a new row."""
-        return self._attempts
 
     @property
     def is_loading(self) -> bool:
@@ -195,7 +197,7 @@ class Telemetry:
         if state in ENDED_STATES:
             self._running_until = self._clock.monotonic()
         if state == "done":
-            self._attempts = 0
+            self.attempts = 0
 
     def end_with(self, error: BatchinferError) -> None:
         """Enter the state in which an error ends this start.
@@ -204,21 +206,21 @@ class Telemetry:
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)
         if isinstance(error, StopRequested | Interrupted):
-            self._attempts = max(0, self._attempts - 1)
+            self.attempts = max(0, self.attempts - 1)
         self.set_state(
             "stopped" if is_asked else "failed", f"{type(error).__name__}: {error.message}"[:500]
         )
 
-    def engine_stats(self, stats: EngineStats) -> None:
-        """Take the engine's counters. Says so, once, when rows are computed twice."""
-        if stats.preemptions and not self._stats.preemptions:
+    def note_engine_stats(self, stats: EngineStats) -> None:
+        """Keep the engine's counters. Warns, once, when the engine computes rows twice."""
+        if stats.preemptions and not self.stats.preemptions:
             logger.warning(
                 "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
                 "more memory: --gpu-memory-utilization, --tensor-parallel-size, "
                 "on a CPU --engine-arg kv_cache_memory_bytes",
                 extra=event("engine_preempted", preemptions=stats.preemptions),
             )
-        self._stats = stats
+        self.stats = stats
 
     # -- events, told on the main thread
 
@@ -226,12 +228,12 @@ class Telemetry:
         """Count a chunk that is open now; its resumed rows are in `chunk.counts`."""
         self._open[chunk.name] = chunk
         self._has_had_a_chunk = True
-        if self.latest.attempts < self._attempts:
+        if self.latest.attempts < self.attempts:
             # Should it crash by this chunk, that is to count.
             self.snapshot()
-            self.tell()
-        self._counts["rows_resumed"] += chunk.counts.resumed
-        self._counts["chunks_resumed"] += chunk.counts.resumed > 0
+            self._write_now()
+        self.rows_resumed += chunk.counts.resumed
+        self.chunks_resumed += chunk.counts.resumed > 0
         logger.info(
             "chunk %s: open, %d rows, %d resumed",
             chunk.name,
@@ -246,7 +248,7 @@ class Telemetry:
         """Count a chunk that ended here as `done`, `lost` (somebody else published it) or `released`."""
         self._open.pop(chunk.name, None)
         if outcome == "done":
-            self._counts["chunks_done"] += 1
+            self.chunks_done += 1
         span = self._span(chunk, outcome)
         self._spans.append(span)
         del self._spans[:-MAX_SPANS]
@@ -269,17 +271,17 @@ class Telemetry:
 
     def chunk_skipped(self, name: str) -> None:
         """Count a chunk that turned out to be done already."""
-        self._counts["chunks_skipped"] += 1
+        self.chunks_skipped += 1
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
         """Count rows that finished here, none of them resumed."""
-        self._attempts = 0
-        self._tally.add(rows, int(self._clock.now() // 60))
+        self.attempts = 0
+        self.tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Count a row that becomes an error row."""
-        example = self._tally.note(chunk, line, failure)
+        example = self.tally.note(chunk, line, failure)
         if example is not None:
             logger.warning(
                 "%s line %d: %s: %s",
@@ -292,71 +294,21 @@ class Telemetry:
                 ),
             )
 
-    # -- numbers of this epoch
+    # -- the work of this start
 
-    @property
-    def rows_done(self) -> int:
-        """Rows finished in this epoch, resumed ones left out."""
-        return self._tally.rows
+    def count_work(self, *, chunks: int, rows: int) -> None:
+        """Note the chunks and rows of the own manifests."""
+        self.num_chunks = chunks
+        self.num_rows = rows
 
-    @property
-    def rows_error(self) -> int:
-        """Error rows of this epoch."""
-        return self._tally.errors.total()
+    def count_skipped(self, *, chunks: int, rows: int) -> None:
+        """Count chunks of the own manifests that were done before this start, and their rows."""
+        self.chunks_skipped += chunks
+        self.rows_skipped = rows
 
-    @property
-    def rows_resumed(self) -> int:
-        """Rows that this epoch took up from checkpoints."""
-        return self._counts["rows_resumed"]
-
-    @property
-    def chunks_resumed(self) -> int:
-        """Chunks of which this epoch took up rows from checkpoints."""
-        return self._counts["chunks_resumed"]
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of `prompt_tokens`, those that the engine had in its prefix cache."""
-        return self._tally.cached_tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of this epoch's rows."""
-        return self._tally.prompt_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """Generated tokens of this epoch's rows."""
-        return self._tally.completion_tokens
-
-    @property
-    def chunks_done(self) -> int:
-        """Chunks published in this epoch."""
-        return self._counts["chunks_done"]
-
-    @property
-    def chunks_skipped(self) -> int:
-        """Chunks that were done before."""
-        return self._counts["chunks_skipped"]
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's counters when last asked."""
-        return self._stats
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """Error rows of this epoch by code."""
-        return dict(self._tally.errors)
-
-    @property
-    def examples(self) -> dict[str, ErrorExample]:
-        """First error row of each code."""
-        return dict(self._tally.examples)
-
-    def count_skipped(self, number: int) -> None:
-        """Chunks found done at the start."""
-        self._counts["chunks_skipped"] += number
+    def when_urgent(self, write_now: Callable[[], object]) -> None:
+        """Have this called when `latest` must not wait for the next heartbeat."""
+        self._write_now = write_now
 
     @property
     def busy_seconds(self) -> float:
@@ -375,19 +327,19 @@ class Telemetry:
 
     def snapshot(self) -> Worker:
         """Make and remember the record as of now: this epoch's numbers on top of the earlier ones'."""
-        base = self._tally.on_top_of(self._base)
+        base = self.tally.on_top_of(self._base)
         self.latest = msgspec.structs.replace(
             base,
             state=self._state,
             reason=self._reason,
-            attempts=max(0, self._attempts - self._is_waiting),
+            attempts=max(0, self.attempts - self._is_waiting),
             engine=self._engine or base.engine,
             open_chunks=list(self._open),
             chunks_done=base.chunks_done + self.chunks_done,
             chunks_skipped=self.chunks_skipped,
             rows_resumed=base.rows_resumed + self.rows_resumed,
-            engine_steps=base.engine_steps + self._stats.steps,
-            replicas_lost=self._stats.replicas_lost,
+            engine_steps=base.engine_steps + self.stats.steps,
+            replicas_lost=self.stats.replicas_lost,
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
             spans=[*base.spans, *self._spans][-MAX_SPANS:],

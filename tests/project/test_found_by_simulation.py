@@ -214,7 +214,8 @@ def test_rows_of_a_chunk_that_cannot_be_published_were_not_paid_for_at_every_sta
         for resumed in (0, 3):
             ending = stage.run(hook=refused, **options)
             assert isinstance(ending.error, StorageError)
-            result = ending.error.result  # type: ignore[attr-defined]
+            result = ending.error.result
+            assert result is not None
             assert (result["rows_resumed"], result["request_count"]) == (resumed, 3 - resumed)
         assert isinstance(stage.run(hook=refused, max_attempts=1, **options).error, NoProgress)
         assert stage.run(**options).is_success

@@ -240,13 +240,13 @@ def torn_segment() -> Defect:
 
 def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
-    from batchinfer.worker.start import _Worker
+    from batchinfer.worker.start import _Start
 
-    def save(self: Any, shelf: open_chunks.OpenChunks, *, deaths: dict[str, list[int]]) -> None:
-        shelf.is_closing = True
-        shelf.release_all(self.clock.monotonic() + 5)
+    def save(self: Any, chunks: open_chunks.OpenChunks, *, deaths: dict[str, list[int]]) -> None:
+        chunks.close()
+        chunks.release_all(self.clock.monotonic() + 5)
 
-    return mock.patch.object(_Worker, "_save", save)
+    return mock.patch.object(_Start, "_save", save)
 
 
 def lost_reply_is_a_loss() -> Defect:

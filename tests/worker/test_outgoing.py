@@ -121,7 +121,7 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     hands = Hands()
     store = MemoryStore("memory://asked-twice")
     checkpointer = checkpointer_with(hands, store)
-    checkpointer.fingerprint = "f"
+    checkpointer.join("f")
     long = open_chunk(tmp_path, "long", 12)
     chunks = [long, *(open_chunk(tmp_path, f"short-{index}", 1) for index in range(3))]
     checkpointer.ask(chunks)
@@ -156,7 +156,7 @@ def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later
         checkpointer.tick()
     order = [info.key.split("/")[1] for info in store.list(layout.CHECKPOINTS)]
     assert sorted(order) == sorted([c.name for c in chunks] + [c.name for c in chunks[:4]])
-    assert [chunk.num_segments_written for chunk in chunks] == [2] * 4 + [1] * 5
+    assert [chunk.num_segments_begun for chunk in chunks] == [2] * 4 + [1] * 5
     for chunk in chunks:
         chunk.close()
 

@@ -62,8 +62,8 @@ class ChunksPutByHand:
     def num_unread(self) -> int:
         return sum(chunk.num_unread for chunk in self.open.values())
 
-    def tick(self, **_: Any) -> list[str]:
-        return []
+    def close(self) -> None:
+        self.is_closing = True
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         self.finished += self.open[name].finish(rows)
@@ -93,9 +93,17 @@ def stream_over(
     )
 
 
+def keep_books(stream: RowStream) -> None:
+    """What the worker's loop does with the stream between two looks of the engine."""
+    stream.collect()
+    stream.drop([])
+    stream.prepare()
+
+
 def take(stream: RowStream) -> list[Request]:
-    requests = list(stream.take(4) or [])
-    return requests or list(stream.take(4) or [])
+    keep_books(stream)  # starts to build prompts
+    keep_books(stream)  # collects them
+    return list(stream.take(4) or [])
 
 
 def answer(request: Request) -> Completion:
@@ -111,7 +119,7 @@ def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(chunks: ChunksPut
     [suspect] = take(stream)
     assert (harmless.key, suspect.key) == (("first", 1), ("first", 0))
     chunks.put("second", 2)
-    stream.tick()
+    keep_books(stream)
     busy = Failure(code="engine_busy", message="busy", transient=True)
     stream.handle([Completion(key=suspect.key, failure=busy)])
     assert [request.key for request in take(stream)] == [suspect.key]
@@ -146,7 +154,8 @@ def test_with_a_window_each_replica_gets_rows_that_begin_alike(chunks: ChunksPut
     """The sorted rows were dealt out: two replicas computed nearly every prefix of the window, eight all the more."""
     chunks.put("first", 16, texts="abcd")
     stream = stream_over(chunks, prefix_window=16)
-    stream.tick()
+    keep_books(stream)
+    keep_books(stream)
     assert texts_for(stream, 2, 2) == "aacc"
     assert texts_for(stream, 0, 3) == "ccd"
     assert texts_for(stream, 3, 0) == "aab"
@@ -157,6 +166,34 @@ def test_with_a_window_each_replica_gets_rows_that_begin_alike(chunks: ChunksPut
 def test_without_a_window_the_free_slots_change_no_order(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 8, texts="abcd")
     stream = stream_over(chunks)
-    stream.tick()
+    keep_books(stream)
+    keep_books(stream)
     assert texts_for(stream, 0, 3) == "abc"
     assert texts_for(stream, 2, 3) == "dabcd"
+
+
+def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHand) -> None:
+    """An engine's poll drove the bookkeeping of the chunks: how often depended on the engine."""
+    chunks.put("first", 2)
+    stream = stream_over(chunks)
+    keep_books(stream)
+    assert stream.take(4) == []
+    assert stream.take(4) == []
+    keep_books(stream)
+    assert [request.key for request in stream.take(4) or []] == [("first", 0), ("first", 1)]
+    assert stream.take(4) == []
+
+
+def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    stream = stream_over(chunks)
+    [request] = take(stream)
+    keep_books(stream)
+    assert not chunks.is_closing, "its answer may be a failure that is tried again"
+    stream.handle([answer(request)])
+    assert stream.take(4) == []
+    keep_books(stream)
+    assert stream.take(4) is None
+    chunks.put("second", 1)
+    keep_books(stream)
+    assert stream.take(4) is None

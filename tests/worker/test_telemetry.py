@@ -41,7 +41,7 @@ def finished(line: int, *, code: str = "", finish_reason: str = "stop") -> Finis
 
 
 def make_telemetry(clock: FakeClock) -> Telemetry:
-    return Telemetry("w0", clock, host={"cloud": "aws"}, num_chunks=1)
+    return Telemetry("w0", clock, host={"cloud": "aws"})
 
 
 def open_chunk(folder: Path, name: str, num_rows: int, started: float) -> OpenChunk:
@@ -131,7 +131,7 @@ def test_counters_add_up_over_epochs() -> None:
     assert record.errors == {"prompt_too_long": 1}
     assert record.finish_reasons == {"stop": 2}
     assert len(record.starts) == 2
-    assert second.rows_done == 1, "the log and the result tell of this start alone"
+    assert second.tally.rows == 1, "the log and the result tell of this start alone"
 
 
 def test_time_up_leaves_out_the_time_between_starts() -> None:
@@ -290,7 +290,7 @@ def test_replicas_lost_are_those_of_this_start() -> None:
     """A new start loads all of them again."""
     first = make_telemetry(FakeClock())
     first.begin(None)
-    first.engine_stats(EngineStats(replicas_lost=1))
+    first.note_engine_stats(EngineStats(replicas_lost=1))
     before = first.snapshot()
     assert before.replicas_lost == 1
     second = make_telemetry(FakeClock())
@@ -300,7 +300,7 @@ def test_replicas_lost_are_those_of_this_start() -> None:
 def test_preemption_is_reported_once_with_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     telemetry_ = make_telemetry(FakeClock())
     for preemptions in (0, 3, 9):
-        telemetry_.engine_stats(EngineStats(steps=10, preemptions=preemptions))
+        telemetry_.note_engine_stats(EngineStats(steps=10, preemptions=preemptions))
     (record,) = caplog.records
     assert (record.levelname, record.event) == ("WARNING", "engine_preempted")
     assert "--max-num-seqs" in record.getMessage()
