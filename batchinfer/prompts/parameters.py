@@ -129,24 +129,24 @@ def read_parameters(
     _settle_lengths(found, base, options, is_chat=is_chat)
     _settle_logprobs(found, options, is_chat=is_chat)
     sampling = msgspec.structs.replace(base, **found)
-    check_sampling(sampling, max_n=limits.max_n, max_logprobs=limits.max_logprobs)
+    check_sampling(sampling, limits)
     return sampling, options
 
 
-def check_sampling(sampling: Sampling, *, max_n: int, max_logprobs: int) -> None:
+def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
     """Refuse parameters that contradict each other or go beyond a run's limits. Raises RowProblem."""
     best_of = sampling.best_of or sampling.n
     if sampling.n < 1:
         raise _invalid("n", f"{sampling.n}, expected at least 1")
     if best_of < sampling.n:
         raise _invalid("best_of", f"{best_of} with n {sampling.n}, expected at least n")
-    if best_of > max_n:
+    if best_of > limits.max_n:
         name = "best_of" if sampling.best_of else "n"
-        raise _invalid(name, f"{best_of}, expected at most {max_n}")
+        raise _invalid(name, f"{best_of}, expected at most {limits.max_n}")
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(sampling, name)
-        if number is not None and number > max_logprobs:
-            raise _invalid(name, f"{number}, expected at most {max_logprobs}")
+        if number is not None and number > limits.max_logprobs:
+            raise _invalid(name, f"{number}, expected at most {limits.max_logprobs}")
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise _invalid("max_tokens", f"{sampling.max_tokens}, expected at least 1")
     if (sampling.min_tokens or 0) > (sampling.max_tokens or _INT64):
@@ -167,7 +167,7 @@ def check_run_sampling(sampling: Sampling, limits: RequestLimits) -> None:
         value = getattr(sampling, name)
         if value is not None:
             _integer(name, value)
-    check_sampling(sampling, max_n=limits.max_n, max_logprobs=limits.max_logprobs)
+    check_sampling(sampling, limits)
 
 
 def _settle_lengths(
@@ -350,19 +350,20 @@ ALIASES = {
 }
 """Names of transformers' GenerationConfig and of the OpenAI API that have another one here."""
 
-_WITHOUT_EFFECT = {
-    "use_cache": "a KV cache is always used, the answers are the same",
-    "pad_token_id": "prompts are not padded",
-    "early_stopping": "it is about beam search",
-    "num_beams": "1 is what is done anyway",
-    "return_dict_in_generate": "--output-format decides what is written",
-    "output_scores": "--logprobs decides what is written",
-    "prepend_bos": "the tokenizer puts its special tokens before every prompt by itself",
+_WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "use_cache": ("a KV cache is always used, the answers are the same", ()),
+    "pad_token_id": ("prompts are not padded", ()),
+    "early_stopping": ("it is about beam search", ()),
+    "num_beams": ("1 is what is done anyway", (1,)),
+    "num_beam_groups": ("1 is what is done anyway", (1,)),
+    "length_penalty": ("it is about beam search", (1.0,)),
+    "typical_p": ("1 leaves out no token", (1.0,)),
+    "return_dict_in_generate": ("--output-format decides what is written", ()),
+    "output_scores": ("--logprobs decides what is written", ()),
+    "prepend_bos": ("the tokenizer puts its special tokens before every prompt by itself", (True,)),
 }
-"""Parameters of generation scripts that change no answer here, and why."""
-_NEEDED_VALUES: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "prepend_bos": (True,)}
-"""Of these, where only one value has no effect; any other asks for something that is not done."""
-_NEUTRAL_PAIRS: dict[str, Any] = {"typical_p": 1.0, "num_beam_groups": 1, "length_penalty": 1.0}
+"""Parameters of generation scripts that change no answer here: why, and the values of which that is true (any where
+none is named). Another value asks for something that is not done."""
 
 
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
@@ -404,10 +405,6 @@ def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
         if name in _WITHOUT_EFFECT:
             _ignore(name, value)
             continue
-        if name in _NEUTRAL_PAIRS:
-            if value != _NEUTRAL_PAIRS[name]:
-                raise _no_equivalent(name, value)
-            continue
         known = ALIASES.get(name, name)
         if spelled.setdefault(known, name) != name:
             raise ConfigError(
@@ -431,10 +428,10 @@ def _as_list(name: str, value: Any) -> Any:
 
 
 def _ignore(name: str, value: Any) -> None:
-    needed = _NEEDED_VALUES.get(name)
-    if needed is not None and value not in needed:
+    reason, harmless_values = _WITHOUT_EFFECT[name]
+    if harmless_values and value not in harmless_values:
         raise _no_equivalent(name, value)
-    logger.info("--sampling %s: has no effect here (%s)", name, _WITHOUT_EFFECT[name])
+    logger.info("--sampling %s: has no effect here (%s)", name, reason)
 
 
 def _no_equivalent(name: str, value: Any) -> ConfigError:
