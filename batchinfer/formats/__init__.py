@@ -1,7 +1,8 @@
-"""Completions to output lines, and back as far as other commands need them. Pure.
+"""Completions become output lines, and output lines are read again by other commands. Pure.
 
-A format is one module that ends in a `FORMAT`. Entered in the table here it is known everywhere: as a value of
-``--output-format``, to the worker, and to every command that reads outputs.
+Each output format is one module with an object named `FORMAT`. The worker and every command that reads outputs find
+it in the table `FORMATS`. A new format needs its module, its entry here, and its name among the choices of
+``--output-format`` in batchinfer/cli/run_options.py (a test compares the two).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> E
     Args:
         config: Reads `output_format`, `strip` and `has_timing`.
         model: The run's model, as OpenAI bodies name it.
-        created: Unix seconds that OpenAI bodies carry; the run's, so that a row has the same bytes
-            whoever makes it and whenever.
+        created: Unix seconds that OpenAI bodies carry. Every worker passes the run's, so that a row's line has the
+            same bytes from each of them.
 
     Raises:
         ConfigError: no such format.
@@ -67,10 +68,10 @@ def read_line(data: bytes, output_format: str = "") -> OutputLine:
 
     Args:
         data: The line, without its newline.
-        output_format: Name of the format that it should have; empty takes a line of any.
+        output_format: Name of the format that the line should have; empty accepts every format.
 
     Raises:
-        InputError: it is no output line, or one of another format.
+        InputError: the line is no output line, or has another format.
     """
     if output_format:
         return find_format(output_format).read_line(data)

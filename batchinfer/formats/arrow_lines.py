@@ -1,6 +1,7 @@
-"""Native output lines as columns without a Python object for each: what `ObjectBlock` does, several times as fast.
+"""Fast path for the bar "collect is not slower than `datasets`" (docs/performance.md): Arrow reads native lines.
 
-For the columns that nearly every run has; `can_read` says which.
+It gives what `ObjectBlock` gives, several times as fast, because no line becomes a Python object. `can_read` says for
+which columns; nearly every run has no others. A module of its own because it works on Arrow arrays throughout.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from batchinfer.formats.columns import EXPLODED, LISTS, Counts, Shape, out_of_or
 
 
 def can_read(shape: Shape) -> bool:
-    """Whether a run's columns are among those that this reads."""
+    """Whether `ArrowBlock` can read a run's format and columns."""
     has_raw = shape.has_tool_calls or shape.has_logprobs or shape.has_prompt
     return find_format(shape.output_format).has_flat_lines and not has_raw
 
 
 class ArrowBlock:
-    """Some consecutive native lines. The same questions and answers as `ObjectBlock`, with arrays for lists."""
+    """Consecutive native lines as an Arrow table. It has the methods of `ObjectBlock`, with arrays in place of lists.
+
+    Args and Raises: see `ObjectBlock`.
+    """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
         import pyarrow as pa
@@ -44,22 +48,22 @@ class ArrowBlock:
 
     @property
     def num_rows(self) -> int:
-        """How many lines."""
+        """Number of lines."""
         return int(self._table.num_rows)
 
     @property
     def dimension(self) -> int:
-        """Length of the first embedding, 0 if there is none."""
+        """Length of the first embedding; 0 if there is none."""
         return next((len(value) for value in self._table["embedding"].to_pylist() if value), 0)
 
     def part(self, start: int, stop: int) -> ArrowBlock:
-        """Lines [start, stop)."""
+        """Return the lines from `start` up to `stop`, exclusive."""
         part = copy.copy(self)
         part._table = self._table.slice(start, stop - start)  # noqa: SLF001 - a copy of itself
         return part
 
     def counts(self) -> Counts:
-        """What the lines add up to."""
+        """Sum up the lines."""
         from pyarrow import compute
 
         codes = self._field("error", 0).to_pylist() if self._has_errors() else []
@@ -72,7 +76,7 @@ class ArrowBlock:
         )
 
     def num_unshown(self) -> int:
-        """Lines with reasoning that the columns have no place for."""
+        """Number of lines with reasoning, if there is no column for it; else 0."""
         from pyarrow import compute
 
         choices = self._array("choices")
@@ -83,7 +87,7 @@ class ArrowBlock:
         return len(lines.unique())
 
     def columns(self) -> tuple[dict[str, Any], list[int] | None]:
-        """Arrays by column, in the order of `Shape.names`; for exploded answers also each one's line."""
+        """Return the array of each column, and the lines of exploded answers. See `ObjectBlock.columns`."""
         from pyarrow import compute
 
         choices = self._array("choices")
@@ -137,7 +141,7 @@ class ArrowBlock:
 
 
 def _places(lengths: list[int], counts: list[int]) -> Any:
-    """Index among all answers of each table row: null for a line that has none."""
+    """Return, for each table row, the index of its answer among all answers; null for a line without answers."""
     places: list[int | None] = []
     first = 0
     for length, count in zip(lengths, counts, strict=True):
@@ -153,7 +157,7 @@ def _indices(values: list[Any]) -> Any:
 
 
 def _relist(choices: Any, values: Any) -> Any:
-    """Values of all answers, in lists as the answers are."""
+    """Group the values of all answers into one list per line."""
     import pyarrow as pa
 
     first = choices.offsets[0].as_py()

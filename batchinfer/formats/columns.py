@@ -1,4 +1,4 @@
-"""Output lines of any format as columns, many lines at once: what `collect` makes tables of. Pure."""
+"""Output lines become columns, many lines at once; `collect` makes tables of the columns. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from batchinfer.formats.lines import OutputChoice, OutputLine
 from batchinfer.prompts import find_request_format
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
-"""Ways to lay out a row's answers: its only one, all as lists, or a table row for each."""
+"""Layouts of answers in a table: the only answer of a row, lists of all its answers, or a table row for each answer."""
 
 
 class Counts(NamedTuple):
-    """What some lines add up to. `errors` counts failed lines by code."""
+    """Sums over some lines. `errors` counts failed lines by code."""
 
     errors: Counter[str]
     prompt_tokens: int
@@ -33,7 +33,7 @@ _ERROR = ("error_code", "error_message")
 
 
 class Shape(Record, frozen=True, kw_only=True):
-    """Which columns a run's answers have. Follows from run.json alone, so that every file agrees."""
+    """Columns of a run's tables. They follow from run.json alone, so that all files of a table have the same."""
 
     output_format: str
     answers: str
@@ -45,7 +45,7 @@ class Shape(Record, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """Columns in order."""
+        """Names of the columns, in order."""
         if self.answers == LISTS:
             answer = ["texts", "finish_reasons"]
         else:
@@ -61,13 +61,13 @@ class Shape(Record, frozen=True, kw_only=True):
 
 
 def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
-    """Derive the columns from what run.json's `config` says.
+    """Derive the columns from the `config` of run.json.
 
     >>> shape_of({"prompt": {}, "sampling": {"n": 2}}, explode=False).names[3:5]
     ['texts', 'finish_reasons']
     """
     prompt, sampling = config.get("prompt") or {}, config.get("sampling") or {}
-    # Requests bring their own n, which run.json does not know.
+    # Requests with parameters of their own may ask for several answers; run.json does not know how many.
     may_differ = find_request_format(prompt.get("request_format") or "").has_own_parameters
     has_several = may_differ or int(sampling.get("n") or 1) > 1
     output_format = find_format(prompt.get("output_format") or "")
@@ -83,7 +83,7 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
 
 
 def _mentions(value: Any, word: str) -> bool:
-    """Whether a setting whose name holds the word is set anywhere below."""
+    """Whether a setting is set whose name contains the word, at any depth."""
     if not isinstance(value, dict):
         return False
     return any((word in key and bool(item)) or _mentions(item, word) for key, item in value.items())
@@ -93,15 +93,15 @@ def _mentions(value: Any, word: str) -> bool:
 
 
 class ObjectBlock:
-    """Some consecutive output lines, decoded.
+    """Consecutive output lines as Python objects. It reads every format; `ArrowBlock` is faster for some.
 
     Args:
         data: Whole lines, each with its newline.
-        shape: What to make of them.
-        first_row: The first line's number in the job.
+        shape: The columns to make.
+        first_row: Number of the first line's row in the job.
 
     Raises:
-        InputError: a line is none of the run's format, or of another row.
+        InputError: a line does not have the run's format, or belongs to another row.
     """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
@@ -117,16 +117,16 @@ class ObjectBlock:
 
     @property
     def num_rows(self) -> int:
-        """How many lines."""
+        """Number of lines."""
         return len(self.lines)
 
     @property
     def dimension(self) -> int:
-        """Length of the first embedding, 0 if there is none."""
+        """Length of the first embedding; 0 if there is none."""
         return next((len(line.embedding) for line in self.lines if line.embedding), 0)
 
     def counts(self) -> Counts:
-        """What the lines add up to."""
+        """Sum up the lines."""
         usages = [line.usage for line in self.lines]
         return Counts(
             Counter(line.error.code for line in self.lines if line.error is not None),
@@ -135,17 +135,17 @@ class ObjectBlock:
         )
 
     def part(self, start: int, stop: int) -> ObjectBlock:
-        """Lines [start, stop)."""
+        """Return the lines from `start` up to `stop`, exclusive."""
         part = copy.copy(self)
         part.lines = self.lines[start:stop]
         return part
 
     def sources(self) -> Iterator[bytes]:
-        """The kept columns of every line, as JSON; empty where there are none."""
+        """Kept columns of every line, as JSON; empty for a line without them."""
         return (bytes(line.source) for line in self.lines)
 
     def num_unshown(self) -> int:
-        """Lines with reasoning that the columns have no place for."""
+        """Number of lines with reasoning, if there is no column for it; else 0."""
         if self._shape.has_reasoning or not self._may_reason:
             return 0
         return sum(
@@ -153,10 +153,10 @@ class ObjectBlock:
         )
 
     def columns(self) -> tuple[dict[str, list[Any]], list[int] | None]:
-        """Values by column, in the order of `Shape.names`.
+        """Return the values of each column, in the order of `Shape.names`.
 
         Returns:
-            The columns; and for exploded answers the index of each table row's line, else None.
+            The columns. And for exploded answers, the index of the line that each table row comes from, else None.
         """
         lines, shape = self.lines, self._shape
         if shape.answers != EXPLODED:
@@ -220,7 +220,7 @@ class ObjectBlock:
 
 
 def out_of_order(first_row: int) -> InputError:
-    """The error for lines whose own numbers are not those of their places."""
+    """Make the error for lines whose row numbers are not those of their places."""
     return InputError(
         f"output lines from row {first_row} on: of other rows, or out of order",
         hint="`batchinfer verify --deep` says what mends it",
@@ -233,7 +233,7 @@ def _extra(choice: OutputChoice, name: str) -> str | None:
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """A text as itself, null as None, anything else as JSON."""
+    """Return a JSON text as its content, null as None, and any other value as JSON."""
     data = bytes(raw)
     if not data or data == b"null":
         return None

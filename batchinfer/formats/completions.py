@@ -1,4 +1,4 @@
-"""The output format `completions`: the request as it came, and its result."""
+"""The output format `completions`: the request, unchanged, and its result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from batchinfer.prompts import Prepared
 
 
 class CompletionsEncoder:
-    """Lines of {request, result}; a failed row has a null result and its error.
+    """Writes lines of {request, result}. The line of a failed row has a null result and an error.
 
     Args:
         strip: Remove white space around every answer.
-        has_timing: Write `request_time`. Rows are not generated in batches of their own: `batch_time`
-            is the row's own time in the engine, and `batch_size` is 1.
+        has_timing: Write `request_time`. Its `batch_time` is the row's own seconds in the engine and its `batch_size`
+            is 1, because rows are not generated in fixed batches.
     """
 
     def __init__(self, *, strip: bool, has_timing: bool) -> None:

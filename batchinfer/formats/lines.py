@@ -1,4 +1,4 @@
-"""What every output format shares: the format as an object, a line as readers see it, and the answers to write."""
+"""Parts that all output formats share: the class of a format, the common form of a line, and the answers of a row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Encoder(Protocol):
-    """Makes output lines. Pure."""
+    """Writes the lines of one output format. Pure."""
 
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one JSON object, without a newline.
 
         Args:
             prepared: The row.
-            completion: The engine's answer; None for a row that failed before it had a request.
+            completion: The engine's answer; None for a row that never got a request.
         """
         ...
 
@@ -57,16 +57,16 @@ class OutputUsage(msgspec.Struct, gc=False):
 
 
 class OutputError(msgspec.Struct, gc=False):
-    """The reason of an error line."""
+    """Code and message of an error line."""
 
     code: str = _UNKNOWN_CODE
     message: str = ""
 
 
 class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
-    """An output line of any format. Native lines are decoded into it as they are.
+    """An output line in the form that readers use, whatever its format. It has the fields of a native line.
 
-    `row` and `id` are None where the format has none; token counts are 0 where it has none.
+    For a format without row numbers or ids, `row` or `id` is None. For a format without token counts, they are 0.
     """
 
     row: int | None
@@ -108,27 +108,27 @@ class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
 
 
 class OutputFormat(Record, frozen=True, kw_only=True):
-    """One output format: how its lines are written and read. `batchinfer.formats.FORMATS` holds all of them."""
+    """One output format: how its lines are written and read. `batchinfer.formats.FORMATS` is the table of all."""
 
     name: str
     """Value of ``--output-format``."""
     make_encoder: Callable[[PromptConfig, str, int], Encoder]
-    """Makes the encoder of a run from its options, its model and the Unix seconds of its start."""
+    """Function that makes a run's encoder from its options, its model and the time of its creation in Unix seconds."""
     decoder: msgspec.json.Decoder[Any]
-    """Decodes a line of this format, and refuses lines of the others."""
+    """Decoder of this format's lines. It refuses lines of the other formats."""
     convert: Callable[[Any], OutputLine] | None = None
-    """Makes the common form of what the decoder gives; None where that is the common form already."""
+    """Function that turns a decoded line into an `OutputLine`; None if the decoder gives one already."""
     repeats_request: bool = False
-    """Lines begin with the request, so rows need their prompt even without ``--keep-prompt``, and tables get no
-    column of it."""
+    """Whether lines repeat the request. Then rows need their prompt even without ``--keep-prompt``, and tables have no
+    prompt column."""
     has_flat_lines: bool = False
-    """Lines have the fields of `OutputLine` under the same names, so Arrow can read them (see arrow_lines)."""
+    """Whether lines are native ones as far as Arrow reads them (see arrow_lines)."""
 
     def read_line(self, data: bytes) -> OutputLine:
         """Read one line.
 
         Raises:
-            InputError: it is not a line of this format.
+            InputError: the line does not have this format.
         """
         try:
             line = self.decoder.decode(data)
@@ -140,7 +140,7 @@ class OutputFormat(Record, frozen=True, kw_only=True):
         """Read whole lines, each with its newline.
 
         Raises:
-            InputError: one of them is not a line of this format.
+            InputError: a line does not have this format.
         """
         try:
             lines = self.decoder.decode_lines(data)
@@ -159,14 +159,14 @@ class OutputFormat(Record, frozen=True, kw_only=True):
 
 
 def failure_of(prepared: Prepared, completion: Completion | None) -> Failure | None:
-    """Why the row has no answer, or None if it has one."""
+    """Return the reason why a row has no answer; None if it has one."""
     if completion is None:
         return prepared.failure or UNANSWERED
     return completion.failure or prepared.failure
 
 
 def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice]:
-    """Return the answers in the form that the request asked for."""
+    """Return a row's answers, with the prompt where the request asked to see it (``echo``)."""
     view = prepared.view
     if view is None or not view.echo:
         return completion.choices
@@ -179,7 +179,7 @@ def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice
 
 
 def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:
-    """Tokens generated, as the request sees them."""
+    """Return the number of generated tokens. It is 0 where the request asked for its prompt alone."""
     if prepared.view is not None and prepared.view.is_prompt_only:
         return 0
     return completion.completion_tokens
@@ -206,8 +206,8 @@ def _with_prompt(
 
 
 def _named(prefix: str, positions: list[TokenLogprob | None]) -> list[TokenLogprob]:
-    # The first token has no predecessor, hence no log-probability, and engines leave it out; its text
-    # is what the others leave of the prompt.
+    # Engines give None for the first token, which has no predecessor and so no log-probability. Its text is the
+    # prompt without the texts of the other tokens.
     rest = "".join(position.token for position in positions if position is not None)
     first = prefix[: len(prefix) - len(rest)] if rest and prefix.endswith(rest) else ""
     if not rest:
@@ -219,7 +219,7 @@ def _named(prefix: str, positions: list[TokenLogprob | None]) -> list[TokenLogpr
 
 
 def finite(logprob: float) -> float | None:
-    """Return a log-probability as JSON can hold it: NaN marks a token that has none.
+    """Return a log-probability that JSON can hold. NaN stands for a token without one and becomes None.
 
     >>> finite(float("-inf")), finite(float("nan"))
     (-9999.0, None)
@@ -230,7 +230,7 @@ def finite(logprob: float) -> float | None:
 
 
 def to_line(record: Any) -> bytes:
-    """Encode an output line; a lone surrogate from an engine becomes U+FFFD rather than a lost row."""
+    """Encode an output line. A lone surrogate in an engine's text becomes U+FFFD, since JSON cannot hold it."""
     try:
         return _encode(record)
     except UnicodeEncodeError:

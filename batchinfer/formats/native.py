@@ -1,4 +1,4 @@
-"""The native output line: docs/format.md describes it."""
+"""The output format `native`, which docs/format.md describes."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _NO_USAGE = OutputUsage()
 
 
 class NativeEncoder:
-    """Native lines.
+    """Writes native lines.
 
     Args:
         strip: Remove white space around every answer.
-        has_timing: Write the seconds of each row. Without them equal answers are equal bytes.
+        has_timing: Write the seconds that each row took. Without them, equal answers give equal bytes.
     """
 
     def __init__(self, *, strip: bool = False, has_timing: bool = True) -> None:
@@ -140,7 +140,7 @@ def _logprob(position: TokenLogprob) -> _LogprobLine:
 
 
 def _rounded(seconds: float) -> float:
-    # Microseconds: more digits are noise. Engines without clocks say 0, and most rows of theirs are.
+    # Six digits are microseconds; more digits are noise. Engines that measure no time give 0.
     return round(seconds, 6) if seconds else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The output formats of the OpenAI API: batch output lines, and the bodies inside them."""
+"""The output format `openai-batch`: lines of OpenAI's batch output file, and the response bodies inside them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from batchinfer.formats.lines import (
 )
 from batchinfer.prompts import COMPLETIONS_URL, Code, Prepared
 
-# Of the engines' reasons to stop, those that the API knows; anything else ended the answer early.
+# Finish reasons that the API knows. Any other reason of an engine is written as "stop".
 _CHAT_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 _COMPLETION_REASONS = frozenset({"stop", "length", "content_filter"})
-# The engine refused this request: the client's fault, as everything that the request itself is wrong in.
+# Error codes for which the API would blame the request (status 400): it is wrong, or the engine refused it.
 _CLIENT_CODES = frozenset({*(code.value for code in Code), "engine_rejected"})
 
 
 class OpenAIBatchEncoder:
-    """Lines of OpenAI's batch output file.
+    """Writes lines of OpenAI's batch output file.
 
-    Ids are derived from the row's key, so a row has the same line whoever makes it.
+    Ids are derived from the row's key, so that a row's line has the same bytes from every worker.
 
     Args:
         model: The run's model.
@@ -58,7 +58,7 @@ class OpenAIBatchEncoder:
             body = {"error": error_object(failure, prepared.param)}
             line |= {"response": _response(digest, 400, body), "error": None}
         elif failure is not None:
-            # Not an answer of the API at all, as with a batch that expired.
+            # The API gives no response in this case, for example to requests of a batch that expired.
             error = {"code": failure.code, "message": failure.message}
             line |= {"response": None, "error": error}
         if prepared.source is not None:
@@ -110,7 +110,7 @@ class OpenAIBatchEncoder:
 
 
 def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
-    """Return a failure in the API's own form."""
+    """Return a failure as the API's error object."""
     is_client = failure.code in _CLIENT_CODES
     return {
         "message": failure.message,
@@ -121,10 +121,10 @@ def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
 
 
 def completion_logprobs(choice: Choice) -> dict[str, list[Any]] | None:
-    """Return log-probabilities in the completions API's form: four lists, one entry per token.
+    """Return log-probabilities as the completions API does: four lists with one entry per token.
 
     `text_offset` counts characters from the beginning of the choice's text. A token without a
-    log-probability (the first of an echoed prompt) has null in both lists.
+    log-probability (the first of an echoed prompt) has null in `token_logprobs` and `top_logprobs`.
     """
     if choice.logprobs is None:
         return None
@@ -145,7 +145,7 @@ def _top(position: TokenLogprob) -> dict[str, float | None] | None:
     own = finite(position.logprob)
     if own is None:
         return None
-    # Tokens of one text are possible (parts of characters); the likelier one comes first and stays.
+    # Different tokens can have the same text (parts of characters). The likelier one comes first and is kept.
     top: dict[str, float | None] = {}
     for token, logprob in [*position.top, (position.token, own)]:
         top.setdefault(token, finite(logprob))

@@ -1,4 +1,4 @@
-"""Rows to requests: request formats, templates, conversations, tokens. Pure."""
+"""Rows become requests: request formats, templates, conversations, tokens. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the lines of a chunk to requests, one for each row, in order."""
+"""The lines of a chunk become requests: one result for each row, in order."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ REQUEST_FORMATS: dict[str, RequestFormat] = {
 DEFAULT_REQUEST_FORMAT = PromptConfig().request_format
 
 _SAMPLE = [{"role": "user", "content": "Hello"}]
+"""Conversation on which a chat template is tried before the first row."""
 
 
 def find_request_format(name: str) -> RequestFormat:
@@ -58,15 +59,15 @@ def find_request_format(name: str) -> RequestFormat:
 
 
 class PromptBuilder:
-    """Turns rows into requests. Pure: no effect, no state between calls, safe to share among threads.
+    """Turns rows into requests. Pure: it keeps nothing between calls and may be used by several threads at once.
 
     Args:
         config: How rows become prompts; checked here.
-        sampling: The run's parameters; requests with parameters of their own override them one by one.
-        run_seed: Every sampled row gets a seed from it and its key alone; None: no seeds.
-        tokenizer: None leaves rendering and tokenizing to the engine: requests then carry text or messages.
-        max_model_len: Tokens of prompt and answer together; None: the engine refuses what is too long.
-        needs_prompt: Keep each prompt for the output line, as ``--keep-prompt`` does: some output formats repeat it.
+        sampling: The run's parameters. A request's own parameters replace them one by one.
+        run_seed: Number from which, with its key, every sampled row gets its seed; None: rows get no seeds.
+        tokenizer: The model's tokenizer. With None the engine renders and tokenizes: requests carry text or messages.
+        max_model_len: Tokens of prompt and answer together. With None the engine refuses prompts that are too long.
+        needs_prompt: Keep each prompt for the output line, as ``--keep-prompt`` does; some output formats need it.
 
     Raises:
         ConfigError: options that contradict each other or cannot work.
@@ -105,12 +106,12 @@ class PromptBuilder:
             self._check_chat()
 
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
-        """Prepare rows: one result for each, in order. A bad row is a result with a failure, never a raise.
+        """Prepare rows: one result for each, in order. A bad row gives a result with a failure; nothing is raised.
 
         Args:
-            chunk: The chunk's name, first half of every row's key.
-            first_row: Number of the chunk's first row in the job; 0 for a chunk from elsewhere.
-            rows: Lines of this chunk, in any number and order.
+            chunk: The chunk's name, the first half of every row's key.
+            first_row: Number of the chunk's first row in the job; 0 for a chunk that `split` did not make.
+            rows: Some lines of this chunk, in any order.
         """
         fill = self._reader.fill
         drafts = []
@@ -184,7 +185,7 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
         if seed_of is None or sampling.seed is not None:
             return sampling
-        # Without a temperature the engine samples at 1.0 (or the model's own default).
+        # At temperature 0 a seed changes nothing. With no temperature given, the engine samples at its default.
         if sampling.temperature is not None and sampling.temperature <= 0:
             return sampling
         return msgspec.structs.replace(sampling, seed=seed_of(line_index))
@@ -240,7 +241,7 @@ class PromptBuilder:
             _fail(draft, error)
 
     def _is_hopeless(self, draft: Draft, tokenizer: Tokenizer) -> bool:
-        # Tokenizing megabytes only to refuse them would hold up everybody else.
+        # A prompt of megabytes is refused by its length: tokenizing it would hold up all other rows.
         longest = tokenizer.longest_token
         if self._max_model_len is None or not longest or self._config.truncate_prompt != "error":
             return False
@@ -301,7 +302,7 @@ def _encode(drafts: list[Draft], tokenizer: Tokenizer, *, add_special_tokens: bo
     texts = [draft.text or "" for draft in drafts]
     try:
         encoded = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
-    except Exception as error:  # noqa: BLE001 -- tokenizers raise whatever they like; one row is at fault
+    except Exception as error:  # noqa: BLE001 -- tokenizers raise errors of any type
         if len(drafts) == 1:
             _fail(drafts[0], RowProblem(Code.TOKENIZER_ERROR, f"{type(error).__name__}: {error}"))
             return
@@ -339,19 +340,19 @@ def _check_values(config: PromptConfig) -> None:
 def fit_prompt(
     token_ids: list[int], *, max_model_len: int, max_tokens: int | None, mode: str
 ) -> list[int]:
-    """Return the prompt, cut where `mode` says so.
+    """Return the prompt's tokens, without some of them if there are too many.
 
-    A prompt must leave room for one token. One that is to be cut is cut to leave room for `max_tokens`,
-    though never below half of the model's length.
+    A prompt must leave room for one token of the answer. If tokens have to go, then so many that the answer has room
+    for `max_tokens`, but the prompt keeps at least half of the model's length.
 
     Args:
-        token_ids: The prompt.
+        token_ids: The prompt's tokens.
         max_model_len: Tokens of prompt and answer together.
-        max_tokens: Tokens wanted for the answer; None: one will do.
-        mode: ``error``, or the end that loses tokens: ``left``, ``right`` or ``middle``.
+        max_tokens: Tokens wanted for the answer; None counts as 1.
+        mode: ``error``, or the place that loses tokens: ``left``, ``right`` or ``middle``.
 
     Raises:
-        RowProblem: too long, and `mode` is ``error``.
+        RowProblem: the prompt is too long and `mode` is ``error``.
 
     >>> fit_prompt([1, 2, 3, 4, 5, 6], max_model_len=5, max_tokens=1, mode="middle")
     [1, 2, 5, 6]
@@ -374,7 +375,7 @@ def fit_prompt(
 
 
 def _too_long(length: str, max_model_len: int) -> RowProblem:
-    """Make the error of a prompt that leaves no room."""
+    """Make the error of a prompt that leaves no room for an answer."""
     return RowProblem(
         Code.PROMPT_TOO_LONG,
         f"the prompt has {length}, expected at most {max_model_len - 1} of the model's "

@@ -1,4 +1,4 @@
-"""Conversations of the shapes that data sets have, as chat messages."""
+"""Conversations in the forms that data sets use, turned into chat messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from batchinfer.prompts.json_lines import json_type
 from batchinfer.prompts.types import Code, RowProblem
 
-# ShareGPT and its relatives name the speaker, not the role.
+# Role of each speaker. ShareGPT and data sets like it name the speaker instead of the role.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -26,8 +26,8 @@ SPEAKERS = {
     "function": "tool",
     "observation": "tool",
 }
-# Beside role and content, the fields that chat templates know. Anything else in a data set's
-# messages (language, timestamps, moderation) is not for the model.
+# Fields of a message that chat templates know, besides role and content. Other fields of a data set's
+# messages (language, time, moderation) are left out.
 EXTRA_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 Message = dict[str, Any]
@@ -37,9 +37,9 @@ def read_conversation(value: Any, *, num_user_turns: int = 0, num_more: int = 0)
     """Turn a column's value into messages with `role` and `content`.
 
     Args:
-        value: What the column holds, see below.
-        num_user_turns: Read only up to this user message, and `num_more` messages after it; 0 reads all.
-        num_more: See above.
+        value: The column's value, in one of the forms below.
+        num_user_turns: Number of user messages to read, with the messages between them; 0 reads everything.
+        num_more: Number of messages to read after the last of these user messages.
 
     Accepted: a list of {role, content} or {from, value}; one such object; an object of two lists
     (how some tables store a list of objects); any of these as JSON text; an object with the list in
@@ -167,7 +167,7 @@ def _parts(content: Any, index: int) -> str | list[dict[str, str]]:
 
 
 def text_of(message: Message) -> str:
-    """Content of a message as one text, parts joined by line breaks as chat servers do."""
+    """Return the content of a message as one text; parts are joined by line breaks, as chat servers do."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -175,7 +175,7 @@ def text_of(message: Message) -> str:
 
 
 def with_texts(messages: list[Message]) -> list[Message]:
-    """Return messages whose contents are texts; the same list where they are already."""
+    """Return the messages with texts as contents; the same list if all contents are texts already."""
     for message in messages:
         if type(message["content"]) is not str:
             return [{**message, "content": text_of(message)} for message in messages]
@@ -183,10 +183,10 @@ def with_texts(messages: list[Message]) -> list[Message]:
 
 
 def first_turn(value: Any) -> list[Message] | None:
-    """Return the commonest conversation's first turn without looking further; None for any other.
+    """Return the first turn of a list that begins with a plain {role, content} user message, else None.
 
-    A list of plain {role, content} that begins with a user's text: there is nothing to convert, and
-    most of the time of a row without a model goes into conversions.
+    Fast path for the bar "a third of bare msgspec" (docs/performance.md): this form is the commonest one and needs no
+    conversion, and without a model most of a row's time goes into conversions.
     """
     if type(value) is list and value:
         first = value[0]
@@ -214,14 +214,14 @@ def check_turns(turns: str) -> str | int:
 def select_turns(
     messages: list[Message], turns: str | int, *, continue_final: bool
 ) -> list[Message]:
-    """Return what the model is to answer: the conversation up to the chosen user turn.
+    """Return the part of a conversation that the model answers, up to the chosen user turn.
 
-    ``first`` is everything up to and including the first user message; ``all`` leaves out only the
-    answers after the last user (or tool) message; a number takes that many user turns, or all there
-    are. With `continue_final` the answer that follows belongs to it, to be continued.
+    ``first`` takes everything up to and including the first user message. ``all`` leaves out only the
+    answers after the last user (or tool) message. A number takes that many user turns, or all if there
+    are fewer. With `continue_final` the answer after that turn is included: the model continues it.
 
     Raises:
-        RowProblem: no user message with text, or no answer to continue.
+        RowProblem: there is no user message with text, or no answer to continue.
     """
     end = 0
     if turns == "all":
@@ -255,7 +255,7 @@ def select_turns(
 
 
 def with_system(messages: list[Message], system_prompt: str) -> list[Message]:
-    """Put a system message first, in place of the conversation's own."""
+    """Put a system message first. It replaces the conversation's own, if there is one."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
     return [{"role": "system", "content": system_prompt}, *rest]
 

@@ -1,4 +1,4 @@
-"""The request format `rows`: every row is a prompt made from its columns, all with the run's sampling."""
+"""The request format `rows`: prompts are made from the columns of rows; all rows have the run's sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.prompts.types import Code, Draft, PromptConfig, RequestFormat, R
 
 _UNSET = msgspec.UNSET
 _MANY_TOKENS = 2**32
-"""No vocabulary is as large, and token ids travel in four bytes."""
+"""Upper bound of token ids, exclusive: engines get them as four bytes."""
 _PROMPT_HINT = (
     "pass one of --messages-column, --prompt-column, --prompt-template FILE or --template NAME "
     "(`--template list` shows the names)"
@@ -23,11 +23,15 @@ _PROMPT_HINT = (
 
 
 class RowsReader:
-    """Fills drafts from rows.
+    """Reads rows as `RowReader` says.
 
     Args:
-        config: Checked here: every contradiction is a ConfigError.
-        eos_token: Trimmed from the end of text prompts, where it would tell the model that all is said.
+        config: The prompt options.
+        eos_token: Text of the end-of-sequence token. It is removed from the end of text prompts: after it a model has
+            nothing to add.
+
+    Raises:
+        ConfigError: options that contradict each other.
     """
 
     def __init__(self, config: PromptConfig, *, eos_token: str) -> None:
@@ -69,19 +73,19 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             self._value_position = self._position(self._column)
             self._kept_positions = {name: self._position(name) for name in self._keep}
-            # A conversation may be long, and its first turn all that is sent.
+            # Conversations can be long. Where only the first turn is sent, the other messages stay undecoded.
             is_wanted_whole = not self._is_first_only or self._messages_column in self._keep
             lazy = [self._messages_column] if self._messages_column and not is_wanted_whole else []
             self._project = json_lines.projection(self._projected, lazy=lazy)
 
     def _position(self, column: str) -> int:
-        # One column may serve twice (as id and kept, say): a struct has a field only once.
+        # A column can have two uses, for example as id and as kept column. The decoder reads it once.
         if column not in self._projected:
             self._projected.append(column)
         return self._projected.index(column)
 
     def fill(self, draft: Draft, data: bytes) -> None:
-        """Read one row."""
+        """Read one row. See `RowReader.fill`."""
         if self._project is not None:
             found = self._project(data)
             row, row_id, value = found[0], found[self._id_position], found[self._value_position]
@@ -148,7 +152,7 @@ class RowsReader:
             draft.continue_final = True
 
     def _send(self, draft: Draft, messages: list[conversation.Message]) -> None:
-        """Send these messages, with what the run puts before and after them."""
+        """Make these messages the prompt, with the run's system message, examples and beginning of the answer."""
         if self._config.system_prompt:
             messages = conversation.with_system(messages, self._config.system_prompt)
         if self._examples:
@@ -217,7 +221,11 @@ class RowsReader:
 
 
 def token_ids(value: Any, subject: str) -> list[int]:
-    """Check a prompt of token ids. Whether they are in the vocabulary is for the engine to say."""
+    """Check that a prompt is a list of token ids. The engine checks whether they are in the vocabulary.
+
+    Raises:
+        RowProblem: the value is something else, or empty.
+    """
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise RowProblem(
             Code.INVALID_PROMPT,

@@ -1,4 +1,4 @@
-"""The request formats `completions` and `openai-batch`: every row is a request with its own parameters."""
+"""The request formats `completions` and `openai-batch`: each row is a request with sampling parameters of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.prompts.types import (
     RowProblem,
 )
 
-# Endpoints that an OpenAI batch may name, by the task that a run would need.
+# Task of each endpoint that a line of an OpenAI batch may name. A run does one task.
 _TASKS = {
     CHAT_URL: "generate",
     COMPLETIONS_URL: "generate",
@@ -38,20 +38,25 @@ _TASKS = {
 }
 
 _MAX_PLANS = 1000
+"""Number of different parameter sets whose reading is remembered."""
 _encode = msgspec.json.encode
 
 
 class RequestsReader:
-    """Fills drafts from requests.
+    """Reads requests as `RowReader` says.
 
     Args:
-        config: Options that make prompts from columns have no place here: a ConfigError.
-        sampling: The run's parameters, for what a request leaves open.
-        is_batch: Rows are lines of an OpenAI batch, which frame the request; otherwise the row is the request.
+        config: The prompt options.
+        sampling: The run's parameters. They hold where a request does not set its own.
+        is_batch: Whether rows are lines of an OpenAI batch (custom_id, method, url, body); otherwise the row itself is
+            the body of a completion.
+
+    Raises:
+        ConfigError: an option that makes prompts from columns is set.
     """
 
     is_chat = False
-    """A conversation is a request's own affair."""
+    """False because requests for completions need no chat template."""
 
     def __init__(self, config: PromptConfig, sampling: Sampling, *, is_batch: bool) -> None:
         _refuse_row_options(config)
@@ -62,7 +67,7 @@ class RequestsReader:
         self._is_batch = is_batch
 
     def fill(self, draft: Draft, data: bytes) -> None:
-        """Read one request."""
+        """Read one request. See `RowReader.fill`."""
         line = json_lines.decode_object(data)
         row = line.pop(ROW_FIELD, None)
         row_id = line.pop(ID_FIELD, None)
@@ -90,7 +95,7 @@ class RequestsReader:
         elif keep:
             draft.source = {name: line[name] for name in keep if name in line}
             if not self._is_batch:
-                # A column that is kept is the data set's, not a parameter.
+                # A kept column belongs to the data set: it is not a parameter of the request.
                 for name in draft.source:
                     if name != "prompt":
                         del line[name]
@@ -182,7 +187,8 @@ class RequestsReader:
         self._apply(draft, parameters, is_chat=False)
 
     def _apply(self, draft: Draft, parameters: dict[str, Any], *, is_chat: bool) -> None:
-        # Most requests of a file differ in their prompt alone: their parameters are read once.
+        # Fast path for the bar "a third of bare msgspec" (docs/performance.md): most requests of a file differ only
+        # in their prompts, so equal parameters are read once.
         key = (is_chat, _encode(parameters))
         plan = self._plans.get(key)
         if plan is None:

@@ -1,4 +1,4 @@
-"""Chunk lines to Python values, and what is wrong with the lines that are no rows."""
+"""Chunk lines are decoded to Python values; a line that is no row gets an error that says why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode one line. Raises RowProblem that says what it is instead of an object."""
+    """Decode one line.
+
+    Raises:
+        RowProblem: the line is not a JSON object; the message says what it is.
+    """
     try:
         return _decode_object(data)
     except DECODE_ERRORS as error:
@@ -32,10 +36,11 @@ def decode_object(data: bytes) -> dict[str, Any]:
 def projection(
     columns: Collection[str], *, lazy: Collection[str] = ()
 ) -> Callable[[bytes], tuple[Any, ...]]:
-    """Return a decoder that reads only these columns: a tuple in their order, UNSET where absent.
+    """Return a decoder that reads only these columns. It gives a tuple in their order, with UNSET for absent ones.
 
-    Rows are often much larger than what a prompt needs of them; the rest is skipped, not built. Of a list in a column
-    named in `lazy` the items come undecoded, as msgspec.Raw.
+    Fast path for the bar "a third of bare msgspec" (docs/performance.md): rows are often much larger than the columns
+    that a prompt needs, and the decoder skips the other columns. If a column named in `lazy` holds a list, its items
+    stay undecoded (msgspec.Raw).
     """
     decode = _struct_decoder(columns, ())
     decode_lazily = _struct_decoder(columns, lazy)
@@ -45,7 +50,7 @@ def projection(
         try:
             return astuple(decode_lazily(data))
         except DECODE_ERRORS:
-            pass  # broken, or no list
+            pass  # the line is broken, or a lazy column holds no list
         try:
             return astuple(decode(data))
         except DECODE_ERRORS as error:
@@ -67,7 +72,11 @@ def _struct_decoder(columns: Collection[str], lazy: Collection[str]) -> Callable
 
 
 def decode_item(item: msgspec.Raw, line: bytes) -> Any:
-    """Decode what a lazy column left undecoded. Raises RowProblem as `decode_object` does."""
+    """Decode an item of a lazy column.
+
+    Raises:
+        RowProblem: the item, and so the line, is not JSON.
+    """
     try:
         return _decode(item)
     except DECODE_ERRORS as error:
@@ -85,8 +94,8 @@ def explain(data: bytes, error: Exception) -> RowProblem:
         )
     if isinstance(error, RecursionError):
         return RowProblem(Code.INVALID_JSON, "JSON is nested too deep to be read")
-    # The decoder reports a lone surrogate as malformed or truncated JSON; the standard library
-    # reads it, which tells the two apart.
+    # msgspec reports a lone surrogate as malformed JSON. The standard library reads it, so a line that
+    # json.loads accepts here has either a lone surrogate or the wrong type.
     try:
         value = json.loads(stripped)
     except UnicodeDecodeError as undecodable:
@@ -135,7 +144,11 @@ def json_type(value: Any) -> str:
 
 
 def check_place(draft: Draft, row: Any) -> None:
-    """Compare a line's own `_row`, where it has one, with its place."""
+    """Check that a line's own `_row`, if it has one, is the number that its place gives.
+
+    Raises:
+        RowProblem: the numbers differ.
+    """
     if row is not msgspec.UNSET and row is not None and row != draft.row:
         raise RowProblem(
             Code.ROW_MISMATCH,
@@ -145,12 +158,12 @@ def check_place(draft: Draft, row: Any) -> None:
 
 
 def as_id(value: Any) -> str:
-    """Text of an id: strings as they are, anything else as JSON."""
+    """Return an id as text: a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else _encode(value).decode()
 
 
 def missing_column(name: str, data: bytes) -> RowProblem:
-    """Say that a column is absent, with the nearest one that is there."""
+    """Make the error of an absent column. The message names the columns of the row, and the nearest one."""
     columns = [key for key in decode_object(data) if key not in {ROW_FIELD, ID_FIELD}]
     known = ", ".join(columns[:20]) or "none"
     return RowProblem(

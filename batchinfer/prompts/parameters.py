@@ -1,4 +1,4 @@
-"""Sampling parameters, from requests and from options: every one is applied, known to be harmless, or refused."""
+"""Sampling parameters of requests and of options. Each is applied, ignored because it has no effect, or refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from batchinfer.prompts.types import Code, RowProblem
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What the completions API generates when nobody says how much."""
+"""Number of tokens that the completions API generates if neither the request nor the run sets a limit."""
 
-# Bookkeeping of the hosted service: accepted, without effect here.
+# Parameters for the bookkeeping of the hosted service. They are ignored.
 HARMLESS = frozenset(
     {
         "engine",
@@ -33,7 +33,7 @@ HARMLESS = frozenset(
         "user",
     }
 )
-# (lowest, highest, whether the lowest itself is allowed)
+# Range of each number: (lowest, highest, whether the lowest itself is allowed).
 _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, True),
     "top_p": (0, 1, False),
@@ -43,6 +43,7 @@ _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "repetition_penalty": (0, 1000, False),
 }
 _INT64 = 2**63
+# Range of each whole number, both ends included.
 _INTEGERS: dict[str, tuple[int, int]] = {
     "seed": (-_INT64, _INT64 - 1),
     "top_k": (-1, _INT64 - 1),
@@ -55,7 +56,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "top_logprobs": (0, _INT64 - 1),
 }
 _BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
-# Values of parameters that are otherwise unsupported, which ask for nothing.
+# Unsupported parameters, with the values that ask for nothing and are therefore accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "suffix": ("",),
@@ -73,20 +74,27 @@ _STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class RequestLimits(Record, frozen=True, kw_only=True):
-    """What a run allows one request to ask for."""
+    """Limits of a run on what one request may ask for."""
 
     max_n: int
+    """Largest number of answers."""
     max_logprobs: int
+    """Largest number of alternatives at each token."""
 
 
 class RequestOptions(msgspec.Struct):
-    """What a request wants beside sampling parameters."""
+    """Options of a request that are not sampling parameters."""
 
     echo: bool = False
+    """Whether the prompt is shown before every answer."""
     is_prompt_only: bool = False
+    """Whether the prompt is shown in place of the answer (scoring)."""
     continue_final: bool = False
+    """Whether the model continues the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template gets besides the messages."""
     is_open_ended: bool = False
+    """Whether the answer may be as long as the model allows."""
 
 
 def read_parameters(
@@ -95,10 +103,10 @@ def read_parameters(
     """Read a request's parameters.
 
     Args:
-        body: The request without what is to be answered. A null is a parameter that is not there.
-        base: The run's parameters, for what the request leaves open.
-        limits: What may be asked for at most.
-        is_chat: Which of the two APIs the request is for: they differ in `logprobs` and `echo`.
+        body: The request without its prompt or messages. A parameter that is null counts as absent.
+        base: The run's parameters. They hold where the request does not set its own.
+        limits: The run's limits on requests.
+        is_chat: Whether the request is for the chat API or for completions. They differ in `logprobs` and `echo`.
 
     Raises:
         RowProblem: a parameter that is unsupported, out of its range, or contradicts another.
@@ -134,7 +142,11 @@ def read_parameters(
 
 
 def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    """Refuse parameters that contradict each other or go beyond a run's limits. Raises RowProblem."""
+    """Check parameters against each other and against a run's limits.
+
+    Raises:
+        RowProblem: a contradiction, or more than a limit allows.
+    """
     best_of = sampling.best_of or sampling.n
     if sampling.n < 1:
         raise _invalid("n", f"{sampling.n}, expected at least 1")
@@ -157,10 +169,14 @@ def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
 
 
 def check_run_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    """Refuse parameters of a run that no engine takes, before anything is loaded. Raises RowProblem."""
+    """Check a run's own parameters before the engine is loaded.
+
+    Raises:
+        RowProblem: a parameter that no engine accepts.
+    """
     for name in _NUMBERS:
         value = getattr(sampling, name)
-        # The API's upper bound is no engine's.
+        # Engines accept temperatures above the API's limit of 2.
         if value is not None and not (name == "temperature" and 2 < value < math.inf):
             _number(name, value)
     for name in ("top_k", "min_tokens", "logprobs", "prompt_logprobs"):
@@ -182,7 +198,7 @@ def _settle_lengths(
             )
         found["max_tokens"] = newer
     elif older == 0 and options.echo:
-        # Scoring: only the prompt is wanted. Engines generate at least one token; it is dropped.
+        # Scoring: the request asks for the prompt alone. Engines generate at least one token, which is not shown.
         found["max_tokens"] = 1
         options.is_prompt_only = True
     elif older is None and base.max_tokens is None:
@@ -316,7 +332,7 @@ KNOWN = sorted({*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *HARMLESS, "logpro
 
 def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
     if name == "add_generation_prompt" and value is False:
-        # Said by everybody who continues an answer.
+        # Requests that continue an answer set this parameter to false.
         return body.get("continue_final_message") is True
     return value in _NEUTRAL.get(name, ())
 
@@ -348,7 +364,7 @@ ALIASES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
 }
-"""Names of transformers' GenerationConfig and of the OpenAI API that have another one here."""
+"""Parameters of transformers' GenerationConfig and of the OpenAI API, with their names here."""
 
 _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_cache": ("a KV cache is always used, the answers are the same", ()),
@@ -362,21 +378,22 @@ _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "output_scores": ("--logprobs decides what is written", ()),
     "prepend_bos": ("the tokenizer puts its special tokens before every prompt by itself", (True,)),
 }
-"""Parameters of generation scripts that change no answer here: why, and the values of which that is true (any where
-none is named). Another value asks for something that is not done."""
+"""Parameters of generation scripts that change no answer here: the reason, and the values for which it holds (empty:
+all values). Other values are refused."""
 
 
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
-    """Make the run's sampling parameters of options and ``--sampling`` pairs; pairs win.
+    """Make the run's sampling parameters from options and ``--sampling`` pairs. A pair replaces an option.
 
-    A pair is a field of Sampling, a name of transformers' or OpenAI's for one, or goes to the engine as it is.
+    The name of a pair is a field of Sampling, or an alias of one (`ALIASES`). A pair with any other name goes to the
+    engine unchanged.
 
     Args:
-        options: By the names of Sampling's fields; None is an option that was not given.
-        pairs: By name, as `batchinfer.cli.values.read_pairs` gives them.
+        options: Values by the names of Sampling's fields; None stands for an option that was not given.
+        pairs: Values by name, as `batchinfer.cli.values.read_pairs` gives them.
 
     Raises:
-        ConfigError: a value of the wrong type, two names of one parameter, or what has no equivalent.
+        ConfigError: a value of the wrong type, two names of one parameter, or a parameter without an equivalent here.
     """
     fields = {field.name for field in msgspec.structs.fields(Sampling)} - {"extra", "seed"}
     values = {
@@ -396,7 +413,7 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
 
 
 def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Pairs under the names that they have here."""
+    """Return the pairs that have an effect, with aliases replaced."""
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in pairs.items():
@@ -415,7 +432,7 @@ def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _greedy(pairs: dict[str, Any]) -> dict[str, Any]:
-    """``do_sample=false`` is temperature 0, whatever temperature a copied configuration also holds."""
+    """Return temperature 0 for ``do_sample=false``. It replaces the temperature of a copied configuration."""
     sample = pairs.get("do_sample", True)
     if not isinstance(sample, bool):
         raise ConfigError(f"--sampling do_sample: is {sample!r}, expected true or false")

@@ -1,9 +1,12 @@
-"""Jinja with a budget: a template can fail on a row, but neither hang the worker nor fill its memory.
+"""Jinja with limits: a template can fail on a row, but it cannot hang the worker or fill its memory.
 
-On top of Jinja's own sandbox (no private attributes, no changes to the data) every render has a number
-of steps, counted per loop round and per call, and every text a greatest length. The limits are counts
-rather than seconds, so a row renders everywhere or nowhere. They are meant against accidents, and against
-data that drives a template too far; a template of a stranger is code to be read first.
+Jinja's own sandbox forbids private attributes and changes to the data. This one adds a limit on the steps of a
+render (loop rounds and calls) and a limit on the length of every text. The limits are counts, not seconds, so that a
+row renders on every machine or on none. They protect against accidents and against rows that drive a template too
+far. A template from an unknown source is code: read it before use.
+
+Widths (of `ljust`, `center`, `indent` and formats) are checked before the text is made. The limit on length would see
+the text only afterwards: `'x'.ljust(3 * 10**9)` takes 3 GB first.
 """
 
 from __future__ import annotations
@@ -24,23 +27,24 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.types import Code, RowProblem
 
 MAX_STEPS = 200_000
-"""Loop rounds plus calls of one render."""
+"""Number of loop rounds and calls that one render may take."""
 MAX_CHARS = 32_000_000
-"""Length of a rendered prompt, and of any text on the way: above the largest row worth sending."""
+"""Number of characters in a rendered prompt or in any text that a template makes: more than a model can read."""
 MAX_RANGE = 10_000
+"""Number of items that `range` may have."""
 MAX_WIDTH = 1_000_000
-"""Numbers that pad, repeat or indent."""
+"""Number of characters that a text may be padded or indented to."""
 
 _WIDE_FORMAT = re.compile(r"\d{7,}")
 _REFUSED_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 class LimitExceeded(jinja2.TemplateError):
-    """The template went over its budget."""
+    """The template went over one of the limits."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates end."""
+    """A Jinja environment with the limits of this module."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -56,7 +60,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals = {name: value for name, value in self.globals.items() if name in kept}
         self.globals["range"] = _bounded_range
         self.globals["raise_exception"] = _raise_exception
-        # The same row must give the same prompt.
+        # The same row must always give the same prompt.
         del self.filters["random"]
         for name in ("center", "indent", "slice", "batch", "format", "replace", "join"):
             self.filters[name] = _bounded_filter(name, self.filters[name])
@@ -65,11 +69,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["_concatenated"] = _concatenated
 
     def start(self) -> None:
-        """Give the calling thread a full budget; before every render."""
+        """Reset the calling thread's count of steps. Called before every render."""
         self._budget.steps = MAX_STEPS
 
     def spend(self) -> None:
-        """Count one step."""
+        """Count one step.
+
+        Raises:
+            LimitExceeded: the render has no steps left.
+        """
         self._budget.steps -= 1
         if self._budget.steps < 0:
             raise LimitExceeded(f"more than {MAX_STEPS} loop rounds and calls")
@@ -93,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Concatenations().visit(tree)  # type: ignore[no-any-return]
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063 -- Jinja's signature, which leaves every keyword free
-        """Call on behalf of a template: one step, and no text out of proportion."""
+        """Call a function for a template. It counts as one step, and methods of texts are checked first."""
         __self.spend()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
@@ -101,7 +109,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Wrap `format` of a text, which the sandbox hands out in a form of its own."""
+        """Wrap the `format` method of a text, so that its widths are checked. Jinja does not pass it through `call`."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -113,7 +121,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator whose result could be out of proportion."""
+        """Apply one of `intercepted_binops`, after a check that its result is not too large."""
         if operator == "**":
             _check_power(left, right)
         elif operator == "*":
@@ -129,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Routes ``a ~ b`` through a filter, since the sandbox does not see it otherwise."""
+    """Turns ``a ~ b`` into a call of a filter, because Jinja gives the sandbox no other way to check it."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 -- the visitor's protocol
         parts = [self.visit(part) for part in node.nodes]
@@ -161,7 +169,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _check_format(text: str, arguments: Iterable[Any]) -> None:
-    # A width stands in the format, or among the arguments.
+    # A width is part of the format ("%9d") or one of the arguments ("%*d").
     _check_width(arguments)
     if _WIDE_FORMAT.search(text):
         raise LimitExceeded("a format that pads to millions of characters")
@@ -176,8 +184,8 @@ def _check_text_method(name: str, text: str, arguments: tuple[Any, ...]) -> None
 
 
 def _bounded_filter(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    # Filters of several kinds: some take the context or the environment first, and Jinja reads that
-    # from an attribute of the function, which the wrapper therefore carries over.
+    # Some filters take the context or the environment as their first argument. An attribute of the function
+    # tells Jinja so; the wrapper needs the same attribute.
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_width(args)
         _check_width(kwargs.values())
@@ -206,7 +214,7 @@ def _concatenated(parts: list[Any]) -> str:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's own escapes for HTML; a prompt wants the text as it is.
+    # Jinja's own filter escapes for HTML. A prompt needs the text unescaped.
     _check_width([indent])
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
@@ -220,11 +228,11 @@ def compile_template(source: str, *, name: str, undefined: type[jinja2.Undefined
 
     Args:
         source: Jinja text.
-        name: What messages call it, an option's name for example.
-        undefined: What a missing variable is.
+        name: Name of the template in messages, for example that of an option.
+        undefined: Class of missing variables: it decides whether they are refused.
 
     Raises:
-        ConfigError: it does not compile, loads other templates or touches private attributes.
+        ConfigError: the template does not compile, loads other templates or uses private attributes.
     """
     environment = BoundedEnvironment(undefined=undefined)
     try:
@@ -238,7 +246,7 @@ def compile_template(source: str, *, name: str, undefined: type[jinja2.Undefined
 
 
 class Template:
-    """A compiled template. Rendering has no effect and needs no lock."""
+    """A compiled template. Rendering is pure and may be done by several threads at once."""
 
     def __init__(
         self, environment: BoundedEnvironment, template: jinja2.Template, name: str
@@ -249,15 +257,15 @@ class Template:
 
     @property
     def global_names(self) -> set[str]:
-        """Names that are defined without being variables."""
+        """Names that every template may use, such as `range`."""
         return set(self._environment.globals)
 
     def render(self, values: dict[str, Any]) -> str:
         """Render with these variables.
 
         Raises:
-            jinja2.UndefinedError: a variable is missing (where undefined ones are refused).
-            RowProblem: any other failure, the limits included.
+            jinja2.UndefinedError: a variable is missing, and missing variables are refused.
+            RowProblem: rendering failed in another way, or went over a limit.
         """
         self._environment.start()
         pieces = []

@@ -12,7 +12,7 @@ from batchinfer.core.records import Record
 from batchinfer.prompts.sandbox import BoundedEnvironment, compile_template
 from batchinfer.prompts.types import Code, RowProblem
 
-# The Alpaca format's fixed wording: models trained on it expect it letter by letter.
+# The Alpaca format. Models that were trained on it expect exactly these words.
 _ALPACA = """\
 {% if input is defined and input -%}
 Below is an instruction that describes a task, paired with an input that provides further context. \
@@ -51,20 +51,20 @@ Summary:"""
 
 
 class NamedTemplate(Record, frozen=True, kw_only=True):
-    """A template that `--template NAME` knows.
-
-    `source` is Jinja over `columns`; `answers` are the columns that may hold an example's answer.
-    A template with a `messages_column` is a conversation for the model's chat template instead.
-    """
+    """A template that ``--template NAME`` selects: either Jinja text or the name of a conversation's column."""
 
     name: str
     description: str
     columns: list[str]
+    """Columns that the template reads."""
     source: str = ""
+    """Jinja text over `columns`; empty if `messages_column` is set."""
     answers: list[str] = []
+    """Columns that may hold the answer of a worked example, the first choice first."""
     messages_column: str = ""
+    """Column with a conversation, which goes through the model's chat template."""
     separator: str = " "
-    """Between an example's prompt and its answer."""
+    """Text between an example's prompt and its answer."""
 
 
 _TEMPLATES = [
@@ -119,7 +119,11 @@ def list_templates() -> list[NamedTemplate]:
 
 
 def named_template(name: str) -> NamedTemplate:
-    """Look up a template. Raises ConfigError with the nearest name."""
+    """Look up a template by its name.
+
+    Raises:
+        ConfigError: no such template; the message has the nearest name.
+    """
     by_name = {template.name: template for template in _TEMPLATES}
     if name not in by_name:
         raise ConfigError(
@@ -131,13 +135,12 @@ def named_template(name: str) -> NamedTemplate:
 
 
 class PromptTemplate:
-    """Prompt texts from rows: a compiled template with its worked examples.
+    """A compiled template that turns rows into prompt texts.
 
     Args:
-        source: Jinja text. It sees every column by its name, all of them as `row`, the worked examples
-            as `examples` and the system prompt as `system_prompt`; a column of the same name wins.
-        name: What messages call it.
-        values: What the template sees beside the columns.
+        source: Jinja text. Its variables are the columns by their names, the whole row as `row`, and `values`.
+        name: Name of the template in messages.
+        values: Variables besides the columns, such as `examples`. A column of the same name replaces them.
     """
 
     def __init__(self, source: str, *, name: str, values: dict[str, Any]) -> None:
@@ -148,13 +151,17 @@ class PromptTemplate:
         self._values = values
 
     def render(self, row: dict[str, Any]) -> str:
-        """Render one row. Raises RowProblem, with the missing column's name where that is the cause."""
+        """Render one row.
+
+        Raises:
+            RowProblem: the template failed. Where a missing column is the cause, the message names it.
+        """
         try:
             return self._template.render({"row": row, **self._values, **row})
         except jinja2.UndefinedError as error:
             known = {"row", *self._values, *self._template.global_names}
             missing = [name for name in self.variables if name not in row and name not in known]
-            # Only a variable that the message names is the cause: others may be optional.
+            # Absent variables may be optional. The cause is the variable that Jinja's message names.
             missing = [name for name in missing if f"'{name}'" in str(error)]
             if missing:
                 raise RowProblem(
@@ -166,7 +173,7 @@ class PromptTemplate:
 
 
 def examples_text(template: NamedTemplate, examples: list[dict[str, Any]]) -> str:
-    """Render worked examples with their answers, to stand before every prompt.
+    """Return the text of all worked examples with their answers. It stands before every prompt.
 
     Raises:
         ConfigError: an example lacks a column or an answer.

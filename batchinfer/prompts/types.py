@@ -12,21 +12,20 @@ from batchinfer.core.errors import RowError
 from batchinfer.core.records import Failure, Record, Request, RowKey, Sampling
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+"""What can happen to a prompt that is too long: its row fails, or the prompt loses tokens at this place."""
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 
 
 class Code(StrEnum):
-    """One way in which a row or its request can be bad; `explanation` is the line in docs/format.md.
-
-    Stable: users' scripts compare these words.
-    """
+    """Reasons to refuse a row or its request. The values are stable: users' scripts compare them."""
 
     explanation: str
+    """Line about this code in docs/format.md."""
 
     def __new__(cls, value: str, explanation: str) -> Self:
-        """Make a member that is its code and carries its explanation."""
+        """Make a member from its code and its explanation."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.explanation = explanation
@@ -59,15 +58,16 @@ class Code(StrEnum):
 
 
 class PromptConfig(Record, frozen=True, kw_only=True):
-    """How rows become prompts. Texts are texts here: whoever reads the command line reads the files.
+    """How rows become prompts. Where an option names a file, the field holds the file's content.
 
     Exactly one of `messages_column`, `prompt_column`, `prompt_template` and `template_name` is set
     for the request format ``rows``, and none for the others.
     """
 
     request_format: str = "rows"
+    """Name of an entry of `REQUEST_FORMATS`."""
     messages_column: str = ""
-    """Column with a conversation; a plain text there is one user message."""
+    """Column with a conversation. A plain text in it counts as one user message."""
     turns: str = "first"
     """``first``, ``all``, or how many user turns (see docs/format.md)."""
     prompt_column: str = ""
@@ -75,77 +75,85 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     prompt_template: str = ""
     """Jinja source over the row's columns."""
     template_name: str = ""
+    """Name of a template that ``--template list`` shows."""
     as_chat: bool = False
-    """Send the text of `prompt_column` or a template as one user message through the chat template."""
+    """Whether the text of `prompt_column` or a template is sent as one user message, through the chat template."""
     system_prompt: str = ""
+    """System message of every conversation, and the variable `system_prompt` of templates."""
     chat_template: str = ""
-    """Jinja source in place of the tokenizer's own chat template."""
+    """Jinja source that replaces the tokenizer's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
+    """Variables that the chat template gets besides the messages."""
     continue_final: bool | str = False
-    """True: continue the row's own answer; a text: every answer starts with it."""
+    """True: the model continues the row's own last answer. A text: every answer starts with this text."""
     blank_columns: list[str] = []
-    """Columns that are emptied before a template sees them."""
+    """Columns that templates see as empty texts."""
     few_shot: list[dict[str, Any]] = []
-    """Example rows, answers included."""
+    """Worked examples: rows with their answers."""
     truncate_prompt: str = "error"
+    """One of `TRUNCATIONS`."""
     keep: list[str] = []
-    """Columns that the output line repeats; ``*`` is all of them."""
+    """Columns that the output line repeats; ``*`` means all of them."""
     keep_prompt: bool = False
+    """Whether the output line repeats the prompt."""
     id_column: str = ""
+    """Column whose value is the row's id; empty: `_id`."""
     output_format: str = "native"
+    """Name of an entry of `batchinfer.formats.FORMATS`."""
     strip: bool = False
-    """Remove white space around every answer."""
+    """Whether white space around every answer is removed."""
     has_timing: bool = True
-    """Write each row's seconds. Without them equal answers are equal bytes."""
+    """Whether output lines hold the seconds that each row took. Without them, equal answers give equal bytes."""
     task: str = "generate"
+    """Kind of answer that the engine is asked for. OpenAI requests for another kind are refused."""
     max_n: int = 128
-    """Most answers that one request may ask for."""
+    """Largest number of answers that one request may ask for."""
     max_logprobs: int = 20
-    """Most alternatives a token; the engine's own limit."""
+    """Largest number of alternatives that a request may ask for at each token; the engine sets the limit."""
 
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
-    """One line of a chunk; `line_index` counts from 0. Its newline may still be there: to JSON it is white space."""
+    """One line of a chunk. `line_index` counts from 0; `data` may end with the newline, which JSON ignores."""
 
     line_index: int
     data: bytes
 
 
 class EchoView(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request wants to see, where that is not simply the engine's answer."""
+    """How the answers to a request are shown when the engine's answer alone is not what it asked for."""
 
     echo: bool = False
-    """The prompt stands before every answer."""
+    """Whether the prompt stands before every answer."""
     is_prompt_only: bool = False
-    """Scoring: the generated token is dropped."""
+    """Whether the prompt stands in place of the answer (scoring): the generated token is dropped."""
 
 
 class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One row on its way: a request, or the failure that keeps it from having one (never both).
-
-    `row` is first_row + line index. `source` holds the columns of ``--keep``, `body` the request as
-    the row gave it, `prompt` the text or token ids where the output needs them.
-    """
+    """One row after reading: it has either a request for the engine or a failure, never both."""
 
     key: RowKey
     row: int
+    """Number of the row in the job: the chunk's first row plus the line index."""
     id: str
     request: Request | None = None
     failure: Failure | None = None
     source: dict[str, Any] | None = None
+    """Columns named by ``--keep``."""
     body: dict[str, Any] | None = None
+    """Request as the row gave it; None for plain rows."""
     prompt: str | list[int] | list[dict[str, Any]] | None = None
+    """Prompt for the output line; None where the output line does not need it."""
     url: str = ""
-    """The endpoint that the row's request names; empty for plain rows."""
+    """Endpoint that the row's request names; empty for plain rows."""
     is_chat: bool = False
-    """The prompt is a conversation."""
+    """Whether the prompt is a conversation."""
     param: str | None = None
-    """The parameter that a failure is about."""
+    """Parameter that a failure is about."""
     view: EchoView | None = None
 
 
 class Draft(msgspec.Struct, gc=False):
-    """A row while it is being read: whatever was found out before it failed stays here."""
+    """A row while it is being read. When reading fails, the fields that were filled before are still used."""
 
     row: int
     id: str = ""
@@ -161,14 +169,15 @@ class Draft(msgspec.Struct, gc=False):
     url: str = ""
     view: EchoView | None = None
     is_open_ended: bool = False
-    """The answer may be as long as the model allows."""
+    """Whether the answer may be as long as the model allows."""
     is_cut: bool = False
+    """Whether the prompt lost tokens because it was too long."""
     failure: Failure | None = None
     param: str | None = None
 
 
 class RowProblem(RowError):
-    """A bad row, with the parameter that is at fault where there is one."""
+    """A bad row. `param` names the parameter at fault, where there is one."""
 
     def __init__(self, code: Code, message: str, *, param: str | None = None) -> None:
         super().__init__(code.value, message)
@@ -180,32 +189,35 @@ class RowReader(Protocol):
 
     @property
     def is_chat(self) -> bool:
-        """Whether every row becomes a conversation, so that the run cannot do without a chat template."""
+        """Whether every row becomes a conversation, so that the run needs a chat template."""
         ...
 
     def fill(self, draft: Draft, data: bytes) -> None:
-        """Raise RowProblem for a bad row; what is already in `draft` is kept."""
+        """Read one line into a draft.
+
+        Raises:
+            RowProblem: the row is bad. The draft keeps what was read before.
+        """
         ...
 
 
 class RequestFormat(Record, frozen=True, kw_only=True):
-    """One request format: what the rows of a chunk hold. `REQUEST_FORMATS` has all of them."""
+    """What the rows of a chunk hold. `REQUEST_FORMATS` is the table of all request formats."""
 
     name: str
     """Value of ``--request-format``."""
     make_reader: Callable[[PromptConfig, Sampling, str], RowReader]
-    """Makes the reader of a run from its options, its sampling parameters and the end-of-sequence text."""
+    """Function that makes a run's reader from its options, its sampling parameters and the end-of-sequence text."""
     has_own_parameters: bool = True
-    """Each row brings sampling parameters of its own, so that what the run says holds for none for certain."""
+    """Whether each row brings sampling parameters of its own, which replace the run's."""
     id_field: str = ""
-    """Field that names a row before its `_id` does; empty where there is none."""
+    """Field that holds the id of a row, in preference to `_id`; empty if the format has no such field."""
     make_row: Callable[[str, str], dict[str, Any]] | None = None
-    """Makes the row that asks for an answer to a text, from an id and the text; None where the columns of rows are
-    the data set's own."""
+    """Function that makes a row from an id and a text to answer; None where the prompt options name the columns."""
 
 
 class Tokenizer(Protocol):
-    """What prompts need of a model's tokenizer. Pure; safe to call from several threads."""
+    """The part of a model's tokenizer that prompts need. Pure; safe to call from several threads."""
 
     @property
     def eos_token(self) -> str:
@@ -214,12 +226,12 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer brings a chat template of its own."""
+        """Whether the tokenizer has a chat template."""
         ...
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token; 0 when unknown."""
+        """Number of characters of the longest token; 0 if unknown."""
         ...
 
     def apply_chat_template(
@@ -230,7 +242,7 @@ class Tokenizer(Protocol):
         continue_final: bool,
         kwargs: dict[str, Any],
     ) -> str:
-        """Render a conversation with `template`, or the model's own when empty.
+        """Render a conversation with `template`; an empty one means the model's own.
 
         Raises:
             RowError: the template fails on these messages.
@@ -238,9 +250,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text, in order."""
+        """Return the token ids of each text, in order."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ...

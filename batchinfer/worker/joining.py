@@ -14,7 +14,7 @@ from batchinfer.core.redaction import redact
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
-from batchinfer.prompts import Code, PromptBuilder, Tokenizer
+from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
 from batchinfer.storage import Store
 from batchinfer.worker.config import Environment, WorkerConfig
 from batchinfer.worker.telemetry import Telemetry
@@ -271,7 +271,7 @@ def check_parameters(config: WorkerConfig, completions: list[Completion]) -> Non
 
     Plain rows all have the run's own: what the engine says of one's is true of every one's.
     """
-    if config.prompt.request_format != "rows":
+    if find_request_format(config.prompt.request_format).has_own_parameters:
         return
     for completion in completions:
         failure = completion.failure
