@@ -1,4 +1,4 @@
-"""Parquet: rows from the footer, then row group by row group, only the columns that are asked for."""
+"""Parquet files: counted by the footer alone, then read row group by row group, only the columns that are kept."""
 
 from __future__ import annotations
 
@@ -35,16 +35,21 @@ from batchinfer.split.blocks import (
 from batchinfer.split.source_files import FoundFile
 
 _TAIL_BYTES = 64 << 10
-_BATCH_BYTES = 512 << 10
-"""Encoded size of the rows that are decoded at once, small for the processor's caches; a larger row comes alone."""
+_BATCH_BYTES = 2 << 20
+"""Bytes of the rows that are decoded at once, as stored but uncompressed. A larger row is decoded alone."""
 _BATCH_ROWS = 1000
 _WHOLE_GROUP_BYTES = 32 << 20
-"""Up to this size a row group's columns are read in one piece each; above, through a buffer."""
+"""Bytes of a row group up to which each of its columns is read in one piece; those of larger ones pass a buffer."""
 _BUFFERS_BYTES = 64 << 20
+"""Bytes that the buffers of all columns may take together."""
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the footer only: rows, columns and row groups. Raises InputError for a file that is no whole parquet."""
+    """Read the footer: number of rows, columns and row groups.
+
+    Raises:
+        InputError: The file is not parquet, is damaged or cut short, or has two columns of one name.
+    """
     with source_files.reading(found.url), source_files.open_binary(found) as file:
         tail = _read_tail(found, file)
         metadata = pq.read_metadata(pa.BufferReader(tail))
@@ -71,7 +76,7 @@ def count(found: FoundFile) -> CountedFile:
 
 
 def _read_tail(found: FoundFile, file: Any) -> bytes:
-    """The magic at the file's start, then exactly the footer with its length and magic."""
+    """Return the magic at the start of the file, followed by the footer, its length and the magic at the end."""
     size = found.bytes
     head = file.read(4)
     start = max(0, size - _TAIL_BYTES)
@@ -96,10 +101,10 @@ def read(
 
     Args:
         item: The file.
-        rows: Which of its rows, by their index in the file; consecutive.
-        first_row: Number in the job of the first of them.
-        choice: Columns to keep.
-        odd: Is counted up by what is met.
+        rows: Consecutive indices of rows in the file.
+        first_row: Number in the job of the first of these rows.
+        choice: Columns to keep, and the one that names rows.
+        odd: The NaN and infinities that are met are added to it.
 
     Raises:
         InputError: A column is missing or has no exact JSON form; the file is damaged, or changed since its count.
@@ -131,7 +136,7 @@ def read(
 
 @contextlib.contextmanager
 def _open(item: CountedFile, groups: list[int]) -> Iterator[Any]:
-    """Open the file as a `pyarrow.parquet.ParquetFile` whose buffers suit its largest row group."""
+    """Open the file as a `pyarrow.parquet.ParquetFile`, with read buffers if its largest row group needs them."""
     with contextlib.ExitStack() as stack:
         where: Any = str(source_files.local_path(item.found.url))
         if not source_files.is_local(item.found.url):
@@ -150,7 +155,7 @@ def _open(item: CountedFile, groups: list[int]) -> Iterator[Any]:
 
 
 def _groups(item: CountedFile, rows: range) -> list[int]:
-    """Indices of the row groups that hold these rows of the file."""
+    """Return the indices of the row groups that hold these rows of the file."""
     starts = [start for start, _ in item.marks]
     ends = [*starts[1:], item.rows]
     return [
@@ -181,7 +186,7 @@ def _batches(file: Any, groups: list[int], columns: list[str]) -> Iterator[Any]:
 
 
 class _Decoder:
-    """Turns record batches of one file into blocks. `columns` are those to read."""
+    """A conversion of one file's record batches to blocks of rows. `columns` are the columns to read from the file."""
 
     def __init__(
         self, item: CountedFile, schema: Any, keep: list[str], id_column: str, odd: Oddities
@@ -207,7 +212,7 @@ class _Decoder:
         self._record = make_record_type([*keep, ROW_FIELD, ID_FIELD])
 
     def block(self, batch: Any, first_row: int) -> RowBlock:
-        """Convert one batch, whose first row has this number in the job."""
+        """Convert one batch. `first_row` is the number in the job of its first row."""
         numbers = range(first_row, first_row + batch.num_rows)
         values = {name: self._convert(name, batch.column(name)) for name in self.columns}
         ids: list[str] = list(map(str, numbers))

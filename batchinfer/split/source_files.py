@@ -1,4 +1,4 @@
-"""Files on any filesystem, read-only: local ones by the system, the rest through fsspec; errors become ours here."""
+"""Source files on any filesystem: found, compared with what was counted, and opened, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from batchinfer.storage.opening import fsspec_options, open_store
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
+"""Keys under which fsspec's filesystems tell what changes with a file's bytes, the most reliable first."""
 _REFUSED_STATUS = (401, 403)
 CONVERTED = "refs/convert/parquet"
 """The branch where the Hub keeps a data set's conversion to parquet, as <config>/<split>/<number>.parquet."""
@@ -43,7 +44,7 @@ _URL = re.compile(
 
 
 class FoundFile(NamedTuple):
-    """One file: its address, its size, and a stamp that changes with its bytes (etag, blob id or times)."""
+    """A file: its address, its size in bytes, and a stamp that changes with its content (etag, blob id or times)."""
 
     url: str
     bytes: int
@@ -51,21 +52,21 @@ class FoundFile(NamedTuple):
 
 
 def is_local(url: str) -> bool:
-    """A plain path or a file:// URL."""
+    """Return whether the URL is a plain path or begins with file://."""
     return "://" not in url or url.startswith("file://")
 
 
 def local_path(url: str) -> Path:
-    """The path that a local URL names."""
+    """Return the path that a local URL names, with ~ expanded."""
     return Path(url.removeprefix("file://")).expanduser()
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's filesystem for `url` and the path of `url` in it. Never lists from a cache.
+    """Return the filesystem of `url`, in fsspec's interface, and the path of `url` in it. Listings are never cached.
 
     Raises:
         InputError: The URL's scheme is unknown or needs a package that is not installed.
-        ConfigError: It is r2:// and no endpoint is configured.
+        ConfigError: The URL begins with r2:// and no endpoint is configured.
     """
     if is_local(url):
         return LocalFiles(), os.path.abspath(local_path(url))  # noqa: PTH100 - resolve() follows links
@@ -79,15 +80,19 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @functools.cache
 def _check_r2(bucket: str) -> None:
-    """Raise ConfigError if requests would go to AWS. Sends nothing."""
+    """Raise ConfigError if requests for this bucket would go to AWS instead of R2. Sends no request."""
     open_store(f"r2://{bucket}")
 
 
 class LocalFiles:
-    """The three questions we ask of fsspec's filesystems, answered by the system: fsspec takes its time to load."""
+    """The three methods of fsspec's filesystems that we call, for local files.
+
+    fsspec's own does not fit: it lists a link to a file as neither file nor folder, so a folder in the Hub's cache, all
+    links, would look empty. Importing it also costs a tenth of a second of CPU, a third of a small split.
+    """
 
     def info(self, path: str) -> dict[str, Any]:
-        """See fsspec. Raises FileNotFoundError."""
+        """Describe a file or folder; a link is what it leads to. Raises FileNotFoundError."""
         found = Path(path).stat()
         kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
         return {
@@ -98,7 +103,7 @@ class LocalFiles:
         }
 
     def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
-        """See fsspec. Follows links to files, not to folders."""
+        """Describe all files below a folder. Links to files are followed, links to folders are not."""
         assert detail
         return {
             name: self.info(name)
@@ -108,7 +113,7 @@ class LocalFiles:
         }
 
     def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
-        """See fsspec."""
+        """Describe the files and folders that match a pattern."""
         assert detail
         return {
             name: self.info(name)
@@ -127,7 +132,8 @@ def _filesystem(scheme: str) -> Any:
 
     options = fsspec_options(scheme)
     try:
-        # One that cannot do without an argument (ftp:// wants a host) would fail half made, with noise at its end.
+        # A filesystem that needs more arguments (ftp:// needs a host) would fail in its constructor, and again, with
+        # a traceback on stderr, in its destructor. So its signature is asked first.
         inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)
     except (ImportError, TypeError, ValueError) as error:
@@ -138,14 +144,14 @@ def _filesystem(scheme: str) -> Any:
 
 
 def address(url: str, path: str) -> str:
-    """URL of a path that the filesystem of `url` listed, in the manner of `url`."""
+    """Return the URL of a path that the filesystem of `url` has listed; for a local `url` the path itself."""
     if is_local(url):
         return path
     return f"{url.partition('://')[0]}://{path.lstrip('/')}"
 
 
 def make_found_file(url: str, info: dict[str, Any]) -> FoundFile:
-    """Read size and stamp out of what fsspec tells about a file."""
+    """Make a `FoundFile` from fsspec's description of a file."""
     stamp = next((f"{key}={info[key]}" for key in _STAMP_KEYS if info.get(key)), "")
     return FoundFile(
         url, int(info.get("size") or 0), f"{info.get('size')} {stamp} {info.get('ino', '')}"
@@ -153,21 +159,21 @@ def make_found_file(url: str, info: dict[str, Any]) -> FoundFile:
 
 
 def look_up(url: str) -> FoundFile:
-    """Ask for a file's present size and stamp. Raises InputError if it is gone."""
+    """Return a file's present size and stamp. Raises InputError if the file is gone."""
     with reading(url):
         filesystem, path = open_filesystem(url)
         return make_found_file(url, filesystem.info(path))
 
 
 def check_unchanged(found: FoundFile) -> None:
-    """Raise InputError if the file is no longer what it was when it was counted."""
+    """Raise InputError if the file's size or stamp differs from when it was counted."""
     now = look_up(found.url)
     if now != found:
         raise changed(found.url)
 
 
 def changed(url: str) -> InputError:
-    """The error for a source that moves while it is being read."""
+    """Return the error for a source that changes while it is being read."""
     return InputError(
         f"{url}: changed while it was being split, expected the file that was counted",
         hint="split a copy that nobody writes to; running the same command again is safe",
@@ -175,7 +181,7 @@ def changed(url: str) -> InputError:
 
 
 def open_binary(found: FoundFile) -> BinaryIO:
-    """Open a file for reading, in bounded memory wherever it lies."""
+    """Open a file for reading. Files elsewhere are read ahead by a few MiB, never whole."""
     if is_local(found.url):
         return local_path(found.url).open("rb")
     filesystem, path = open_filesystem(found.url)
@@ -184,7 +190,7 @@ def open_binary(found: FoundFile) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_stream(found: FoundFile, offset: int = 0) -> Iterator[BinaryIO]:
-    """Open a file for reading forward, decompressed by its name (.gz, .zst).
+    """Open a file for reading from start to end, decompressed if its name ends in .gz, .zst or .zstd.
 
     Args:
         found: The file.
@@ -203,14 +209,14 @@ def open_stream(found: FoundFile, offset: int = 0) -> Iterator[BinaryIO]:
                 raw.seek(offset)
             if is_local(found.url):
                 yield raw
-            else:  # fsspec's files lack some of a file's methods
+            else:  # fsspec's file objects lack some methods of Python's own, such as readlines with a size
                 with io.BufferedReader(cast("io.RawIOBase", raw), 1 << 20) as stream:
                     yield cast("BinaryIO", stream)
 
 
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Turn whatever fails while `url` is listed or read into one of our errors, which names it."""
+    """Turn every error while `url` is listed or read into one of ours, whose message begins with `url`."""
     is_web = url.startswith(("hf://", "http://", "https://"))
     try:
         with (
@@ -227,7 +233,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def _way_round(url: str) -> str:
-    """What else to do where the Hub cannot be asked."""
+    """Return what else a user can do where the Hub cannot be asked, or "" for other URLs."""
     match = _URL.match(url)
     if match is None:
         return ""
@@ -242,21 +248,21 @@ def _damage(url: str) -> Iterator[None]:
     """Turn what decompressing and parsing raise into an InputError."""
     kinds: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     for module, name in (("pyarrow", "ArrowException"), ("zstandard", "ZstdError")):
-        if module in sys.modules:  # a package that was not loaded has raised nothing
+        if module in sys.modules:  # a package that was not imported cannot have raised anything
             kinds.append(getattr(sys.modules[module], name))
     try:
         yield
     except tuple(kinds) as error:
         raise damaged(url, str(error)) from error
     except OSError as error:
-        # pyarrow reports damaged pages as an OSError without a number, the system always sets one.
+        # pyarrow reports damaged pages as an OSError without errno; errors of the system always have an errno.
         if type(error) is OSError and error.errno is None and is_local(url):
             raise damaged(url, str(error)) from error
         raise
 
 
 def _outside_errors() -> tuple[type[Exception], ...]:
-    """What adapters raise. Packages that were not loaded cannot have raised anything."""
+    """Return the errors that fsspec's filesystems raise. A package that was not imported cannot have raised any."""
     kinds: list[type[Exception]] = [OSError]
     for module, name in (
         ("botocore.exceptions", "BotoCoreError"),
@@ -284,7 +290,7 @@ def _translate(url: str, error: Exception) -> BatchinferError:
 
 
 def damaged(url: str, what: str) -> InputError:
-    """The error for a file that is not what its name says, or was cut short."""
+    """Return the error for a file whose content is not what its name says, or was cut short."""
     return InputError(
         f"{url}: corrupt or truncated ({what.strip().splitlines()[0] if what.strip() else 'ends early'})",
         hint="fetch or write the file again, then run the same command",
@@ -306,7 +312,7 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
 
 
 class HubDataset(NamedTuple):
-    """An hf:// address. `revision` is a branch, tag or commit ("": the main branch)."""
+    """An hf:// address taken apart. `revision` is a branch, tag or commit; "" is the main branch."""
 
     repo: str
     revision: str
@@ -314,19 +320,19 @@ class HubDataset(NamedTuple):
 
     @property
     def is_converted(self) -> bool:
-        """The address asks for the Hub's conversion itself."""
+        """Whether the address names the branch of the Hub's conversion to parquet."""
         return self.revision == CONVERTED
 
     def at(self, commit: str) -> str:
-        """The same address at one commit."""
+        """Return the same address with `commit` as its revision."""
         return f"hf://datasets/{self.repo}@{quote(commit, safe='')}/{self.path}".rstrip("/")
 
 
 def parse_hub_url(url: str) -> HubDataset:
-    """Split hf://datasets/org/name[@revision][/path]; a revision with a slash is quoted (%2F), save refs/….
+    """Split hf://datasets/org/name[@revision][/path]. A slash in a revision is written %2F, except in refs/….
 
     Raises:
-        InputError: The URL is none of these.
+        InputError: The URL does not have this form.
     """
     match = _URL.match(url)
     if match is None:
@@ -340,7 +346,7 @@ def parse_hub_url(url: str) -> HubDataset:
 
 
 def resolve_commit(dataset: HubDataset) -> str:
-    """Ask the Hub which commit the revision is now. One request."""
+    """Ask the Hub, in one request, which commit the revision stands for now."""
     from huggingface_hub import HfApi
 
     commit: str | None = HfApi().dataset_info(dataset.repo, revision=dataset.revision or None).sha
@@ -350,7 +356,7 @@ def resolve_commit(dataset: HubDataset) -> str:
 
 
 def converted_commit(dataset: HubDataset) -> str:
-    """The commit of the Hub's conversion to parquet, or "" where there is none."""
+    """Return the commit of the Hub's conversion to parquet, or "" if the data set has none."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
@@ -360,11 +366,11 @@ def converted_commit(dataset: HubDataset) -> str:
 
 
 def check_one_config(argument: str, paths: list[str]) -> None:
-    """Refuse a converted data set with several configurations, whose rows often repeat each other.
+    """Raise InputError if a converted data set has several configurations: they often hold the same rows.
 
     Args:
-        argument: For the message.
-        paths: Files relative to the data set's root.
+        argument: The SOURCE argument, for the message.
+        paths: Paths of its files, relative to the data set's root.
     """
     converted = [
         path.split("/") for path in paths if re.search(r"/[^/]*/\d{4,}\.parquet$", f"/{path}")
