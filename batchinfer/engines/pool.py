@@ -121,7 +121,7 @@ class ProcessPool:
             raise EngineLoadError(f"{replica.name}: {replica.reason()}")
         for frame in frames:
             if isinstance(frame, Ready):
-                replica.info = frame.info
+                replica.note_loaded(frame.info)
                 logger.info("%s: loaded in %.1f s", replica.name, frame.info.load_seconds)
             elif isinstance(frame, Failed):
                 raise load_error(replica, frame)
@@ -311,7 +311,7 @@ class ProcessPool:
         replica.note_progress(frame.stats, frame.tokens, len(finished))
         known: list[Completion] = []
         for completion in finished:
-            if replica.in_flight.pop(completion.key, None) is not None:
+            if replica.note_finished(completion.key):
                 self._deaths.pop(completion.key, None)
                 known.append(completion)
         return known
@@ -385,7 +385,7 @@ class ProcessPool:
             return
         self._round += 1
         for replica in self.replicas:
-            replica.in_flight.clear()
+            replica.note_abandoned()
             with contextlib.suppress(Closed):
                 replica.channel.send(Abandon(round=self._round))
 

@@ -94,6 +94,10 @@ class Replica:
             self._lines.append(line)
             logger.debug("%s: %s", self.name, line)
 
+    def note_loaded(self, info: EngineInfo) -> None:
+        """Take note that the model is loaded. From now on the replica has free slots."""
+        self.info = info
+
     def note_sent(self, requests: list[Request]) -> None:
         """Count requests as in flight. The time without progress is counted from the first one."""
         if not self.in_flight:
@@ -112,6 +116,14 @@ class Replica:
         if tokens > before or self._num_finished != finished:
             self._last_token = now
         self._progress = (stats.steps, max(tokens, before), self._num_finished)
+
+    def note_finished(self, key: RowKey) -> bool:
+        """Count a request as finished. Returns whether it was in flight here."""
+        return self.in_flight.pop(key, None) is not None
+
+    def note_abandoned(self) -> None:
+        """Count all requests in flight as dropped."""
+        self.in_flight.clear()
 
     def forgive(self, seconds: float) -> None:
         """Do not count `seconds` as time without progress."""
