@@ -57,7 +57,7 @@ def _iter_help(
 
     settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
     context = click.Context(command, info_name=name, parent=parent, **settings)
-    # Rendered help has trailing blanks on some lines; editors and diffs choke on them.
+    # click leaves blanks at the ends of some lines, which editors take away.
     text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     yield context.command_path, text
     if isinstance(command, click.Group):

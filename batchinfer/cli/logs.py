@@ -1,4 +1,4 @@
-"""The log: its events (a stable name and fields on a line, listed in docs/logs.md), formats and set-up."""
+"""The log: the events that may stand in it (docs/logs.md lists them, too), its two formats, and its set-up."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import time
 from typing import Any
 
 EVENTS: dict[str, str] = {
-    "worker_started": "A start of a worker has its lease. `epoch` counts its starts from 1.",
-    "worker_resumed": "It is not the first start; `before` is how the last one ended, `is_kill` if nobody was asked.",
-    "manifests_read": "What is to do: chunks of the own manifests, and how many of them were done before.",
+    "worker_started": "A worker has its lease and begins. `epoch` counts its starts from 1.",
+    "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: it was killed.",
+    "manifests_read": "The manifests' chunks are known, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",
-    "first_rows": "The first rows of this start are in the engine; where the seconds since the start went.",
-    "engine_preempted": "Its KV cache is too small for what runs; rows are computed again. Once a start.",
+    "first_rows": "The first rows of this start are in the engine. The fields say where the time until then went.",
+    "engine_preempted": "The KV cache is too small for the rows that run at once; some are computed again.",
     "replica_lost": "A replica died or stalled. Its rows go to the others; its GPUs idle until the next start.",
-    "chunk_open": "A chunk is being worked on; `resumed` rows came from checkpoints.",
-    "chunk_taken_over": "Its claim lapsed at another worker, and is this one's now.",
-    "chunk_helped": "Its worker is slow or finishes no row; this one works on it too, the first to finish wins.",
-    "chunk_held": "Another worker holds it.",
-    "chunk_skipped": "It was done already.",
-    "chunk_done": "Its output and marker are published.",
-    "publish_output": "Debug: its output is being written.",
-    "publish_marker": "Debug: its output is durable; its marker is being written.",
-    "publish_tidy": "Debug: its marker stands; segments and claim are being removed.",
-    "chunk_lost": "Another worker published it first; nothing is lost but this work.",
-    "chunk_released": "Given back unfinished, its finished rows checkpointed.",
-    "chunk_retry": "Storage failed while it was opened or published; it is tried again.",
-    "chunk_failed": "Given up in this worker; the other chunks go on.",
+    "chunk_open": "The worker begins with a chunk; `resumed` rows came from checkpoints.",
+    "chunk_taken_over": "Another worker's claim on the chunk has lapsed, and this worker has it now.",
+    "chunk_helped": "The chunk's worker is slow or stuck. This worker does the chunk too; the first to finish wins.",
+    "chunk_held": "Another worker has claimed the chunk.",
+    "chunk_skipped": "The chunk was already done.",
+    "chunk_done": "The chunk's output and marker are published.",
+    "publish_output": "Debug: the chunk's output is being written.",
+    "publish_marker": "Debug: the chunk's output is durable, and its marker is being written.",
+    "publish_tidy": "Debug: the chunk's marker is written, and its segments and claim are being removed.",
+    "chunk_lost": "Another worker published the chunk first. Nothing is lost but this worker's effort.",
+    "chunk_released": "The chunk is given back unfinished; its finished rows are checkpointed.",
+    "chunk_retry": "Storage failed while the chunk was opened or published. It is tried again.",
+    "chunk_failed": "This worker gives the chunk up; its other chunks go on.",
     "checkpoint": "Finished rows of an unfinished chunk are safe; `bytes` is the size of this segment.",
     "row_error": "The first row of this worker that failed with this code.",
-    "row_errors": "All failed rows of this start, by code, when it ends.",
-    "progress": "Every ten seconds where stderr is no terminal.",
+    "row_errors": "The failed rows of this start, by code. Logged when it ends.",
+    "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
     "heartbeat_failed": "The worker's record could not be written; it is tried again.",
     "stop_requested": "A signal, `batchinfer stop`, or a newer start of the same worker ends this one.",
     "worker_ended": "The last line: state, reason and sums of this start.",
 }
-"""Every event and what it says."""
+"""What each event says, by its name. Names are stable: people search logs for them."""
 
 
 def event(name: str, /, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a log call.
+    """Return the argument `extra` of a log call that makes its line an event.
 
     >>> event("chunk_held", chunk="part-00000", worker="w0")
     {'event': 'chunk_held', 'fields': {'chunk': 'part-00000', 'worker': 'w0'}}
@@ -71,21 +71,21 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send batchinfer's own log to stderr. Called once, by the command line."""
+    """Send batchinfer's own log to stderr. The command line calls it once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("batchinfer")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    # Each retry is in our own log; without a handler the library's bare event names would follow on stderr.
-    # gcsfs logs the traceback of what it then raises.
+    # Python prints what a library without a handler logs. stamina would print the bare name of each retry, which our
+    # own log already has; gcsfs would print the traceback of an exception that it then raises.
     for library in ("stamina", "gcsfs"):
         logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def set_level(level: str) -> None:
-    """Log only what is at least this important: debug, info, warning or error."""
+    """Log only lines of at least this level: debug, info, warning or error."""
     logging.getLogger("batchinfer").setLevel(level.upper())
 
 

@@ -23,7 +23,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module only when it runs; `--help` imports none."""
+    """The group of all commands. It imports a command's module only to run that command, and none for `--help`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """See click.Group."""
@@ -54,7 +54,7 @@ class LazyGroup(click.Group):
 
 
 def _name_variables(command: click.Command, name: str) -> None:
-    """Have each option's variable named after the option. click would name it after the parameter that it sets."""
+    """Name each option's environment variable after the option. click by itself names it after the parameter."""
     for option in command.params:
         if isinstance(option, click.Option) and option.envvar is None:
             spelling = max(option.opts, key=len).lstrip("-")
@@ -76,14 +76,14 @@ def print_result(result: Any) -> None:
     """Print a command's result.
 
     Raises:
-        BatchinferError: stdout takes none: the disk that it goes to is full, for example.
+        BatchinferError: stdout cannot take the result, because the disk is full, for example.
     """
     if result is not None:
         from batchinfer.core import codec
 
         try:
             click.echo(codec.encode(result).decode())
-        except BrokenPipeError:  # who reads has seen enough; click ends quietly
+        except BrokenPipeError:  # the reader, such as `head`, is gone; click ends quietly
             raise
         except OSError as error:
             raise BatchinferError(
@@ -128,27 +128,28 @@ def _show(error: BatchinferError) -> None:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script and of ``python -m batchinfer``.
 
-    Leaves by os._exit: an object-store client's threads and a half-closed engine must not keep a paid machine from
-    ending. By then every result is durable and the streams are flushed.
+    It leaves by os._exit, so that neither an object-store client's threads nor an engine that did not close can keep
+    a paid machine running. By then every result is durable and the streams are flushed.
     """
     try:
         _open_closed_streams()
         status = main(arguments)
-    except KeyboardInterrupt:  # before click takes it, or after
+    except KeyboardInterrupt:  # outside of click, which handles its own
         click.echo("error: interrupted", err=True)
         status = _INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk; it was said
+        with contextlib.suppress(OSError):  # the disk is full; `main` has said so
             stream.flush()
     os._exit(status)
 
 
 def _open_closed_streams() -> None:
-    """Where whoever started us closed stdout or stderr, have it go nowhere.
+    """Send stdout and stderr to nowhere if the caller has closed them.
 
-    Else the next file that is opened took its number, and what a child process says went into that file.
+    Otherwise the next file that we open would get the closed stream's number, and what child processes print would
+    go into that file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as we run
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
             setattr(sys, name, nowhere)

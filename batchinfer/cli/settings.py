@@ -1,4 +1,4 @@
-"""What every command shares: the list of commands, their common options, and the settings file."""
+"""What every command shares: the list of commands, their common options, settings files, and --show-config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class CommandEntry(NamedTuple):
-    """Module with the click command `command`, and the line that `batchinfer --help` shows."""
+    """Module that has the click command, under the name `command`, and the line for it in `batchinfer --help`."""
 
     module: str
     help: str
@@ -57,14 +57,17 @@ COMMANDS: dict[str, CommandEntry] = {
         "Find out before paying: configuration, access, prompts, memory, time and cost.",
     ),
 }
-"""The commands, by name. The modules are imported when a command runs, so that `--help` answers at once."""
+"""The commands by name. A module is imported only when its command runs, so that `--help` answers at once."""
 
 RUN_COMMANDS = ("worker", "check")
-"""Commands that take a run's options; for the others these sections are somebody else's."""
+"""Commands that take the options of a run. The other commands skip SECTIONS of a settings file."""
 
 
 def common_options(function: F) -> F:
-    """Add the options that every command has (--config, --log-format, --log-level); it warns of variables in vain."""
+    """Add the options that every command has: --config, --log-format and --log-level.
+
+    The command then also warns of environment variables that look like its options but are none.
+    """
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
@@ -121,7 +124,11 @@ def common_options(function: F) -> F:
 def unknown_variables(
     context: click.Context, environment: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Variables that are named as if they set an option of this command, and the nearest that does, or "". Pure."""
+    """Find environment variables that are named as if they set an option of this command. Pure.
+
+    Returns:
+        Each such variable, with the nearest one that does set an option, or "" if none is near.
+    """
     prefix = context.auto_envvar_prefix
     if not prefix:
         return []
@@ -145,12 +152,15 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
 
 
 def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
-    """Read a settings file for one command: option names (either - or _), grouped in sections if one likes.
+    """Read a settings file for one command. Its keys are names of options, with - or _, in sections or outside.
 
-    A section named after another command is passed over, so that one file serves several commands.
+    Sections named after other commands are skipped, so that one file serves several commands.
+
+    Returns:
+        Values by click's parameters, as they would be on the command line.
 
     Raises:
-        ConfigError: no such file, not YAML, or a key that is no option; a near match is named.
+        ConfigError: the file is missing or not YAML, or a key is no option; the hint names the nearest one.
     """
     import yaml
 
@@ -185,7 +195,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """Every spelling of every option, without dashes, and the parameter it sets."""
+    """Return options by each of their spellings, with _ for - and no dashes in front."""
     found: dict[str, click.Option] = {}
     for parameter in command.params:
         if (
@@ -221,26 +231,18 @@ def _put(
 
 
 def _click_value(option: click.Option, value: Any) -> Any:
-    """Bring YAML's types to the form the option would have on the command line."""
+    """Bring a value of YAML to the form that it would have on the command line."""
     if option.multiple:
         if isinstance(value, dict):
             return [f"{key}={json.dumps(item)}" for key, item in value.items()]
-        return (
-            [value]
-            if isinstance(value, str) or not isinstance(value, list)
-            else [_text(item) for item in value]
-        )
+        return [_text(item) for item in value] if isinstance(value, list) else [value]
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, list):
         return ",".join(_text(item) for item in value)
-    return (
-        value
-        if option.is_flag or isinstance(value, bool)
-        else _text(value)
-        if value is not None
-        else None
-    )
+    if value is None or isinstance(value, bool) or option.is_flag:
+        return value
+    return _text(value)
 
 
 def _text(value: Any) -> str:
@@ -266,7 +268,7 @@ _ORIGINS = {
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name must not be shown.
+    """Whether the name of a setting says that its value must not be shown.
 
     >>> is_secret("hf_token"), is_secret("max_tokens"), is_secret("stop_token_ids")
     (True, False, False)
@@ -275,7 +277,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The same value, with what looks like a secret taken out, however deep it lies."""
+    """Return a value without what looks like a secret, by the name of a setting or of a key within the value."""
     if isinstance(value, dict):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -295,14 +297,14 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]:
-    """Every option with its value and where that came from, and what follows from them. Reads no storage.
+    """Show the options that are set, on stderr. Reads no storage.
 
     Args:
-        context: The command's, after parsing.
-        parts: The parts of the resolved configuration, by name.
+        context: The command's context after parsing.
+        parts: Structs of the configuration that follow from the options, by name.
 
     Returns:
-        `options`: name to value and origin; `resolved`: the parts. Secrets are left out.
+        `options`: every option's value, and where it came from; `resolved`: the parts. Secrets are left out.
     """
     import msgspec
 

@@ -1,6 +1,6 @@
-"""`batchinfer worker`: options to one frozen config, then `start.run_worker`.
+"""`batchinfer worker`: turns options into one frozen configuration and starts the worker with it.
 
-What the worker itself needs is imported when it runs, so that `--help` answers at once.
+The modules of the worker itself are imported when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from batchinfer.prompts import PromptConfig
     from batchinfer.worker.config import WorkerConfig
 
-_FILES = 65_536
-
-YES, NO = ("1", "true", "yes"), ("0", "false", "no")
+_MAX_OPEN_FILES = 65_536
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
 @click.command("worker", cls=SectionCommand)
@@ -95,18 +94,20 @@ def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 
 def _raise_file_limit() -> None:
-    """Small chunks are open by the hundreds, each with two files; the usual soft limit is 1024."""
+    """Raise the limit of open files from the usual 1024: hundreds of small chunks may be open, each with two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
-    """Turn parsed options into the one config. Reads the small files that options name, and job.json for ranks.
+    """Turn parsed options into the worker's configuration.
+
+    Reads the small files that options name, and job.json where the manifests go by rank.
 
     Raises:
-        ConfigError: options that cannot work, together or alone.
+        ConfigError: an option cannot work, alone or with another one.
     """
     from batchinfer.storage.opening import check_writable
     from batchinfer.worker.config import Limits, WorkerConfig
@@ -132,7 +133,7 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
 
 
 def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str]:
-    """Every manifest of this rank among SKYPILOT_NUM_JOBS."""
+    """Return the manifests of this worker, SKYPILOT_JOB_RANK among SKYPILOT_NUM_JOBS."""
     if not job:
         raise ConfigError(
             "no --manifest and no --job",
@@ -173,7 +174,7 @@ def _default_output(job: str | None, manifests: list[str]) -> str:
 
 
 def _job_of_run(output: str, manifests: list[str]) -> str | None:
-    """The job above a run at JOB/runs/<name>, for a manifest that was copied to the worker's machine."""
+    """Return the job of a run at JOB/runs/<name>. Needed for a manifest that was copied to the worker's machine."""
     job = layout.job_above(output)
     if not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
         return None
@@ -184,7 +185,7 @@ def _job_of_run(output: str, manifests: list[str]) -> str | None:
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:
-    """SkyPilot's task id survives a recovery, so a recovered worker knows its own claims."""
+    """Return SkyPilot's task id and node rank. They outlive a recovery, so a recovered worker knows its own claims."""
     task = environment.get("SKYPILOT_TASK_ID")
     if not task:
         return ""
@@ -195,10 +196,10 @@ def _default_worker_id(environment: dict[str, str]) -> str:
 
 
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:
-    """Cloud, region and GPUs as SkyPilot tells them. Never the host's name.
+    """Describe the machine by SkyPilot's variables: cloud, region, GPUs, spot or not. Never by the host's name.
 
-    Nothing on the machine tells for every cloud whether it is a spot machine; BATCHINFER_SPOT=1 or 0 does. Without
-    BATCHINFER_ACCELERATOR the GPU's name is what the engine's driver says.
+    A machine cannot find out in every cloud whether it is a spot machine, so BATCHINFER_SPOT=1 or 0 says it. Without
+    BATCHINFER_ACCELERATOR the record shows the GPU's name as the driver gives it.
     """
     host: dict[str, Any] = {}
     try:
@@ -216,25 +217,25 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
         if environment.get(name):
             host[key] = environment[name]
     spot = environment.get("BATCHINFER_SPOT", "").lower()
-    if spot in (*YES, *NO):
-        host["spot"] = spot in YES
+    if spot in (*_YES, *_NO):
+        host["spot"] = spot in _YES
     return host
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The engine's part of the options."""
+    """Return the configuration of the engine that the options ask for."""
     return EngineConfig(**fields_of("EngineConfig", options))
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
-    """The part that makes prompts of rows. Reads the files that options name."""
+    """Return how rows become prompts and outputs, by the options. Reads the files that options name."""
     from batchinfer.prompts import PromptConfig
 
     return PromptConfig(**fields_of("PromptConfig", options))
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
-    """The sampling parameters of the run."""
+    """Return the sampling parameters of the run, by the options."""
     from batchinfer.prompts import make_sampling
 
     return make_sampling(fields_of("Sampling", options), value_of("sampling", options))

@@ -27,7 +27,7 @@ STRUCTS = {
 }
 BY_NAME = {option.parameter: option for option in OPTIONS}
 FROM_ELSEWHERE = ("manifests", "output", "worker_id")
-"""Without these options the worker finds out by itself."""
+"""Options without which the worker finds a value by itself."""
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
