@@ -1,4 +1,4 @@
-"""A store that counts, for benchmarks: how many requests does a chunk cost?"""
+"""A store that counts requests, for benchmarks and for tests of what a chunk costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from batchinfer.storage import Object, ObjectInfo, Store
 
 KEYS_PER_REQUEST = 1000
-"""What object stores list or delete with one request."""
+"""Number of keys that object stores list or delete with one request."""
 
 
 class CountingStore:

@@ -1,4 +1,4 @@
-"""What every writable store promises. A store's test module inherits the class and says how to open one."""
+"""Promises of every writable store. The tests of each store inherit the class and say how to open that store."""
 
 from __future__ import annotations
 

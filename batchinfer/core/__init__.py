@@ -1,1 +1,1 @@
-"""What every room may use: records, errors, keys, bytes, time. No room is known here."""
+"""The ground floor, for every room: records, errors, keys, encoding and time. It imports no room."""

@@ -1,4 +1,4 @@
-"""Time, as an argument: what waits or measures gets a clock, so that a simulation can supply its own."""
+"""Time as an argument: code that waits or measures takes a `Clock`, so that a simulation can supply its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for that many seconds."""
         ...
 
 
@@ -35,7 +35,7 @@ class SystemClock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for that many seconds."""
         time.sleep(seconds)
 
 

@@ -19,12 +19,12 @@ _sorted_encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def encode(record: Any) -> bytes:
-    """One JSON object, no newline."""
+    """Encode a record as one JSON object without a newline."""
     return _encoder.encode(record)
 
 
 def encode_pretty(record: Any) -> bytes:
-    """The same for people: indented, final newline. Deterministic."""
+    """Encode a record for people: one indented JSON object with sorted keys and a final newline."""
     return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
 
 
@@ -32,11 +32,11 @@ _DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tell
 
 
 def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
-    """Decode one stored record. `hint` is what to do where it is damaged.
+    """Decode one stored record. `hint` says what to do if it is damaged.
 
     Raises:
-        NewerVersion: `data` is of a newer format version that no longer looks like ours.
-        InputError: `data` is no such record; the message names `name` and the offending field.
+        NewerVersion: The record has a newer format version, whose fields differ from ours.
+        InputError: `data` holds no such record; the message names `name` and the offending field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -54,10 +54,10 @@ class _Versioned(msgspec.Struct):
 
 
 def check_version(data: bytes, *, name: str) -> None:
-    """Refuse a record of a newer format version, whatever else it holds. What cannot be read passes.
+    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data that is no JSON object passes.
 
     Raises:
-        NewerVersion: it says that it is newer than this program.
+        NewerVersion: Its version is newer.
     """
     try:
         version = msgspec.json.decode(data, type=_Versioned).format_version
@@ -90,7 +90,7 @@ def fingerprint(config: dict[str, Any]) -> str:
 
 
 def row_seed(run_seed: int, chunk: str, line: int) -> int:
-    """63 bits that depend on the run's seed and the row's key alone (promise P9).
+    """Seed of one row: 63 bits computed from the run's seed and the row's key alone (promise P9).
 
     >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
     True
@@ -99,7 +99,7 @@ def row_seed(run_seed: int, chunk: str, line: int) -> int:
 
 
 def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
-    """`row_seed` for many lines of one chunk: what they share is hashed once."""
+    """Return a function from line to `row_seed`. The part that all lines of a chunk share is hashed once."""
     shared = hashlib.blake2b(f"{run_seed}\0{chunk}\0".encode(), digest_size=8)
 
     def seed(line: int) -> int:
@@ -111,13 +111,13 @@ def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a JSON Lines file without their newline, split on that byte only; a final one makes no line."""
+    """Lines of a JSON Lines file, without their newline. Only that byte splits; a last one adds no line."""
     for line in file:
         yield line[:-1] if line.endswith(b"\n") else line
 
 
 def raw(data: bytes) -> msgspec.Raw:
-    """Bytes that are JSON already, to be embedded as they are."""
+    """Wrap bytes that are JSON already, so that `encode` embeds them unchanged."""
     return msgspec.Raw(data)
 
 
@@ -125,15 +125,17 @@ def raw(data: bytes) -> msgspec.Raw:
 
 _READ_BYTES = 32 << 10
 _FEED_BYTES = 1 << 10
-"""Decompressed at once: four bytes can stand for 128 KiB, so these for 32 MiB, however repetitive a file is."""
+"""Compressed bytes that are decompressed at once. Four bytes expand to at most 128 KiB, so these to 32 MiB."""
 
 
 class ZstdFile(io.RawIOBase):
-    """Decompresses frame after frame, in bounded memory. Does not close `raw`.
+    """Decompresses a zstd file of any number of frames, in bounded memory. Does not close `raw`.
+
+    zstandard's own reader takes a file that was cut short for a whole one; this one raises.
 
     Raises:
-        EOFError: the last frame is cut short.
-        zstandard.ZstdError: it is no zstd, or damaged.
+        EOFError: The last frame is cut short.
+        zstandard.ZstdError: The file is damaged, or no zstd file.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -151,7 +153,7 @@ class ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """As io.RawIOBase says."""
+        """See io.RawIOBase."""
         while not self._plain:
             if not self._compressed:
                 self._compressed = memoryview(self._raw.read(_READ_BYTES))

@@ -20,7 +20,7 @@
     - ObjectNotFound              (control flow: callers that expect absence catch it)
     - AlreadyExists               (control flow: the create lost)
     - PreconditionFailed          (control flow: the object changed since it was read)
-    - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it was renewed
+    - LeaseLapsed                 this worker's heartbeat is late; nothing is published until it is renewed
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal or a preemption notice with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
@@ -138,8 +138,8 @@ class Superseded(PolicyStop):
 class EngineError(BatchinferError):
     """The engine failed.
 
-    `in_flight` holds the keys of the rows that were in the engine processes that failed: a row once for
-    every such failure since it was taken from the source (a pool of replicas survives the first ones).
+    `in_flight` holds the keys of the rows that the failed engine processes had. A row appears once for each process
+    that failed while it had the row: a pool gives the rows of its first lost replicas to the others.
     """
 
     exit_status = 33
@@ -204,7 +204,7 @@ class RowError(BatchinferError):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.message = message  # goes to the row's own author, addresses and all
+        self.message = message  # not redacted: the row's own author reads it
         self.args = (message,)
         self.code = code
 

@@ -76,7 +76,7 @@ def worker_manifest(index: int, num_workers: int) -> str:
 
 
 def output_file(name: str, nonce: str = "") -> str:
-    """File name in outputs/ of a chunk's output; with a nonce where the plain name is taken.
+    """Name of a chunk's output file in outputs/. It has a nonce where the plain name is taken.
 
     >>> output_file("part-00007"), output_file("part-00007", "3f2a")
     ('part-00007.jsonl', 'part-00007.3f2a.jsonl')
@@ -104,7 +104,7 @@ def chunks_of_output(key: str) -> tuple[str, ...]:
 
 
 def marker_key(name: str, generation: int = 0) -> str:
-    """Key of a chunk's marker. It is named after the chunk, whatever name the output took.
+    """Key of a chunk's marker: named after the chunk, also where the output's own name has a nonce.
 
     >>> marker_key("part-00007"), marker_key("part-00007", 2)
     ('outputs/part-00007.jsonl.succeed', 'outputs/part-00007.jsonl.succeed.2')
@@ -164,7 +164,7 @@ def worker_key(worker_id: str) -> str:
 
 
 def without_slash(url: str) -> str:
-    """A path or URL without slashes at its end, as long as it still names the same.
+    """A path or URL without the slashes at its end. The path "/" and a bare "s3://" stay as they are.
 
     >>> without_slash("s3://b/run/"), without_slash("s3://"), without_slash("/")
     ('s3://b/run', 's3://', '/')
@@ -179,7 +179,7 @@ def run_url(job_url: str, run_name: str) -> str:
 
 
 def job_above(run_url: str) -> str:
-    """The job that a run at its default place lies in; empty for a run that lies elsewhere.
+    """URL of the job below which a run has its default place; empty for a run at another place.
 
     >>> job_above("s3://bucket/job/runs/llama"), job_above("s3://bucket/answers")
     ('s3://bucket/job', '')

@@ -1,4 +1,4 @@
-"""The frozen records that cross modules, and those that lie on storage as JSON.
+"""Frozen records: those that modules pass to each other, and those that are stored as JSON.
 
 They are msgspec structs: immutable, keyword-only, slotted, and their own codec (see docs/decisions/0002).
 Unknown keys are ignored on reading, so that an older reader survives a newer writer's additions.
@@ -15,9 +15,12 @@ FORMAT_VERSION = 1
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every record. Subclasses repeat both: msgspec does not inherit kw_only, nor do type checkers frozen.
+    """Base of every record.
 
-    Those of which there are many at a time say `gc=False`: they hold no cycle, so the collector need not visit them.
+    Subclasses repeat both arguments: msgspec does not inherit kw_only, and type checkers do not inherit frozen.
+
+    Records that exist in large numbers set `gc=False`: they are in no reference cycle, so the
+    garbage collector can skip them.
     """
 
 
@@ -67,11 +70,11 @@ class Job(Record, frozen=True, kw_only=True):
     limit: int | None = None
     compression: str = "none"
     shape: dict[str, int] = {}
-    """What was asked for: {"num_chunks": N} or {"chunk_rows": N}."""
+    """Division that was asked for: {"num_chunks": N} or {"chunk_rows": N}."""
     null_floats: int = 0
-    """NaN and infinities that became null."""
+    """Number of NaN and infinite values that became null."""
     broken_lines: int = 0
-    """Lines of JSON Lines sources that are no JSON object: they become error rows."""
+    """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: int = 0
 
 
@@ -174,7 +177,7 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
 
 
 class EngineInfo(Record, frozen=True, kw_only=True):
-    """What an opened engine is. `max_in_flight` is how many requests the worker should keep in it."""
+    """Facts about an opened engine. `max_in_flight`: number of requests that the worker should keep in it."""
 
     name: str
     version: str
@@ -188,11 +191,11 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
-    """Until it was open. The next two are parts of it, those of the slowest replica; the rest is starting processes."""
+    """Seconds until it was open. `import_seconds` and `model_seconds` are parts of them, of the slowest replica."""
     import_seconds: float = 0.0
     model_seconds: float = 0.0
     max_logprobs: int | None = None
-    """Most alternatives a token; negative: any number; None: the engine does not say."""
+    """Largest number of alternatives per token. Negative: no limit. None: the engine does not say."""
 
 
 class EngineStats(Record, frozen=True, kw_only=True):
@@ -204,14 +207,14 @@ class EngineStats(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     replicas_lost: int = 0
-    """Of those that were loaded, the ones that have died or stalled; the others do their rows."""
+    """Number of loaded replicas that have died or stalled. The others do their rows."""
 
 
 # --------------------------------------------------------------------------- the run
 
 
 class Run(Record, frozen=True, kw_only=True):
-    """run.json, created once. `config` is what the fingerprint covers; `recorded` is for the record only."""
+    """run.json, created once. The fingerprint covers `config`; `recorded` only informs."""
 
     format_version: int
     fingerprint: str
@@ -268,7 +271,7 @@ class ErrorExample(Record, frozen=True, kw_only=True):
 class Minute(Record, frozen=True, kw_only=True, array_like=True):
     """What a worker did in one minute; `minute` counts from the Unix epoch.
 
-    Old minutes of a long run are joined; `length` is how many this one stands for.
+    `length`: number of minutes that this record covers; old minutes of a long run are joined.
     """
 
     minute: int
@@ -283,7 +286,7 @@ class Span(Record, frozen=True, kw_only=True, array_like=True):
     """One chunk's time in a worker, in Unix seconds.
 
     `rows` finished, `resumed` of them from checkpoints. `outcome` is done, lost (another worker published it),
-    released, killed (the worker's process ended without a word), or open.
+    released, killed (the worker's process ended without saying so), or open.
     """
 
     chunk: str
@@ -310,13 +313,13 @@ class Worker(Record, frozen=True, kw_only=True):
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
-    """Counts renewals, so that the etag changes with every one."""
+    """Number of renewals. It makes the etag change with every one."""
     attempts: int = 0
-    """Starts since the last one that finished a new row, but for those that were told to go or had no chunk to do."""
+    """Number of starts since the last that finished a new row. Those asked to stop or without a chunk do not count."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}
-    """cloud, region, accelerator, gpus, spot where known; never the host name."""
+    """Facts about the machine, where known: cloud, region, accelerator, gpus, spot. Never the host name."""
     engine: dict[str, Any] = {}
     open_chunks: list[str] = []
     chunks_done: int = 0
@@ -339,13 +342,13 @@ class Worker(Record, frozen=True, kw_only=True):
     completion_lengths: dict[str, int] = {}
     minutes: list[Minute] = []
     spans: list[Span] = []
-    """Chunks that were closed, in that order; the newest ones where there are too many."""
+    """Spans of closed chunks, in the order of closing; only the newest where there are too many."""
     open_spans: list[Span] = []
-    """The open chunks."""
+    """Spans of open chunks."""
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
-    """Of each start but the last: its last heartbeat and the state it was in. `starts` is longer by one."""
+    """Last heartbeat and state of every start but the last, so there is one less than `starts`."""
     replicas_lost: int = 0
-    """Of the `num_replicas` in `engine`, those that this start has lost."""
+    """Number of replicas that this start has lost, of the `num_replicas` in `engine`."""
     up_seconds: float = 0.0
-    """How long its processes ran, as far as heartbeats tell. Neither machine set-up nor time between starts."""
+    """Seconds that its processes ran, as far as heartbeats tell: without machine set-up and time between starts."""

@@ -6,9 +6,9 @@ import re
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*://)([^/?#\s]*@)?([^?\s]*)(\?\S+)?", re.IGNORECASE)
 _WITH_QUERY = ("http://", "https://")
-"""Elsewhere a question mark is a character of a glob or a key."""
+"""Schemes whose URLs have a query. In other URLs a question mark belongs to a glob or a key."""
 _PUNCTUATION = "'\"`:;,.)]}>"
-"""What may stand behind an address in a sentence."""
+"""Characters that may follow an address in a sentence without being part of it."""
 _MASK = "…"
 
 

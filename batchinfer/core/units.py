@@ -27,7 +27,7 @@ def many(number: int, word: str) -> str:
 
 
 def short(number: float | None) -> str:
-    """Three digits and a unit.
+    """A number in three digits, with k, M or G.
 
     >>> [short(n) for n in (0, 0.123, 7.25, 950, 12345, 3.2e6, 7e9)]
     ['0', '0.123', '7.25', '950', '12.3k', '3.2M', '7G']
@@ -41,7 +41,7 @@ def short(number: float | None) -> str:
 
 
 def money(dollars: float | None) -> str:
-    """Dollars.
+    """An amount in dollars.
 
     >>> money(1234.5), money(0.0123), money(2.5e-06)
     ('$1,234.50', '$0.0123', '< $0.0001')
@@ -54,7 +54,7 @@ def money(dollars: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units.
+    """Seconds in the two largest units that apply.
 
     >>> [duration(s) for s in (5, 125, 3 * 3600 + 120, 90000)]
     ['5 s', '2 min 5 s', '3 h 2 min', '1 d 1 h']
@@ -71,7 +71,7 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(part: float, whole: float | None) -> str:
-    """A share; 100 % only when nothing is missing, 0 % only for nothing.
+    """A share in percent: 100 % only when nothing is missing, 0 % only for nothing.
 
     >>> percent(1, 3), percent(9999, 10000), percent(0, 0) == NONE
     ('33.3 %', '99.9 %', True)
@@ -99,7 +99,7 @@ def moment(unix_seconds: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes.
+    """A number of bytes, with a unit.
 
     >>> size(1536)
     '1.5 KiB'

@@ -1,8 +1,8 @@
-"""Object storage as few verbs: what every module that touches a bucket, a disk or memory goes through.
+"""Object storage as a few verbs. Every module that touches a bucket, a folder or memory goes through them.
 
-A store is rooted at a URL; keys are relative, use "/", and never leave the root. No verb ever shows or leaves a part
-of an object: each put is one whole object, visible at once or not at all. Transient failures are retried inside;
-what comes out is from `batchinfer.core.errors` only.
+A store is rooted at a URL. Keys are relative, use "/", and cannot leave the root. No verb shows or leaves a part of
+an object: each write makes one whole object visible, or nothing. Transient failures are retried inside; callers see
+only errors from `batchinfer.core.errors`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Object(NamedTuple):
 
 
 class Store(Protocol):
-    """Few verbs over one root URL.
+    """The verbs over one root URL.
 
     All raise StorageError after retries, AccessDenied where permissions are refused.
     """
@@ -57,22 +57,23 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> str:
         """Create an object that must not exist and return its etag. Raises AlreadyExists. `data` is not empty.
 
-        If an earlier try of this very call got through and only its reply was lost, the object's bytes equal `data`
-        and the call succeeds: so whoever must tell its own create from another's puts a nonce into `data`.
+        If the object exists with the very bytes of `data`, the call succeeds: an earlier try of it may have got through
+        with only its reply lost. A caller that must tell its own create from another's puts a nonce into `data`.
         """
         ...
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """`create` from a local file, in bounded memory (multipart where large). Same lost-reply rule, by sha256.
+        """`create` from a local file, in bounded memory. Same rule for lost replies, comparing by sha256.
 
-        `is_final`: nobody writes to the file any more (removing it is fine), so a local store need not copy it.
+        `is_final`: the file will not be written to again, though it may be removed. A local store then links it
+        instead of copying.
         """
         ...
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Overwrite an object if it still has `etag`; return the new etag. Raises PreconditionFailed (also if absent).
 
-        Same lost-reply rule as `create`.
+        Same rule for lost replies as `create`.
         """
         ...
 

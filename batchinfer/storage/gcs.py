@@ -1,7 +1,7 @@
 """A store in a Google Cloud Storage bucket, over its JSON API: generations are the etags, so preconditions are exact.
 
 gcsfs gives the session and the credentials, and repeats failed requests by itself (6 tries, about half a minute of
-pauses). What it does not repeat, and may pass all the same, is repeated here.
+pauses). Failures that may pass but that gcsfs does not repeat are repeated here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 
 RESUMABLE_BYTES = 64 << 20
-"""Files of at least this size go up in pieces of `PIECE_BYTES`; only the last one makes them an object."""
+"""Bytes from which on a file goes up in pieces of `PIECE_BYTES`; only the last piece makes it an object."""
 PIECE_BYTES = 16 << 20
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""A connection on which nothing arrives for so long is given up. gcsfs by itself would wait for ever."""
+"""Seconds without any data after which a connection is given up. gcsfs by itself would wait for ever."""
 DELETE_CONCURRENCY = 8
 ABSENT = "0"
 """The generation of an object that does not exist."""
@@ -69,7 +69,7 @@ class GcsStore:
 
     Args:
         url: ``gs://bucket`` or ``gs://bucket/prefix``.
-        retries: How a request is repeated that gcsfs does not repeat.
+        retries: How requests are repeated after failures that gcsfs does not repeat.
         resumable_bytes: As `RESUMABLE_BYTES`.
         silence_seconds: As `SILENCE_SECONDS`.
     """
@@ -90,8 +90,8 @@ class GcsStore:
         self._resumable_bytes = resumable_bytes
         self._is_bucket_seen = False
         with self._errors(root):
-            # The plain class: the package's default one asks a second API about the bucket's kind. A project is
-            # needed for making buckets only, and gcsfs warns if there is none.
+            # The base class, since the package's default one asks a second API about the bucket's kind. Only making
+            # buckets needs a project, but gcsfs warns if there is none.
             self._fs = gcsfs.core.GCSFileSystem(
                 project="",
                 use_listings_cache=False,
@@ -127,7 +127,7 @@ class GcsStore:
             raise ValueError(f"{key}: an object that is created must not be empty")
         return self._create(self._path(key), data)
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - sent either way
         """See `Store.create_file`."""
         name = self._path(key)
         with scratch_errors(path.parent):
@@ -262,7 +262,7 @@ class GcsStore:
             yield self._call("GET", path, alt="media", generation=info.etag, headers=span)[1]
 
     def _find(self, path: str, **parameters: str) -> tuple[Any, bytes]:
-        """GET an object that may be absent. A missing bucket is told from a missing object, once."""
+        """GET an object that may be absent. The first time one is, a listing tells whether its bucket exists."""
         try:
             return self._call("GET", path, **parameters)
         except ObjectNotFound:
@@ -274,7 +274,7 @@ class GcsStore:
 
     @contextmanager
     def _missing_bucket(self) -> Iterator[None]:
-        """Nothing can be missing for an upload but its bucket."""
+        """Report "not found" as a missing bucket: an upload needs nothing else to exist."""
         try:
             yield
         except ObjectNotFound as error:
@@ -323,7 +323,7 @@ class GcsStore:
             )
         if isinstance(error, google.auth.exceptions.GoogleAuthError) or code == "401":
             return AccessDenied(f"{url}: no usable credentials ({error})", hint=CREDENTIALS_HINT)
-        # gcsfs raises 403 as a bare OSError; errors of the network carry an errno or are of a client's class.
+        # gcsfs raises a bare OSError for 403. Errors of the network have an errno or a class of their own.
         is_refusal = type(error) is OSError and error.errno is None
         if code == "403" or isinstance(error, PermissionError) or is_refusal:
             return AccessDenied(f"{url}: the store refused access", hint=_ROLE_HINT)
@@ -345,15 +345,15 @@ class GcsStore:
 
 
 def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
-    """How long gcsfs is to wait for a server."""
+    """Time-outs of gcsfs's connections to a server."""
     return aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether nobody could say anything about the credentials just now. gcsfs makes a 401 of it, with its cause."""
+    """Whether credentials could not be checked just now, as opposed to refused. gcsfs makes both a 401 with a cause."""
     cause: BaseException | None = error
     while cause is not None:
-        # With a second argument, the metadata server's answer, it is a refusal.
+        # A second argument is the metadata server's answer, which makes it a refusal.
         if isinstance(cause, google.auth.exceptions.TransportError) and len(cause.args) < 2:
             return True
         if isinstance(cause, google.auth.exceptions.GoogleAuthError) and cause.retryable:

@@ -255,7 +255,7 @@ def _info(key: str, found: dict[str, Any]) -> ObjectInfo:
 
 
 class Address(NamedTuple):
-    """Where to upload; `branch` empty means the main one."""
+    """Repository and branch of a data set; an empty branch means the main one."""
 
     repo: str
     branch: str
@@ -265,7 +265,7 @@ def parse_address(url: str) -> Address:
     """Read hf://datasets/org/name[@branch].
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: The URL is not of this form.
 
     >>> parse_address("hf://datasets/org/name")
     Address(repo='org/name', branch='')
@@ -288,15 +288,15 @@ class HubDataset:
 
     @property
     def url(self) -> str:
-        """The address."""
+        """The repository's address, with its branch if one was given."""
         branch = f"@{self._address.branch}" if self._address.branch else ""
         return f"hf://datasets/{self._address.repo}{branch}"
 
     def files(self) -> list[str]:
-        """Files that are there; [] also where there is no repository. Read-only.
+        """Paths of the repository's files; none also where there is no repository. Read-only.
 
         Raises:
-            AccessDenied: the token is missing or refused.
+            AccessDenied: The token is missing or refused.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -314,19 +314,19 @@ class HubDataset:
                 return []
 
     def upload(self, folder: Path, *, message: str, delete: list[str]) -> str:
-        """Make the repository if need be and put a folder there, all in one commit.
+        """Upload a folder in one commit. The repository is made if it is missing.
 
         Args:
             folder: What to upload.
-            message: Of the commit.
+            message: Message of the commit.
             delete: Patterns of files to remove in the same commit.
 
         Returns:
-            The commit.
+            Hash of the commit.
 
         Raises:
-            AccessDenied: the token may not write there.
-            StorageError: the Hub failed.
+            AccessDenied: The token may not write there.
+            StorageError: The Hub failed.
         """
         from huggingface_hub import HfApi
 

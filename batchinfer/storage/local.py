@@ -47,10 +47,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
 LOCK_SECONDS = 60.0
-"""How long a replace or delete waits for another's, which takes microseconds, before it fails."""
+"""Seconds that a replace or delete waits for the lock of another, which holds it for microseconds, before it fails."""
 
 _COPY_BYTES = 1 << 17  # stays in the processor's cache between reading and writing
-_COARSEST_MTIME_NS = 2_000_000_000  # FAT counts in two seconds
+_COARSEST_MTIME_NS = 2_000_000_000
+"""Nanoseconds between two times that every filesystem tells apart: the step is 1 s on some, 2 s on FAT."""
 
 
 class LocalStore:
@@ -218,7 +219,7 @@ class LocalStore:
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
-            # A parent that is a file, or a system folder that takes none: not an object that is missing.
+            # A parent is a file, or a system folder that takes no folders. No object is missing.
             raise AccessDenied(
                 f"{folder}: cannot be made ({error.strerror}), expected a place for a folder",
                 hint=f"check {self.root}, or use another folder",
@@ -235,7 +236,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return
         place = (held.st_dev, held.st_ino)
-        if place in above:  # a symbolic link to a folder that it lies in
+        if place in above:  # a symbolic link to one of its own parents
             return
         for name, entry in sorted(entries, key=lambda pair: pair[0]):
             key = start + name
@@ -289,8 +290,8 @@ def _sort_name(entry: os.DirEntry[str]) -> str:
 def _touch(temp: Path, *, after_ns: int = 0) -> str:
     """Give a temporary file its final times and return its etag, which no earlier version of the object had.
 
-    The kernel stamps files by a tick of some milliseconds, in which an inode number can come back; the time set here
-    is finer, and later than that of the version before.
+    The kernel's own times advance in ticks of some milliseconds, within which an inode number can be reused. The time
+    set here is finer, and later than that of the previous version.
     """
     now = max(time.time_ns(), after_ns + 1)
     os.utime(temp, ns=(now, now))
@@ -358,7 +359,7 @@ def _link(temp: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links here (FAT, some FUSE): everyone who creates takes the same lock instead.
+        # This filesystem has no hard links (FAT, some FUSE). Every create takes the folder's lock instead.
         with _locked(path.parent):
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, "File exists", str(path)) from None
@@ -375,7 +376,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_FOLDER_LOCKS:
                 raise
-            # NFS locks only what is open for writing, and a folder never is.
+            # NFS locks only files that are open for writing, which a folder cannot be.
             os.close(handle)
             handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
             _flock(handle, folder)

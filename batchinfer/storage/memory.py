@@ -73,7 +73,7 @@ class MemoryStore:
             raise ValueError(f"{key}: an object that is created must not be empty")
         return self._create(key, data)
 
-    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - it is sent anyway
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - read either way
         """See `Store.create_file`."""
         with scratch_errors(path.parent):
             data = path.read_bytes()

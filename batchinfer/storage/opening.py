@@ -177,7 +177,7 @@ def _open_local(url: str, path: str) -> Store:
 
 
 def _open_s3(url: str, scheme: str, rest: str, retries: RetryPolicy | None) -> Store:
-    _require("s3fs", url, "pip install 's3fs>=2025.7'")
+    _require("botocore", url, "pip install 'botocore>=1.36'")
     from batchinfer.storage.s3 import S3Store
 
     store = S3Store(f"s3://{rest}", retries=retries)

@@ -21,7 +21,7 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
 
     attempts: int = 7
     total_seconds: float = 120.0
-    """No attempt starts later than this after the first."""
+    """Seconds after the first attempt during which others may start."""
     first_pause_seconds: float = 1.0
     longest_pause_seconds: float = 30.0
 
@@ -31,7 +31,7 @@ class TransientError(StorageError):
 
 
 class NotSupported(StorageError):
-    """The store has no such operation: it answers 501 or its like."""
+    """The store lacks this operation; it answers 501 or similar."""
 
 
 def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:

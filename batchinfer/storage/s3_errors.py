@@ -1,20 +1,14 @@
-"""What an answer of an S3 API means to us.
-
-s3fs raises built-in errors (FileNotFoundError, OSError 22 …) whose cause is botocore's; which built-in one depends on
-the server, so the decision is made on the HTTP status and the error code of the cause.
-"""
+"""What an answer of an S3 API means to us: by its HTTP status and error code. Apart from `s3` for length."""
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import aiohttp
 import botocore.exceptions
 import botocore.parsers
-import fsspec.exceptions
+import urllib3.exceptions
 
 from batchinfer.core.errors import (
     AccessDenied,
@@ -52,9 +46,8 @@ _LOST = (
     botocore.exceptions.ResponseStreamingError,
     botocore.exceptions.IncompleteReadError,
     botocore.parsers.ResponseParserError,
-    fsspec.exceptions.FSTimeoutError,
-    aiohttp.ClientError,
-    http.client.IncompleteRead,
+    botocore.exceptions.FlexibleChecksumError,
+    urllib3.exceptions.HTTPError,
     ConnectionError,
     TimeoutError,
 )
@@ -72,12 +65,18 @@ _WRONG_REGION_CODES = {
     "PermanentRedirect",
     "IllegalLocationConstraintException",
 }
-_FAILURES = (OSError, ValueError, botocore.exceptions.BotoCoreError, *_LOST)
+_FAILURES = (
+    OSError,
+    ValueError,
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+    *_LOST,
+)
 
 
 @contextmanager
 def s3_errors(url: str, bucket: str) -> Iterator[None]:
-    """Turn whatever s3fs and botocore raise on the object or prefix at `url` into our errors."""
+    """Turn whatever botocore raises on the object or prefix at `url` into our errors."""
     try:
         yield
     except BatchinferError:
@@ -87,17 +86,16 @@ def s3_errors(url: str, bucket: str) -> Iterator[None]:
 
 
 def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
-    """Choose our error for one of s3fs's or botocore's."""
-    answer = _answer(error)
-    if answer is not None:
-        return of_answer(answer, url, bucket)
+    """Choose our error for one of botocore's."""
+    if isinstance(error, botocore.exceptions.ClientError):
+        return of_answer(error.response, url, bucket)
     if isinstance(error, _NO_CREDENTIALS):
         return AccessDenied(
             f"{url}: no usable credentials ({error}), expected a key for bucket {bucket}",
             hint=CREDENTIALS_HINT,
         )
     if isinstance(error, botocore.exceptions.CredentialRetrievalError):
-        # Also what a metadata server that is out for a moment looks like, in the middle of a run.
+        # A metadata server that is down for a moment looks like this too, in the middle of a run.
         return TransientError(f"{url}: {_first_line(error)}", hint=CREDENTIALS_HINT)
     if isinstance(error, botocore.exceptions.ParamValidationError):
         return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")
@@ -126,7 +124,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
             f"{url}: the store refused the credentials ({said})", hint=CREDENTIALS_HINT
         )
     if code == "RequestTimeTooSkewed":
-        # A machine that was frozen and thawed has this for a moment, until its clock is set.
+        # A machine that was suspended gets this until its clock has been set.
         return TransientError(f"{url}: the store refused this machine's clock ({said})")
     if code in _WRONG_REGION_CODES or status in {301, 307}:
         return ConfigError(
@@ -167,17 +165,6 @@ def no_such_bucket(bucket: str) -> InputError:
 def already_exists(url: str) -> AlreadyExists:
     """Say that a create lost."""
     return AlreadyExists(f"{url}: exists with other bytes, expected none")
-
-
-def _answer(error: BaseException) -> dict[str, Any] | None:
-    """The parsed error response that led to `error`, if the server gave one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            return response
-        cause = cause.__cause__
-    return None
 
 
 def _first_line(error: BaseException) -> str:

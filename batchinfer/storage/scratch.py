@@ -24,7 +24,7 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def scratch_errors(folder: Path) -> Iterator[None]:
-    """Turn a full or unwritable scratch folder into ScratchFull, a broken one into StorageError (34); both name it."""
+    """Turn OSError on a scratch file into ScratchFull if the folder is full or unwritable, else into StorageError."""
     try:
         yield
     except OSError as error:
@@ -45,7 +45,7 @@ def scratch_errors(folder: Path) -> Iterator[None]:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a scratch file that is not needed any more. One that cannot be removed goes with its folder."""
+    """Remove a scratch file if that is possible; otherwise it goes with its folder."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -54,8 +54,8 @@ class Scratch:
     """A private folder below `parent` (the system's temporary folder by default).
 
     Raises:
-        ConfigError: it cannot be made there.
-        ScratchFull: the disk is full.
+        ConfigError: The folder cannot be made there.
+        ScratchFull: The disk is full.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -74,7 +74,7 @@ class Scratch:
         self._numbers = itertools.count(1)  # next() is atomic; threads share this
 
     def new_path(self, name: str) -> Path:
-        """A path in the folder that nobody else gets."""
+        """A path in the folder that no other call returns."""
         return self.folder / f"{next(self._numbers)}-{name}"
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def _making(base: Path) -> Iterator[None]:
-    """Turn what keeps a scratch folder from being made into ConfigError: starting again does not help."""
+    """Turn errors of making the folder that a new start would meet again into ConfigError."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def _making(base: Path) -> Iterator[None]:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the folders of scratch owners that are gone."""
+    """Remove the folders of processes that are gone."""
     for folder in base.glob(_PREFIX + "*"):
         try:
             with (folder / _LOCK).open("rb") as lock:

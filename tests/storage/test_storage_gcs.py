@@ -43,7 +43,7 @@ class FakeGcs(ThreadingHTTPServer):
         self.generation = 1000
         self.refusal: tuple[int, str] | None = None
         self.loss: list[int] = []
-        """For as many pieces of uploads, the status of an answer that says that the upload is gone."""
+        """Statuses with which the next pieces of uploads are answered, each saying that the upload is gone."""
 
     def put(self, name: str, data: bytes, expected: str | None) -> dict[str, str] | None:
         with self.lock:
@@ -160,7 +160,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGcs]
     thread = threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{made.server_port}")
-    # Nothing but the fake is asked, for credentials neither.
+    # Only the fake is asked, also for credentials.
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
@@ -228,7 +228,7 @@ def test_refused_access_says_what_to_do(server: FakeGcs, status: int, message: s
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gcsfs repeats at once."""
+    """Make gcsfs repeat without pauses."""
 
     async def sleep(seconds: float) -> None:
         pass
@@ -303,7 +303,7 @@ def test_credentials_that_cannot_be_refreshed_for_a_while_are_asked_for_again(
     server: FakeGcs, no_pauses, error: Exception
 ):
     store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK)
-    # gcsfs asks six times where it asks again at all.
+    # gcsfs itself tries six times after the errors that it repeats.
     tries = 1 if type(error) is TransportError else 6
     credentials = store._fs.credentials.credentials = Metadata(*[error] * 2 * tries)
     store.create("k", b"1")

@@ -90,7 +90,10 @@ def test_relative_file_url_is_refused():
 
 @pytest.mark.parametrize(
     ("url", "package", "command"),
-    [("s3://b", "s3fs", "pip install 's3fs"), ("gs://b", "gcsfs", "pip install 'gcsfs>=")],
+    [
+        ("s3://b", "botocore", "pip install 'botocore>="),
+        ("gs://b", "gcsfs", "pip install 'gcsfs>="),
+    ],
 )
 def test_missing_package_names_the_command(url: str, package: str, command: str, monkeypatch):
     find = importlib.util.find_spec

@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
 import pytest
-import s3fs
 
 from batchinfer.core.errors import (
     AccessDenied,
@@ -32,16 +32,6 @@ pytestmark = pytest.mark.s3
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def refuse_open_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An s3fs file that is open for writing publishes half an object, or hangs the interpreter."""
-
-    def refuse(self: object, *arguments: object, mode: str = "rb", **options: object) -> None:
-        raise AssertionError("the store opened an s3fs file")
-
-    monkeypatch.setattr(s3fs.S3File, "__init__", refuse)
 
 
 @pytest.fixture
@@ -116,7 +106,9 @@ def test_lost_reply_in_a_multipart_upload_is_no_loss(
     store = S3Store(url, retries=QUICK, part_bytes=5 * MIB, multipart_bytes=6 * MIB)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(12 * MIB))
-    store.create_file("outputs/earlier", file)  # so that the trial of parts is over
+    store.create_file(
+        "outputs/earlier", file
+    )  # the first large file also tests the store with a probe
     proxy.lose(starts_with, contains=contains)
     store.create_file("outputs/a", file)
     assert proxy.num_lost == 1
@@ -195,6 +187,31 @@ def test_more_than_a_page_of_keys_is_listed_and_deleted(s3_url, client):
     assert [found.key for found in store.list("x/")] == keys
     store.delete(keys)
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-01-02T03:04:05Z",
+        "2026-01-02T03:04:05.000Z",
+        "2026-01-02T03:04:05",
+        "Fri, 02 Jan 2026 03:04:05 GMT",
+        1767323045,
+    ],
+)
+def test_times_are_read_as_botocore_reads_them(text: object):
+    assert s3.parse_time(text).timestamp() == 1767323045
+
+
+def test_a_key_of_odd_characters_is_listed_as_it_is(s3_url, client):
+    store = S3Store(s3_url("job"), retries=QUICK)
+    keys = ["x/a b", "x/a&b", "x/a%20b", "x/\u00e4+<>"]
+    for key in keys:
+        store.create(key, key.encode())
+    found = list(store.list("x/"))
+    assert sorted(info.key for info in found) == sorted(keys)
+    assert all(abs(info.modified - time.time()) < 600 for info in found)
+    assert all(store.stat(info.key) == info._replace(modified=int(info.modified)) for info in found)
 
 
 def test_whole_bucket_can_be_the_root(s3_url):
