@@ -113,7 +113,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def _check_arguments(config: EngineConfig) -> None:
-    """Refuse an engine argument that has an option. The run's configuration and the choice of GPUs read the option."""
+    """Refuse an engine argument that has an option, since run.json and the choice of GPUs only know the option."""
     for name in config.engine_args:
         hint = f"use --{name.replace('_', '-')} instead"
         if name == "seed":

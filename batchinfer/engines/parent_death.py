@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def guard_forks(release: Callable[[], object]) -> None:
-    """Tie every process that this process forks from now on to its parent; and so for their children.
+    """Tie every process that this process forks from now on to its parent, and the processes that those fork as well.
 
     Args:
         release: Called in each forked child, to close what it must not keep open. Such is the worker's connection: the

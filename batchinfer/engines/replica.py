@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LAST_LINES = 200
 # Number of lines that a reason shows.
 REASON_LINES = 6
-# Bytes that a socket's buffer should hold.
+# Bytes for the send buffer of each end of the connection.
 SOCKET_BUFFER_BYTES = 4 << 20
 
 

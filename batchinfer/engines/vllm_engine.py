@@ -248,7 +248,7 @@ class VllmEngine:
         return LoRARequest(name, number, name)
 
     def _refusal(self, prompt: Any, params: Any, error: Exception) -> Failure:
-        """Return why vLLM refused a request. Its messages differ between versions, so this is found out by tests."""
+        """Return why vLLM refused a request. Its messages differ between versions, so the request is examined."""
         message = first_line(error)
         length = self._length(prompt)
         if length == 0:

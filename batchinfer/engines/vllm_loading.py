@@ -60,7 +60,7 @@ def prepare_process() -> bool:
 
 
 def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
-    """Return the arguments for vLLM's EngineArgs. Without those that are None, for which vLLM has defaults. Pure.
+    """Return the arguments for vLLM's EngineArgs, leaving out those for which vLLM's own default holds. Pure.
 
     `--engine-arg` wins over our defaults. It cannot replace an option: `check_config` has refused that.
     """
