@@ -107,7 +107,7 @@ def select(
     refuse_edited(target.run, url=store.url)
     audit = target.audit(inventory)
     sound = audit.check_all()
-    if any(found.mend == "job" for found in audit.findings):
+    if any(found.fix == "job" for found in audit.findings):
         raise InputError(
             f"{store.url}: was made from another job.json than the one at {target.job_url}",
             hint="name the run's own job with --job",

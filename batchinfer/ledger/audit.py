@@ -34,15 +34,15 @@ LEFTOVER = "leftover"
 KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
 
 
-class Finding(Record, frozen=True, kw_only=True):
+class Finding(Record, frozen=True, kw_only=True, rename={"fix": "mend"}):
     """One thing that is not as it should be. Everything but a leftover makes the run unsound."""
 
     kind: str
     subject: str
     """The chunk, or the key of the object."""
     problem: str
-    mend: str
-    """What mends it: what `verify.fix_command` knows."""
+    fix: str
+    """What fixes it, by a word that `verify.fix_command` makes a command of; "mend" in JSON."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Audit:
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
         """Check everything that needs no reading of outputs. Return the chunks that are sound so far."""
         if self._is_edited() or self._is_of_another_job():
-            # By the wrong job every chunk looks foreign, and what is named to mend that would destroy sound ones;
+            # By the wrong job every chunk looks foreign, and what is named to fix that would destroy sound ones;
             # by a limit that was edited, chunks are out of sight.
             return []
         sound = []
@@ -116,9 +116,9 @@ class Audit:
         """Count a chunk that has passed every check."""
         self.totals.add(marker)
 
-    def add(self, kind: str, subject: str, problem: str, mend: str) -> None:
+    def add(self, kind: str, subject: str, problem: str, fix: str) -> None:
         """Note a finding."""
-        self.findings.append(Finding(kind=kind, subject=subject, problem=problem, mend=mend))
+        self.findings.append(Finding(kind=kind, subject=subject, problem=problem, fix=fix))
 
     def _is_edited(self) -> bool:
         problem = edit_of(self._run)
@@ -247,7 +247,7 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 
     for name, info in inventory.orphans():
         if inventory.damaged_markers.get(name):
-            continue  # the marker may name it; once that is mended, it is a leftover or not
+            continue  # the marker may name it; once that is fixed, it is a leftover or not
         if inventory.is_passed_over(name, info):
             yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
         elif is_foreign(name):
@@ -283,8 +283,8 @@ def _superseded(inventory: Inventory) -> Iterator[Finding]:
                 yield _finding(LEFTOVER, damaged.info.key, problem, "hand")
 
 
-def _finding(kind: str, subject: str, problem: str, mend: str) -> Finding:
-    return Finding(kind=kind, subject=subject, problem=problem, mend=mend)
+def _finding(kind: str, subject: str, problem: str, fix: str) -> Finding:
+    return Finding(kind=kind, subject=subject, problem=problem, fix=fix)
 
 
 def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:

@@ -100,12 +100,6 @@ def encode_deaths(lines: list[int]) -> bytes:
     )
 
 
-def chunks_with_segments(store: Store) -> set[str]:
-    """Names of all chunks that have segments: one listing."""
-    found = (layout.parse_segment(info.key) for info in store.list(layout.CHECKPOINTS))
-    return {segment[0] for segment in found if segment is not None}
-
-
 class Segments:
     """The segments of one chunk, read one after the other. Read-only.
 

@@ -10,13 +10,12 @@ import contextlib
 import difflib
 import logging
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Job
-from batchinfer.prompts import PromptConfig
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -79,14 +78,14 @@ def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
 
 
 def split_again(url: str) -> str:
-    """What mends a job.json that is damaged. Pure."""
+    """Say how to replace a job.json that is damaged. Pure."""
     return (
         f"make it anew: batchinfer split SOURCE… --output {url.rstrip('/')} --overwrite, with the options it was made "
         "with; if it has runs, split into another place and copy job.json from there (equal sources give equal bytes)"
     )
 
 
-def check_columns(job: Job, prompt: PromptConfig) -> None:
+def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
     """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
 
     Only warns where a source is JSON Lines: there each row has columns of its own, and `split` has looked at the first
@@ -94,7 +93,7 @@ def check_columns(job: Job, prompt: PromptConfig) -> None:
 
     Args:
         job: What `split` made.
-        prompt: Whose options name columns.
+        wanted: The columns that each option names; ``*`` and empty names are passed over.
 
     Raises:
         ConfigError: a column is not among the job's.
@@ -103,12 +102,6 @@ def check_columns(job: Job, prompt: PromptConfig) -> None:
         return
     is_certain = all(source.format in _TABLES for source in job.sources)
     known = {*job.columns, "_row", "_id"}
-    wanted = {
-        "--prompt-column": [prompt.prompt_column],
-        "--messages-column": [prompt.messages_column],
-        "--keep": prompt.keep,
-        "--blank-columns": prompt.blank_columns,
-    }
     for option, names in wanted.items():
         for name in names:
             if not name or name == "*" or name in known:

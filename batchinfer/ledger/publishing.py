@@ -4,8 +4,8 @@ The order is the promise (P2-P4). A crash between any two steps leaves an orphan
 finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The
 first marker wins; whoever comes second discards its own output.
 
-Damage from outside is mended on the way: a marker that cannot be read, or whose output is gone, vouches for nothing.
-Its chunk counts as unfinished, and the new marker takes its place by if-match, so of two menders one wins.
+Damage from outside is fixed on the way: a marker that cannot be read, or whose output is gone, vouches for nothing.
+Its chunk counts as unfinished, and the new marker takes its place by if-match, so of two workers that fix it one wins.
 """
 
 from __future__ import annotations
@@ -223,13 +223,13 @@ class Publisher:
         )
         self._require_lease()
         logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
-        standing = self._put_marker(marker, chunk)
+        current = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
-        _refuse_other_text(standing, marker, chunk)
-        is_ours = standing.nonce == self._nonce
+        _refuse_other_text(current, marker, chunk)
+        is_ours = current.nonce == self._nonce
         discarded: list[str] = []
-        if standing.output != file:
-            logger.info("%s: %s was first; our output is discarded", chunk, standing.worker)
+        if current.output != file:
+            logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
             # Where nothing is refused, a try of ours that seemed to fail may still put our marker there, late:
             # what it names must not be gone. `clean` removes it in time.
             if self._is_safe:
@@ -239,9 +239,9 @@ class Publisher:
         except (StorageError, AccessDenied) as error:
             # The marker stands: the chunk is done, whatever is left lying about.
             logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
-        return Published(standing, is_ours)
+        return Published(current, is_ours)
 
-    def standing_marker(self, chunk: str, generation: int) -> Marker | None:
+    def current_marker(self, chunk: str, generation: int) -> Marker | None:
         """Read a chunk's marker of one generation, None if there is none that vouches for anything."""
         marker, etag = read_marker(self._store, chunk, generation)
         if marker is None and etag:
@@ -249,8 +249,8 @@ class Publisher:
         return marker
 
     def _put_output(self, built: Built, chunk: str, generation: int) -> str:
-        is_mending = layout.marker_key(chunk, generation) in self._damaged
-        if self._is_safe and generation == 0 and not is_mending:
+        is_fixing = layout.marker_key(chunk, generation) in self._damaged
+        if self._is_safe and generation == 0 and not is_fixing:
             file = layout.output_file(chunk)
             try:
                 self._store.create_file(layout.output_key(file), built.path, is_final=True)
@@ -267,9 +267,9 @@ class Publisher:
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
         if not self._is_safe:
-            standing = self.standing_marker(chunk, marker.generation)
-            if standing is not None:
-                return standing
+            current = self.current_marker(chunk, marker.generation)
+            if current is not None:
+                return current
             if key in self._damaged:
                 self._store.delete([key])
         while True:
@@ -279,9 +279,9 @@ class Publisher:
                     return marker
             except AlreadyExists:
                 pass
-            standing, etag = read_marker(self._store, chunk, marker.generation)
-            if standing is not None:
-                return standing
+            current, etag = read_marker(self._store, chunk, marker.generation)
+            if current is not None:
+                return current
             if etag and self._has_replaced(key, data, etag):
                 return marker
 
@@ -294,11 +294,11 @@ class Publisher:
         return True
 
 
-def _refuse_other_text(standing: Marker, ours: Marker, chunk: str) -> None:
+def _refuse_other_text(current: Marker, ours: Marker, chunk: str) -> None:
     """Of two files of lists with one name, or two texts of one file, only one can have the chunk's marker."""
-    if ours.chunk_root and standing.chunk_sha256 != ours.chunk_sha256:
+    if ours.chunk_root and current.chunk_sha256 != ours.chunk_sha256:
         raise StorageError(
-            f"{chunk}: while {_place(ours)} was worked on, {standing.worker} published answers to {_place(standing)}, "
+            f"{chunk}: while {_place(ours)} was worked on, {current.worker} published answers to {_place(current)}, "
             "another text, under that name: give the file another name, or write to another --output"
         )
 

@@ -51,6 +51,12 @@ def finished_chunks(store: Store) -> dict[str, int]:
     return {name: generation for name, generation in found.items() if name in outputs}
 
 
+def chunks_with_checkpoints(store: Store) -> set[str]:
+    """Return the names of all chunks that have checkpoint segments, by one listing of checkpoints/."""
+    found = (layout.parse_segment(info.key) for info in store.list(layout.CHECKPOINTS))
+    return {segment[0] for segment in found if segment is not None}
+
+
 def look_at_owners(
     store: Store,
     claims: Claims | None,

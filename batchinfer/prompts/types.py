@@ -111,6 +111,16 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     max_logprobs: int = 20
     """Largest number of alternatives that a request may ask for at each token; the engine sets the limit."""
 
+    @property
+    def columns_by_option(self) -> dict[str, list[str]]:
+        """Columns that the options name, by option."""
+        return {
+            "--prompt-column": [self.prompt_column],
+            "--messages-column": [self.messages_column],
+            "--keep": self.keep,
+            "--blank-columns": self.blank_columns,
+        }
+
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
     """One line of a chunk. `line_index` counts from 0; `data` may end with the newline, which JSON ignores."""

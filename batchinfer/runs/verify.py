@@ -68,16 +68,16 @@ class Verdict(NamedTuple):
         # `stop --resume` comes first, because workers cannot be started before.
         order = sorted(
             self.findings,
-            key=lambda found: (found.mend != "resume", KINDS.index(found.kind), found.mend),
+            key=lambda found: (found.fix != "resume", KINDS.index(found.kind), found.fix),
         )
-        for (kind, mend), group in groupby(order, key=attrgetter("kind", "mend")):
+        for (kind, fix), group in groupby(order, key=attrgetter("kind", "fix")):
             found = list(group)
             for finding in found[:_SHOWN]:
                 yield f"{kind}: {finding.subject}: {finding.problem}"
             if len(found) > _SHOWN:
                 yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
-            yield f"  mend: {fix_command(mend, (f.subject for f in found), self.run, self.worker)}"
-            if mend == "redo":
+            yield f"  mend: {fix_command(fix, (f.subject for f in found), self.run, self.worker)}"
+            if fix == "redo":
                 yield f"  then: {self.worker}"
 
     def as_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
             "findings": [
                 {
                     **msgspec.to_builtins(finding),
-                    "mend": fix_command(finding.mend, [finding.subject], self.run, self.worker),
+                    "mend": fix_command(finding.fix, [finding.subject], self.run, self.worker),
                 }
                 for finding in self.findings
             ],
@@ -98,10 +98,10 @@ class Verdict(NamedTuple):
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
         grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
-        if any(finding.mend in ("redo", "worker") for finding in grave):
-            grave += [finding for finding in self.findings if finding.mend == "resume"]
-        first = min((finding.mend for finding in grave), key=_ORDER_OF_FIXES.index)
-        subjects = (finding.subject for finding in grave if finding.mend == first)
+        if any(finding.fix in ("redo", "worker") for finding in grave):
+            grave += [finding for finding in self.findings if finding.fix == "resume"]
+        first = min((finding.fix for finding in grave), key=_ORDER_OF_FIXES.index)
+        subjects = (finding.subject for finding in grave if finding.fix == first)
         return RunUnsound(
             f"{self.run}: {done}; {', '.join(counts)}",
             hint=fix_command(first, subjects, self.run, self.worker),
@@ -150,8 +150,8 @@ def run_verify(
         if not problems:
             audit.count(marker)
         for problem in problems:
-            mend = "chunk" if problem.startswith("the chunk itself") else "redo"
-            audit.add(CORRUPT, ref.name, problem, mend)
+            fix = "chunk" if problem.startswith("the chunk itself") else "redo"
+            audit.add(CORRUPT, ref.name, problem, fix)
     result = _result(config, store.url, target, audit)
     worker = worker_command(target.run, store.url, target.job_url, config.manifests)
     return Verdict(result, audit.findings, store.url, worker)
@@ -204,7 +204,7 @@ def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> 
 # --------------------------------------------------------------------------- fixes
 
 
-def fix_command(mend: str, subjects: Iterable[str], run: str, worker: str) -> str:
+def fix_command(fix: str, subjects: Iterable[str], run: str, worker: str) -> str:
     """The command that fixes findings of one kind; `worker` is the command that does missing chunks.
 
     >>> fix_command("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
@@ -212,20 +212,20 @@ def fix_command(mend: str, subjects: Iterable[str], run: str, worker: str) -> st
     """
     names = list(dict.fromkeys(subjects))
     place = shlex.quote(run)
-    if mend == "worker":
+    if fix == "worker":
         return worker
-    if mend == "redo":
+    if fix == "redo":
         flags = " ".join(f"--redo {shlex.quote(name)}" for name in names)
         return f"batchinfer clean {place} {flags} --yes"
-    if mend == "clean":
+    if fix == "clean":
         return f"batchinfer clean {place} --yes"
-    if mend == "resume":
+    if fix == "resume":
         return f"batchinfer stop --resume {place}"
-    if mend == "run":
+    if fix == "run":
         return "put run.json back as the run's first worker wrote it; else nothing tells how the answers were made"
-    if mend == "job":
+    if fix == "job":
         return f"batchinfer verify --job JOB {place}  # with the job that the run is of"
-    if mend == "chunk":
+    if fix == "chunk":
         return "restore the chunk as job.json describes it, or split again into another job"
     return _remove_by_hand(run, names)
 

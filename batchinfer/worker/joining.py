@@ -58,7 +58,7 @@ class Membership:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._environment.check_sampling(self.config)
         if self.assignment.job is not None:
-            check_columns(self.assignment.job, self.config.prompt)
+            check_columns(self.assignment.job, self.config.prompt.columns_by_option)
         self.make_builder(None, None)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:

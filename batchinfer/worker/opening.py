@@ -161,8 +161,8 @@ class Opener:
         return chunk
 
     def _standing_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
-        """See Publisher.standing_marker. Raises InputError where it is of another file."""
-        marker = self._publisher.standing_marker(ref.name, generation)
+        """See Publisher.current_marker. Raises InputError where it is of another file."""
+        marker = self._publisher.current_marker(ref.name, generation)
         if marker is not None:
             check_belongs_to(ref, marker)
         return marker

@@ -133,7 +133,7 @@ def run_preview(
         open_store=open_store,
     )
     if assignment.job is not None:
-        check_columns(assignment.job, config.prompt)
+        check_columns(assignment.job, config.prompt.columns_by_option)
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
         config.prompt, config.sampling, config.run_seed, tokenizer, longest_sequence(config.engine)

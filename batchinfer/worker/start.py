@@ -25,7 +25,6 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import EngineInfo, RowKey
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
-from batchinfer.ledger.checkpoints import chunks_with_segments
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
@@ -34,7 +33,7 @@ from batchinfer.ledger.publishing import (
     has_own_marker,
     repair_generation,
 )
-from batchinfer.ledger.survey import finished_chunks
+from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
@@ -178,7 +177,9 @@ class _Start:
     ) -> None:
         environment, config = self.environment, self.config
         finished = environment.background.submit(partial(finished_chunks, self.store))
-        with_checkpoints = environment.background.submit(partial(chunks_with_segments, self.store))
+        with_checkpoints = environment.background.submit(
+            partial(chunks_with_checkpoints, self.store)
+        )
         self.telemetry.engine_loading()
         stop_loading = WhileLoading(environment.stopper)
         loading = environment.background.submit(partial(engine.open, stop_loading))

@@ -134,7 +134,7 @@ class TestThePublisher:
         )
         store.delete([OUTPUT])
         menders = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
-        assert [mender.standing_marker(CHUNK, 0) for mender in menders] == [None, None]
+        assert [mender.current_marker(CHUNK, 0) for mender in menders] == [None, None]
 
         published = [
             mender.publish(self.built(tmp_path, text), marker_record(), chunk=CHUNK, leftovers=[])
@@ -153,7 +153,7 @@ class TestThePublisher:
         )
         store.delete([OUTPUT])
         mender = self.publisher(store, "n1")
-        mender.standing_marker(CHUNK, 0)
+        mender.current_marker(CHUNK, 0)
 
         def killed(*_: object) -> str:
             raise KeyboardInterrupt

@@ -64,7 +64,7 @@ def test_only_another_job_is_left_for_the_audit_to_find(job: str, tmp_path: Path
     found = target_of(f"{other}/runs/a")
     audit = found.audit(take_inventory(open_store(f"{other}/runs/a"), now=0.0))
     audit.check_all()
-    assert "job" in {finding.mend for finding in audit.findings}
+    assert "job" in {finding.fix for finding in audit.findings}
 
 
 def test_hint_is_the_command_with_what_it_lacks(job: str, tmp_path: Path) -> None:
