@@ -399,12 +399,7 @@ OPTIONS: tuple[Option, ...] = (
             number_from(0, 1),
             "Stop (exit 3) when a larger share of rows fails.",
         ),
-        Option(
-            "--min-errors",
-            at_least(1),
-            "Errors before --max-error-rate counts.",
-            default=20,
-        ),
+        Option("--min-errors", at_least(1), "Errors before --max-error-rate counts.", default=20),
         Option(
             "--max-attempts",
             at_least(1),
