@@ -24,7 +24,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Object(NamedTuple):
-    """A whole object and the etag it was read at."""
+    """A whole object and the etag of the version that was read."""
 
     data: bytes
     etag: str

@@ -160,7 +160,7 @@ class GcsStore:
             return current
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`. One request for every key: the API has no bulk form but batches of them."""
+        """See `Store.delete`. One request for every key, several at a time."""
 
         def remove(path: str) -> None:
             with suppress(ObjectNotFound):
@@ -287,7 +287,7 @@ class GcsStore:
         return headers, data
 
     def _request(self, method: str, *address: str, about: str, **parameters: Any) -> Any:
-        """Send one request on the object or prefix `about`. The answer is gcsfs's."""
+        """Send one request and return gcsfs's answer. `about`: object or prefix that errors name."""
 
         def send() -> Any:
             with self._errors(about):

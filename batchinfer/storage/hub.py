@@ -76,9 +76,9 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Our error for a client's; None for one that is no client's."""
+    """Our error for an error of a client; None for any other error."""
     cause = error.__cause__
-    # fsspec reports an outage as FileNotFoundError too, with the truth as its cause; so does the Hub's cache.
+    # fsspec and the Hub's cache also raise FileNotFoundError in an outage, with the real error as its cause.
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise) or ObjectNotFound(f"{subject}: no such file")
     retry_hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
@@ -103,7 +103,7 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
 
 
 def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Our error for one of the Hub's own kinds. A package that is not loaded has raised nothing."""
+    """Our error for one that huggingface_hub defines, else None. A package that is not loaded has raised nothing."""
     hub: Any = sys.modules.get("huggingface_hub.errors")
     if hub is None:
         return None
@@ -205,7 +205,7 @@ class ReadOnlyStore:
             )
         self._fs.invalidate_cache()
         found = self._retry("", partial(self._fs.find, self._root, detail=True))
-        # The Hub's file system spells the revision in its own way; the keys are what comes after the common root.
+        # The Hub's file system spells the revision in its own way, so keys are cut off after the root as it spells it.
         root = self._fs.resolve_path(self._root).unresolve().rstrip("/") + "/"
         named = {name.removeprefix(root): info for name, info in found.items()}
         return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])

@@ -93,7 +93,7 @@ class LocalStore:
         return ObjectInfo(key, found.st_size, _etag(found), found.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Hides dot-files; what vanishes during the walk is left out."""
+        """See `Store.list`. Hides dot-files, and leaves out files that vanish during the walk."""
         folder = check_prefix(prefix).rpartition("/")[0]
         if any(part.startswith(".") for part in folder.split("/")):
             return iter(())
@@ -256,7 +256,7 @@ class LocalStore:
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Turn OSError on the object `key` into one of ours."""
+        """Turn OSError on the object `key` into one of our errors."""
         try:
             yield
         except OSError as error:

@@ -39,7 +39,7 @@ def split_url(url: str) -> tuple[str, str]:
     (('s3', 'bucket/job'), ('file', 'runs/a'), ('file', '/data/job'))
 
     Raises:
-        ConfigError: it starts like a URL, but has too few slashes to be one.
+        ConfigError: The text starts like a URL, but has too few slashes to be one.
     """
     check_slashes(url)
     scheme, separator, rest = url.partition("://")
@@ -52,7 +52,7 @@ def check_slashes(url: str) -> None:
     """Refuse `s3:/bucket`: as a plain path it would be a folder of this machine.
 
     Raises:
-        ConfigError: it starts like a URL, but has too few slashes to be one.
+        ConfigError: The text starts like a URL, but has too few slashes to be one.
     """
     match = _LACKS_A_SLASH.match(url)
     if match is None:
@@ -100,7 +100,7 @@ def is_inside(url: str, folder: str) -> bool:
 def fsspec_options(scheme: str) -> dict[str, Any]:
     """Options for fsspec's filesystem of `scheme`: no listing from a cache, no waiting for ever.
 
-    For code that reads through fsspec and needs no `Store`. The filesystem's package is not imported, but for gs://.
+    For code that reads through fsspec and needs no `Store`. Only gs:// has its package imported here.
     """
     if scheme in {"hf", "memory"}:
         return {}  # hf:// paths name a commit by then, and what a commit holds does not change
@@ -155,7 +155,7 @@ def check_writable(url: str, *, option: str) -> None:
     """Refuse a place that can only be read, before a request is sent to it.
 
     Raises:
-        ConfigError: the scheme is one of `READ_ONLY_SCHEMES`.
+        ConfigError: The scheme is one of `READ_ONLY_SCHEMES`.
     """
     scheme, _ = split_url(url)
     if scheme in READ_ONLY_SCHEMES:

@@ -415,7 +415,7 @@ class S3Store:
         return retried(self._retries, action)
 
     def _call(self, method: str, **arguments: Any) -> Any:
-        """Send one S3 request, once. The answer is botocore's."""
+        """Send one S3 request, without repeating it, and return botocore's answer."""
         where = self._url(arguments.get("Key", self._root))
         with s3_errors(where, self.bucket):
             return getattr(self._connect(), method)(Bucket=self.bucket, **arguments)
@@ -425,7 +425,9 @@ class S3Store:
         with s3_errors(self._url(path), self.bucket):
             answer = self._connect().get_object(Bucket=self.bucket, Key=path)
             with contextlib.closing(answer["Body"]) as body:
-                while piece := body.read(_READ_BYTES):  # the last one raises if bytes are missing
+                while piece := body.read(
+                    _READ_BYTES
+                ):  # the read at the end raises if bytes are missing
                     write(piece)
             return str(answer["ETag"])
 
@@ -440,7 +442,7 @@ class S3Store:
             return self._client
 
     def _check_bucket(self) -> None:
-        """Tell a missing bucket from a missing object, once."""
+        """Raise InputError if the bucket is missing. Asks only the first time an object is not found."""
         if self._is_bucket_seen:
             return
         with contextlib.suppress(AccessDenied):

@@ -1,4 +1,4 @@
-"""What an answer of an S3 API means to us: by its HTTP status and error code. Apart from `s3` for length."""
+"""From botocore's errors to ours, by HTTP status and error code. Apart from `s3` only because of its length."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
     if status == 409:
         # ConditionalRequestConflict: someone else is writing the same key right now.
         return TransientError(f"{url}: a concurrent write was in the way ({said})")
-    # Some stores want a digest with bulk deletions that AWS's clients no longer send.
+    # Some stores want an MD5 digest with bulk deletions, which AWS's clients no longer send.
     is_md5_wanted = code == "MissingContentMD5" or (
         code == "InvalidRequest" and "content-md5" in said.lower()
     )
@@ -155,7 +155,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
 
 
 def no_such_bucket(bucket: str) -> InputError:
-    """Say that a bucket does not exist where we look for it."""
+    """Make the error for a bucket that does not exist at this endpoint."""
     return InputError(
         f"bucket {bucket!r}: does not exist at this endpoint, expected an existing bucket",
         hint=f"create it (aws s3 mb s3://{bucket}), or check the name, AWS_ENDPOINT_URL and AWS_PROFILE",
@@ -163,7 +163,7 @@ def no_such_bucket(bucket: str) -> InputError:
 
 
 def already_exists(url: str) -> AlreadyExists:
-    """Say that a create lost."""
+    """Make the error for a create whose key is taken."""
     return AlreadyExists(f"{url}: exists with other bytes, expected none")
 
 
