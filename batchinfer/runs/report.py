@@ -10,7 +10,7 @@ import base64
 import hashlib
 import importlib.resources
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,12 +22,11 @@ from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.records import ErrorExample, Record, Worker
 from batchinfer.ledger.inventory import RunReader, Snapshot
-from batchinfer.ledger.jobs import split_name
+from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.runs import charts
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
 from batchinfer.runs.prices import Prices, price_options
 from batchinfer.runs.samples import SampleRow, cut, read_samples
-from batchinfer.storage import Store
 
 MAX_LANES = 100
 """Workers that are drawn in the time line."""
@@ -48,9 +47,7 @@ class ReportConfig(Record, frozen=True, kw_only=True):
     num_samples: int = 4
 
 
-def run_report(
-    config: ReportConfig, *, open_store: Callable[[str], Store], clock: Clock
-) -> dict[str, Any]:
+def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
     """Look at a run and write its page. An older page at the same place is replaced as a whole.
 
     Raises:
@@ -79,7 +76,7 @@ def run_report(
     }
 
 
-def put_page(url: str, page: bytes, open_store: Callable[[str], Store]) -> None:
+def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
     """Create the page, or replace an older one."""
     folder, name = split_name(url)
     if not name or name.startswith("."):

@@ -19,14 +19,14 @@ from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
 from batchinfer.runs.prices import Prices, price_options
-from batchinfer.storage import Store
 
 MAX_SHOWN_WORKERS = 60
 MAX_SHOWN_WARNINGS = 10
 WIDE = 120
-"""Terminal columns from which the table of workers is shown in full."""
+"""Width of a terminal, in characters, from which the table of workers has all of its columns."""
 STATE_STYLES = {
     "done": "green",
     "running": "bold green",
@@ -54,9 +54,7 @@ class StatusConfig(Record, frozen=True, kw_only=True):
 class Status:
     """Looks at one run whenever asked. Read-only; each look costs a request per listing page and per changed worker."""
 
-    def __init__(
-        self, config: StatusConfig, *, open_store: Callable[[str], Store], clock: Clock
-    ) -> None:
+    def __init__(self, config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> None:
         self._config = config
         self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
         self._prices = Prices(config.price_per_hour)
@@ -70,9 +68,7 @@ class Status:
         return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
 
 
-def run_status(
-    config: StatusConfig, *, open_store: Callable[[str], Store], clock: Clock
-) -> Overview:
+def run_status(config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
     """Look at a run once."""
     return Status(config, open_store=open_store, clock=clock).look()
 
@@ -118,7 +114,7 @@ def summary(seen: Overview) -> dict[str, Any]:
 
 
 def render(seen: Overview, width: int = WIDE) -> Group:
-    """Everything on one screen; a narrow one leaves out columns."""
+    """Lay out everything for one screen; on a narrow one, columns are left out."""
     parts: list[Any] = [_head(seen)]
     if seen.workers:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))
@@ -210,7 +206,7 @@ def _cost(seen: Overview) -> str:
 
 def _worker_table(seen: Overview, *, is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = [column for column in _COLUMNS if is_wide or column.is_vital]
+    columns = [column for column in _WORKER_COLUMNS if is_wide or column.is_vital]
     for column in columns:
         table.add_column(column.name, justify=column.justify, no_wrap=True)
     order = sorted(seen.workers, key=lambda view: (view.state in ("done", "gone"), view.id))
@@ -233,26 +229,27 @@ def _chunks(view: WorkerView) -> str:
     return view.open_chunks[0] + (f" +{more}" if more else "")
 
 
-class _Column(NamedTuple):
+class _WorkerColumn(NamedTuple):
+    """One column of the table of workers. A column that `is_vital` is shown on a narrow terminal, too."""
+
     name: str
     cell: Callable[[WorkerView], str]
     justify: Literal["left", "right"] = "right"
     is_vital: bool = True
-    """Shown on a narrow terminal too."""
 
 
-_COLUMNS = (
-    _Column("worker", lambda view: _short_id(view.id), "left"),
-    _Column("where", lambda view: view.place, "left", is_vital=False),
-    _Column("GPUs", lambda view: view.machine, "left", is_vital=False),
-    _Column("state", lambda view: view.state, "left"),
-    _Column("chunks", _chunks, "left", is_vital=False),
-    _Column("rows", lambda view: units.count(view.rows_done)),
-    _Column("rows/s", lambda view: units.short(view.recent.rows)),
-    _Column("tok/s out", lambda view: units.short(view.recent.output_tokens)),
-    _Column("errors", lambda view: units.count(view.rows_error), is_vital=False),
-    _Column("starts", lambda view: str(view.epoch), is_vital=False),
-    _Column("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
+_WORKER_COLUMNS = (
+    _WorkerColumn("worker", lambda view: _short_id(view.id), "left"),
+    _WorkerColumn("where", lambda view: view.place, "left", is_vital=False),
+    _WorkerColumn("GPUs", lambda view: view.machine, "left", is_vital=False),
+    _WorkerColumn("state", lambda view: view.state, "left"),
+    _WorkerColumn("chunks", _chunks, "left", is_vital=False),
+    _WorkerColumn("rows", lambda view: units.count(view.rows_done)),
+    _WorkerColumn("rows/s", lambda view: units.short(view.recent.rows)),
+    _WorkerColumn("tok/s out", lambda view: units.short(view.recent.output_tokens)),
+    _WorkerColumn("errors", lambda view: units.count(view.rows_error), is_vital=False),
+    _WorkerColumn("starts", lambda view: str(view.epoch), is_vital=False),
+    _WorkerColumn("heartbeat", lambda view: f"{units.duration(view.heartbeat_age_seconds)} ago"),
 )
 
 
