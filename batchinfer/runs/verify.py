@@ -35,6 +35,9 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 NUM_COMPARISONS = 4
+"""Chunks that --deep reads at once."""
+_ORDER_OF_FIXES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
+"""Fixes in the order in which they are to be applied: each may need the ones before it."""
 _SHOWN = 10
 """Findings of one kind with the same fix that are shown one by one."""
 
@@ -106,9 +109,6 @@ class Verdict(NamedTuple):
             f"{self.run}: {done}; {', '.join(counts)}",
             hint=fix_command(first, subjects, self.run, self.worker),
         )
-
-
-_ORDER_OF_FIXES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
 
 
 def run_verify(
@@ -264,7 +264,7 @@ def command(**options: Any) -> dict[str, Any]:
     """Prove that a run is complete and sound, or say what is missing, corrupt, foreign or left over.
 
     Exit status 0: every chunk is done and sound (leftovers are named, but do no harm); 1: it is not, and each finding
-    comes with the command that mends it.
+    comes with the command that fixes it.
     """
     from batchinfer.storage.opening import open_store
 
