@@ -1,7 +1,8 @@
-"""Work beside the main thread, as an argument: threads in production, a deterministic scheduler in the simulation.
+"""Work beside the main thread: threads in production, a deterministic scheduler in the simulation; and stop requests.
 
 The worker's state belongs to its main thread alone. What runs here is a plain function of its arguments whose result
-(or exception) the main thread collects later, so nothing needs a lock.
+(or exception) the main thread collects later, so nothing needs a lock. Signal handlers and background work only set
+the `Stopper`; the main loop reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Stopper:
             self.error = error
 
     def end_grace(self) -> None:
-        """From now on nothing is waited for."""
+        """End the grace period now."""
         self._deadline = self._clock.monotonic()
 
     @property
@@ -63,21 +64,21 @@ class Stopper:
 
     @property
     def seconds_left(self) -> float:
-        """Of the grace."""
+        """Seconds left of the grace period."""
         if self._deadline is None:
             return self._grace_seconds
         return max(0.0, self._deadline - self._clock.monotonic())
 
 
 class WhileLoading:
-    """The same request as an engine sees it while it loads: there is nothing to finish, so no grace."""
+    """A stop request as a loading engine sees it: without a grace period, because there is nothing to finish."""
 
     def __init__(self, stopper: Stopper) -> None:
         self._stopper = stopper
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """The engine is not needed any more."""
+        """Stop the loading: the engine is not needed any more."""
         self._is_cancelled = True
 
     def is_set(self) -> bool:
@@ -90,7 +91,7 @@ def install_signal_handlers(stopper: Stopper) -> None:
     num_signals = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        # Signals only: a cloud's notice, or `batchinfer stop`, often comes together with the first one.
+        # Only signals are counted: a cloud's notice or `batchinfer stop` often comes together with the first signal.
         nonlocal num_signals
         num_signals += 1
         if num_signals > 1:
@@ -130,9 +131,9 @@ class Background(Protocol):
     """Runs work beside its caller."""
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        """Start `work` as soon as there is a free hand.
+        """Start `work` as soon as a thread is free.
 
-        One hand is kept for what is `urgent`: what the engine waits for must not queue behind writes to a bucket that
+        One thread is kept for `urgent` work: the engine's next prompts must not queue behind writes to a bucket that
         hangs.
         """
         ...
@@ -153,19 +154,19 @@ class Background(Protocol):
 def unless_stopped(
     background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
 ) -> T:
-    """Do work beside the caller and wait for it, but no longer than a worker may that is to stop.
+    """Do work in the background and wait for it, unless the worker is asked to stop.
 
-    For whatever asks storage, which may never answer. Work that is given up goes on, and may still take effect; what
-    comes of it nobody hears, as if the process had been killed.
+    For requests to storage, which may never be answered. Work that is given up goes on and may still take effect, but
+    its result is lost, as if the process had been killed.
 
     Args:
         background: Where the work is done.
-        stopper: Says when to stop. Work is not even begun then.
-        work: Touches nothing that its caller uses meanwhile.
-        may_finish: Whether it has the grace to end, so that what it writes is known. Else a stop request ends the wait.
+        stopper: Says when to stop. After a stop request the work is not begun.
+        work: A function that shares no state with the main thread.
+        may_finish: Whether to wait through the grace period, so that the result of a write is known.
 
     Raises:
-        BatchinferError: the stopper's, for work that was not begun or is given up; or whatever the work raises.
+        BatchinferError: the stopper's error, if the work was not begun or is given up; or what the work raises.
     """
     stopper.raise_if_requested()
     pending = background.submit(work)
@@ -176,7 +177,7 @@ def unless_stopped(
     return pending.result()
 
 
-class _Job(Generic[T]):
+class _SubmittedWork(Generic[T]):
     """One submitted function and its outcome."""
 
     __slots__ = ("_done", "_error", "_value", "_work")
@@ -206,7 +207,7 @@ class _Job(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
-_Queue = queue.SimpleQueue["_Job[object] | None"]
+_Queue = queue.SimpleQueue["_SubmittedWork[object] | None"]
 
 
 class _Timer:
@@ -223,7 +224,7 @@ class _Timer:
             try:
                 self._work()
             except Exception:
-                # A heart that stopped for good, because of a mistake of ours, would stop the whole worker.
+                # Go on: without further heartbeats a bug in one of them would end the whole worker.
                 logger.exception("work that is repeated every %g s failed", self._interval_seconds)
 
     def cancel(self) -> None:
@@ -249,7 +250,7 @@ class ThreadBackground:
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
         """See Background."""
-        job = _Job(work)
+        job = _SubmittedWork(work)
         jobs = self._urgent_jobs if urgent else self._jobs
         jobs.put(job)  # type: ignore[arg-type]
         return job

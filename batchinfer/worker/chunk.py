@@ -27,10 +27,10 @@ from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 
 _READ_BYTES = 1 << 17
-"""What is read of a local chunk at a time."""
+"""Bytes read of a local chunk at a time."""
 _READ_ROWS = 16
 _BLOCK_BYTES = 1 << 16
-"""Bytes read of a spool at once, where a record's end or several payloads are wanted."""
+"""Bytes read of a spool at a time, to find the end of a record or several payloads."""
 DEATHS_BEFORE_ALONE = 2
 DEATHS_BEFORE_ERROR = 3
 
@@ -45,7 +45,7 @@ class RowState(enum.IntEnum):
 
 
 class RowCounts:
-    """What the finished rows of one chunk add up to."""
+    """Sums over the finished rows of one chunk."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "errors", "ok", "prompt_tokens", "resumed")
 
@@ -68,7 +68,7 @@ class RowCounts:
 
 
 class OpenChunk:
-    """A chunk being worked on."""
+    """A chunk that this worker has open."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class OpenChunk:
         """Bytes at the beginning of the spool whose rows are in a segment on storage."""
         self.generation = ref.generation
         self.num_unread = num_rows
-        """Rows to do that `read_rows` has not yet passed; of a chunk that others began, few may be."""
+        """Unfinished rows that `read_rows` has not reached yet."""
         self._reader: BinaryIO | None = None
         self._cursor = 0
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
-        """Read on to the next rows that are to do, and mark them taken. Rows known to kill engines are left out.
+        """Read the next unfinished rows and mark them taken. Rows that may kill the engine are left out.
 
-        One caller at a time. Reads the local copy only.
+        For one caller at a time. Reads the local copy only.
         """
         with scratch_errors(self.local.path.parent):
             return self._read_rows(max_rows, max_bytes)
@@ -149,7 +149,7 @@ class OpenChunk:
         raise InputError(f"{self.name}: has no line {index}")
 
     def rows_to_run_alone(self) -> list[int]:
-        """Rows that were in flight at two engine deaths, in order."""
+        """Lines of unfinished rows that were in flight at two engine deaths, in order."""
         return [
             line
             for line, deaths in sorted(self.deaths.items())
@@ -157,7 +157,7 @@ class OpenChunk:
         ]
 
     def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
-        """Keep finished rows; return those that were not finished before. The first copy of a row stays."""
+        """Keep finished rows and return the new ones. If a row finishes twice, the first result stays."""
         fresh: list[FinishedRow] = []
         state, todo, done = self._state, RowState.TODO, RowState.DONE
         for row in rows:
@@ -207,7 +207,7 @@ class OpenChunk:
         return num_new
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
-        """The chunk's marker, but for what publishing fills in."""
+        """Make the chunk's marker, without the fields that publishing fills in."""
         counts = self.counts
         return Marker(
             output="",
@@ -242,10 +242,10 @@ class OpenChunk:
 
 
 class Spool:
-    """Finished rows of one chunk: records appended in finishing order, found again by line.
+    """A scratch file with the finished rows of one chunk: appended in the order they finish, found again by line.
 
-    A record is one JSON line. Its `payload` (the output line inside it) is remembered by offset, so that memory is
-    16 bytes a row, whatever the rows hold. Written by one thread; `read` may run in another up to `size_bytes` then.
+    A record is one JSON line. The place of its `payload` (the output line inside it) is kept in memory, 16 bytes a row.
+    One thread appends. Another may `read` what was there when it was started, that is, up to `size_bytes` of then.
     """
 
     def __init__(self, path: Path, num_lines: int) -> None:
@@ -281,7 +281,7 @@ class Spool:
         return b"".join(parts)
 
     def record_end(self, place: int) -> int:
-        """Where the record ends that the byte before `place` belongs to; at most `size_bytes`."""
+        """Return the end of the record that the byte before `place` belongs to; at most `size_bytes`."""
         place, end = place - 1, self.size_bytes
         while place < end:
             block = self.read(place, min(place + _BLOCK_BYTES, end))
@@ -292,7 +292,7 @@ class Spool:
         return end
 
     def payloads(self) -> Iterator[bytes]:
-        """Every line's payload in line order.
+        """Yield the payload of every line in line order.
 
         Rows finish roughly in that order, so most payloads are cut from the block read last.
         """

@@ -45,7 +45,7 @@ class Limits(Record, frozen=True, kw_only=True):
     """Seconds to wait after the first failure; each further wait is twice as long, up to a minute."""
 
     def storage_delay_seconds(self, attempts: int) -> float:
-        """How long to wait after so many failures."""
+        """Return the seconds to wait after so many failures."""
         return min(self.storage_retry_seconds * 2.0 ** max(0, attempts - 1), _LONGEST_DELAY_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""A worker's sign of life: its record, renewed from a thread of its own, which also hears whether to stop."""
+"""A worker's heartbeat: a thread of its own renews the worker's record and looks for stop requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Heartbeat:
         telemetry.when_urgent(partial(background.submit, self.beat))
 
     def beat(self) -> None:
-        """Write the record once, and look for a stop request. For any thread; what is wrong goes to the stopper."""
+        """Write the record once and look for a stop request. For any thread; errors go to the stopper."""
         lease = self.lease
         try:
             lease.renew(self._telemetry.latest)
@@ -88,7 +88,8 @@ class Heartbeat:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self._stopper.request(error)
-        # One that was written counts as of its beginning, and a machine may have slept in between.
+        # A renewal is dated from when it was sent, so a successful one can already be stale. Only a failed write ends
+        # the worker here.
         is_refused = lease.error is not None
         if is_refused and lease.silent_seconds >= lease.give_up_seconds:
             reason = (
@@ -100,7 +101,7 @@ class Heartbeat:
             self._check_lapses()
 
     def _check_lapses(self) -> None:
-        """Give up if heartbeats, though written, take so long that the lease has lapsed before each of them ends."""
+        """Give up if heartbeats are written so slowly that each lease has lapsed before its heartbeat is written."""
         lease = self.lease
         now = self._clock.monotonic()
         if lease.is_held():
@@ -119,8 +120,8 @@ class Heartbeat:
             self._stopper.request(StorageError(reason, hint=hint))
 
     def _end(self, background: Background) -> None:
-        """Write the record for the last time. A bucket that is away must not hold up a machine that is going."""
-        # Urgent: the other hands may all wait for that bucket.
+        """Write the record for the last time. Waits a few seconds at most: the machine may be going away."""
+        # Urgent, because all other threads may be waiting for that bucket.
         closing = background.submit(
             partial(self.lease.close, self._telemetry.snapshot()), urgent=True
         )

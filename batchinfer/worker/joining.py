@@ -1,4 +1,4 @@
-"""A worker's membership of a run: what it works on, and that its configuration is the run's (promise P6)."""
+"""How a worker joins its run, whose configuration its own must equal (promise P6), and the result it ends with."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ANY_NUMBER = 2**31
 
 
 class Membership:
-    """Made without a look at the environment; then `check` once, and `join` once the engine is there.
+    """A worker's membership of a run. Call `check` once, then `join` once the engine has loaded.
 
     Args:
-        config: What the worker was told.
-        environment: Where it works.
-        store: The run's.
-        assignment: The chunks that are its own.
+        config: The worker's configuration.
+        environment: The outside world.
+        store: The run's store.
+        assignment: The chunks of the worker's manifests.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Membership:
         self.assignment = assignment
         self._model_identity = ""
         self.config = config
-        """As told; after `check` with the run's revision of the model where none was asked for."""
+        """The configuration; after `check` with the run's revision of the model if none was asked for."""
         self.run: Run | None = None
-        """As it stands, None while there is none."""
+        """The run's configuration on storage; None before it was created."""
 
     def check(self) -> None:
-        """Find what cannot work before a GPU waits for it, and before the run has it for good. Read-only.
+        """Refuse what cannot work before a GPU waits for it and before run.json is written. Read-only.
 
         Raises:
             RunMismatch: the run has another configuration, as far as it can be known without an engine.
@@ -73,9 +73,9 @@ class Membership:
         return self.run
 
     def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
-        """What makes rows into requests. Refuses templates and options that no row could be built with."""
+        """Make the builder of requests. Refuses templates and options that no row could be built with."""
         config = self.config
-        # Until the engine is there to say it, what it was asked for, or vLLM's default.
+        # Until the engine has loaded, its option counts, or vLLM's default.
         most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
         prompt = config.prompt
         if isinstance(most, int):
@@ -92,13 +92,13 @@ class Membership:
         )
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
-        """The own chunks that are to do, in order. Pure.
+        """Return the own chunks that are left to do, in order. Pure.
 
         Args:
             done: Chunks that have a marker, with their highest generation.
-            goal: The generation that the repair is to reach; chunks that have it are done. 0 where nothing is repaired.
+            goal: The generation that a repair is to reach, which finished chunks have; 0 without a repair.
         """
-        # Whether a chunk has error rows at all is seen when it is opened, in the background.
+        # Chunks without error rows are passed over later, when they are opened in the background.
         return [
             ref._replace(generation=done.get(ref.name, -1) + 1)
             for ref in self.assignment.chunks
@@ -107,17 +107,17 @@ class Membership:
 
     @property
     def may_help(self) -> bool:
-        """Whether this worker does chunks of others, once its own have run out."""
+        """Whether this worker does chunks of other workers once its own have run out."""
         config = self.config
         return config.steal and self.assignment.job is not None and not config.retry_errors
 
     def all_chunks(self) -> dict[str, ChunkRef]:
-        """Every chunk of the job by name, in order; none where there is no job."""
+        """Return every chunk of the job by name, in order; none without a job."""
         job, url = self.assignment.job, self.assignment.job_url
         return job_chunks(job, url, self.config.limit) if job is not None else {}
 
     def _take_revision(self) -> None:
-        """Without --revision, a worker takes the run's."""
+        """Take the run's revision of the model, unless --revision is given."""
         engine = self.config.engine
         if engine.revision is None and self.run is not None:
             revision = self.run.recorded.get("revision") or None
@@ -126,7 +126,7 @@ class Membership:
                 self.config = msgspec.structs.replace(self.config, engine=engine)
 
     def _run_config(self, info: EngineInfo | None) -> dict[str, Any]:
-        """What the fingerprint covers. UNKNOWN stands for what only a loaded engine can tell."""
+        """Return what the fingerprint covers. UNKNOWN stands for values that only a loaded engine knows."""
         config, assignment = self.config, self.assignment
         return {
             "job_sha256": assignment.job_sha256,
@@ -135,7 +135,7 @@ class Membership:
             "tokenizer": config.engine.tokenizer or "",
             "hf_config_path": config.engine.hf_config_path or "",
             "engine_args": config.engine.answer_arguments,
-            # Without a job there is nothing else to tell one data set's run from another's.
+            # Without a job, only the folders tell the runs of two data sets apart.
             "folders": []
             if assignment.job
             else sorted({redact(ref.root) for ref in assignment.chunks}),
@@ -150,7 +150,7 @@ class Membership:
         }
 
     def _recorded(self, info: EngineInfo) -> dict[str, Any]:
-        """What run.json keeps for the record; no secret is among it."""
+        """Return what run.json records beside the fingerprint. Holds no secrets."""
         engine = self.config.engine
         return {
             "batchinfer_version": __version__,
@@ -198,7 +198,7 @@ def make_result(
     info: EngineInfo | None,
     error: BatchinferError | None,
 ) -> dict[str, Any]:
-    """The JSON object of the last line. Names follow older batch tools' statistics where they have one."""
+    """Make the JSON object of the last line. Names follow older batch tools where they have one."""
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
         "status": "SUCCESS" if error is None else "FAILED",
@@ -239,7 +239,7 @@ def make_result(
 
 
 def run_id(run: Run | None) -> str:
-    """When the run was created, as 20230801T130712Z: the same for each of its workers and starts."""
+    """Return the time the run was created, as 20230801T130712Z: the same for all its workers and starts."""
     created = run.recorded.get("created") if run else None
     if not isinstance(created, int | float):
         return ""
@@ -269,7 +269,7 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
 def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:
     """Raise ConfigError if the engine refuses the parameters of a plain row.
 
-    Plain rows all have the run's own: what the engine says of one's is true of every one's.
+    Plain rows all share the run's parameters, so one refusal holds for every row.
     """
     if find_request_format(config.prompt.request_format).has_own_parameters:
         return

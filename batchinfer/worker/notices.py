@@ -1,8 +1,8 @@
 """Preemption notices from the cloud's metadata service, half a minute to two minutes ahead.
 
 AWS tells of the end of a spot machine under spot/instance-action (with a session token, IMDSv2), Google under
-instance/preempted. Elsewhere nothing is asked at all. A notice is a chance to lose even less, never something to rely
-on: whatever goes wrong here is silent, and machines may vanish without one.
+instance/preempted. Elsewhere nothing is asked at all. A notice lets a worker lose even less, but nothing relies on
+it: errors here are silent, and machines may vanish without a notice.
 
 Sources: "Spot Instance interruption notices" in Amazon's EC2 user guide; "Preemptible VM instances" in Google's
 Compute Engine documentation.
@@ -30,7 +30,7 @@ GCP = "gcp"
 POLL_SECONDS = 2.0
 TIMEOUT_SECONDS = 1.0
 FAILURES_BEFORE_SILENCE = 10
-"""A metadata service that never answered so often is out of reach (a container, say), and is left alone."""
+"""Failed questions in a row, without any answer yet, after which the service counts as unreachable."""
 DMI = Path("/sys/class/dmi/id")
 
 _TOKEN_SECONDS = 21600
@@ -43,7 +43,7 @@ class Service(Protocol):
     """One cloud's metadata service."""
 
     def notice(self) -> str | None:
-        """What the cloud announces, None if nothing.
+        """Return what the cloud announces, None if nothing.
 
         Raises:
             OSError, http.client.HTTPException, ValueError: it did not answer, or not as it should.
@@ -96,7 +96,7 @@ class GcpService:
 def find_service(
     host: dict[str, Any], environment: dict[str, str], *, dmi: Path = DMI
 ) -> Service | None:
-    """Choose the service by what SkyPilot says, else by who made the machine. None off both clouds. Sends nothing.
+    """Choose the service by what SkyPilot says, else by the machine's maker. None outside both clouds. Sends nothing.
 
     Args:
         host: As `worker.describe_host` gives it.
@@ -121,19 +121,19 @@ def watch(
     *,
     poll_seconds: float = POLL_SECONDS,
 ) -> Repeating:
-    """Ask the service again and again, beside everything else, and request a stop once it announces the end.
+    """Ask the service regularly in the background, and request a stop once it announces the end.
 
     Args:
-        service: Whom to ask.
-        background: Runs the questions, each for at most a second, on a thread of their own.
+        service: The cloud's metadata service.
+        background: Asks on a thread of its own; a question takes at most a second.
         request: Takes the stop request (`Stopper.request`). Called at most once.
-        poll_seconds: Between two questions.
+        poll_seconds: Seconds between two questions.
     """
     return background.every(poll_seconds, _Watcher(service, request).look)
 
 
 class _Watcher:
-    """Asks until there is a notice, or until it is clear that nobody answers."""
+    """Asks until there is a notice, or until the service counts as unreachable."""
 
     def __init__(self, service: Service, request: Callable[[BatchinferError], None]) -> None:
         self._service = service

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 _RELEASE_POLL_SECONDS = 0.1
 _MOST_OPEN_CHUNKS = 1000
 _READ_ATTEMPTS = 2
-"""For a chunk that arrived, but damaged: perhaps on its way."""
+"""Attempts to open a chunk whose copy is damaged: the damage may have happened on the network."""
 _FIRST_OPENING_SECONDS = 2.0
-"""What opening a chunk is taken to last, before any has been opened."""
+"""Seconds that opening a chunk is assumed to take before one has been opened."""
 
 
 @dataclass(slots=True)
@@ -118,35 +118,35 @@ class OpenChunks:
 
     @property
     def num_unread(self) -> int:
-        """Rows of open chunks that nobody has read yet."""
+        """Rows of open chunks whose prompts have not been built yet."""
         return sum(chunk.num_unread for chunk in self.open.values())
 
     @property
     def may_grow(self) -> bool:
-        """Whether rows may still come from chunks that are not open."""
+        """Whether another chunk may still be opened."""
         if self.is_closing:
             return False
         return bool(self._openings or self._retries) or not self._schedule.is_finished
 
     @property
     def is_drained(self) -> bool:
-        """Nothing is open, and nothing will be."""
+        """Whether no chunk is open and none will be."""
         return not self.may_grow and not self.open and not self._publish_queue.is_busy
 
     @property
     def _has_rows_left(self) -> bool:
-        """Whether open chunks have rows that are not finished: a store that is away has time to come back."""
+        """Whether open chunks have unfinished rows, so that an unreachable store has time to come back."""
         return any(chunk.num_left for chunk in self.open.values())
 
     @property
     def is_writing(self) -> bool:
-        """Whether checkpoints or outputs are on their way."""
+        """Whether checkpoints or outputs are being written."""
         return self._checkpointer.is_busy or self._publish_queue.is_busy
 
     # -- the round
 
     def allow_publishing(self, fingerprint: str) -> None:
-        """The run that the worker has joined is known: from the next round on, complete chunks are published."""
+        """Publish complete chunks from the next `tick` on: the worker has joined the run with this fingerprint."""
         self._checkpointer.join(fingerprint)
         self._publish_queue.join(fingerprint)
 
@@ -154,7 +154,7 @@ class OpenChunks:
         """Collect what has finished in the background and start what is due. Return chunks that others published.
 
         Raises:
-            BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
+            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
         """
         self._checkpointer.tick()
         self._collect_published()
@@ -162,12 +162,12 @@ class OpenChunks:
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in lost:
             chunk = self.open.get(name)
-            # What is being published finds the other's marker by itself, and needs its files until then.
+            # A chunk that is being published finds the other marker itself, and needs its files until then.
             if chunk is not None and not self._publish_queue.is_publishing(chunk):
                 self._close(chunk, "lost")
         self._retry_openings()
         self._publish_queue.start()
-        # While a chunk opens, the engine eats this many rows; twice that, so that no bucket's mood starves it.
+        # The engine finishes this many rows while a chunk opens. Twice as many, in case the bucket is slow.
         cushion = int(2 * demand.rows_per_second * self._opening_seconds)
         self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
         if not demand.is_building:
@@ -175,7 +175,7 @@ class OpenChunks:
         return lost
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
-        """Keep finished rows of an open chunk; publish it with its last one. Rows of closed chunks are dropped."""
+        """Keep finished rows of an open chunk, and publish it after its last row. Rows of closed chunks are dropped."""
         chunk = self.open.get(name)
         if chunk is None:
             return
@@ -186,11 +186,11 @@ class OpenChunks:
             self._publish_queue.add(chunk)
 
     def checkpoint(self) -> None:
-        """Start writing a segment for every open chunk that has rows no segment holds yet."""
+        """Start writing a segment for every open chunk with finished rows that no segment holds yet."""
         self._checkpointer.ask(self.open.values())
 
     def begin_saving(self) -> None:
-        """The worker ends early: from now on every finished row goes into a checkpoint, whatever else is on its way."""
+        """Prepare an early end: from now on every finished row goes into a checkpoint, those of complete chunks too."""
         self._is_saving = True
         self.close()
 
@@ -203,17 +203,18 @@ class OpenChunks:
             return False
         if self._is_saving:
             return True
-        # A complete chunk is about to be published, unless the worker ends before it can be, or the store refuses it.
+        # A complete chunk needs no checkpoint, because it is published next, unless the worker ends first or publishing
+        # has failed.
         is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
         return is_wanted and not self._publish_queue.is_publishing(chunk)
 
     def _must_wait(self, chunk: OpenChunk) -> bool:
-        """Publishing removes the segments, so it has to know them all; and saving comes before it."""
+        """Whether a chunk cannot be published yet: all its segments must be known, since publishing removes them."""
         is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
         return is_unsafe or self._checkpointer.is_writing_of(chunk)
 
     def _save_complete(self, chunk: OpenChunk) -> None:
-        """Publishing failed and may never succeed: the next start must not pay for these rows again."""
+        """Checkpoint a chunk that could not be published, so that the next start does not generate its rows again."""
         self._checkpointer.ask([chunk])
 
     def note_deaths(self, rows: dict[str, list[int]]) -> None:
@@ -224,7 +225,7 @@ class OpenChunks:
                 self._checkpointer.note_deaths(chunk, lines)
 
     def release_all(self, deadline: float) -> None:
-        """Give the claims of unfinished chunks back, until `deadline` at the latest; what is left lapses by itself."""
+        """Release the claims of unfinished chunks, until `deadline` at the latest; the other claims lapse."""
         pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
             self._close(chunk, "released")
@@ -234,7 +235,7 @@ class OpenChunks:
         self._clean_retired()
 
     def _give_back(self, chunk: OpenChunk) -> Pending[None]:
-        """Release a chunk's claim in the background."""
+        """Release the claim of a chunk in the background."""
         claims, name, etag = self._run.claims, chunk.name, chunk.claim_etag
 
         def work() -> None:
@@ -253,7 +254,7 @@ class OpenChunks:
         if self.is_closing:
             return
         rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
-        # A chunk stays open for its slowest row: small ones need many to keep the engine full.
+        # A chunk stays open until its slowest row is done, so small chunks must be many to keep the engine full.
         many = min(_MOST_OPEN_CHUNKS, 8 * rows_wanted // self._rows_per_chunk)
         most = max(self._limits.max_open_chunks, many)
         while (
@@ -294,7 +295,7 @@ class OpenChunks:
             self._openings.remove(entry)
             name = entry.candidate.ref.name
             took = self._clock.monotonic() - entry.started
-            # A slow one counts at once, and is forgotten slowly: the next may be slow, too.
+            # A slow opening counts in full at once and fades slowly: the next one may be slow as well.
             self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
             try:
                 opened = entry.pending.result()
@@ -375,7 +376,7 @@ class OpenChunks:
     def _expected_rows(self, candidate: Candidate) -> int:
         has_checkpoints = candidate.ref.name in self._opener.chunks_with_checkpoints
         if candidate.ref.generation or has_checkpoints:
-            return 1  # of a repair, or of a chunk with checkpoints, perhaps no row is left
+            return 1  # most rows may be done already
         return candidate.ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:
@@ -401,14 +402,14 @@ class OpenChunks:
         if outcome in ("done", "lost"):
             self._schedule.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
-            # Its publisher has removed those that it knew when it began.
+            # Publishing removed only the segments that were known when it began.
             keys = list(chunk.segment_keys)
             self._background.submit(partial(_delete_quietly, self._run.store, keys))
         self._telemetry.chunk_closed(chunk, outcome)
         self._retired.append(chunk)
 
     def _clean_retired(self) -> None:
-        """Remove local files once nothing in the background reads them any more."""
+        """Remove the local files of closed chunks that no background job reads any more."""
         for chunk in list(self._retired):
             is_read = self._checkpointer.is_writing_of(chunk)
             if not is_read and not self._publish_queue.is_publishing(chunk):

@@ -1,4 +1,4 @@
-"""Opening a chunk: claim it, fetch it, and take up the finished rows that others left."""
+"""Opening a chunk: claim it, fetch it, and adopt the finished rows that earlier workers left."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Opener:
         """Chunks with checkpoints at start-up. A chunk not in this set whose claim is new cannot have any, so it is not
         listed again."""
         self.fingerprint = ""
-        """Of the run whose segments are taken up; "": not known yet."""
+        """Fingerprint of the run whose segments are adopted; "" while unknown."""
 
     def join(self, fingerprint: str) -> None:
-        """The run that the worker belongs to is known for good.
+        """Learn the fingerprint of the run that the worker has joined.
 
         Raises:
-            InputError: rows of another configuration have been taken up.
+            InputError: rows of another configuration have been adopted before.
         """
         if self.fingerprint not in ("", fingerprint):
             raise InputError(
@@ -77,18 +77,22 @@ class Opener:
         self.fingerprint = fingerprint
 
     def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
-        """Claim a chunk, fetch it and take up the finished rows that others left.
+        """Claim a chunk, fetch it and adopt the finished rows that earlier workers left.
 
-        `take_over` is a claim seen to have lapsed; its owner is looked at once more. The marker is looked for after the
-        claim: between the worker's one listing and now somebody may have published.
+        The marker is looked for after the claim is taken: somebody may have published since the worker's listing.
+
+        Args:
+            ref: The chunk.
+            now: The time in seconds since 1970.
+            take_over: A claim that seemed to have lapsed; its owner is checked once more.
 
         Raises:
-            InputError: the chunk is missing, damaged, not the one that job.json describes, or of a list, and has the
-                marker of another file.
+            InputError: the chunk is missing, damaged, or not the one that job.json describes; or its marker was written
+                for a different file of the same name.
         """
         if ref.generation:
-            # Most chunks of a finished run have nothing to repair: that is seen without a claim.
-            before = self._standing_marker(ref, ref.generation - 1)
+            # Most chunks of a finished run need no repair, which shows without a claim.
+            before = self._current_marker(ref, ref.generation - 1)
             if before is None:
                 ref = ref._replace(generation=ref.generation - 1)
             elif not before.rows_error:
@@ -101,7 +105,7 @@ class Opener:
         try:
             opened = self._open_claimed(ref, claim, now=now)
         except BaseException:
-            # Kept, it would keep everybody else from the chunk for as long as this worker lives.
+            # A kept claim would block the chunk for everybody else as long as this worker lives.
             with contextlib.suppress(BatchinferError):
                 self._claims.release(ref.name, claim.etag)
             raise
@@ -115,7 +119,7 @@ class Opener:
         return self._open_claimed(ref, Taken(""), now=now)
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
-        marker = self._standing_marker(ref, ref.generation)
+        marker = self._current_marker(ref, ref.generation)
         if marker is not None:
             return AlreadyDone(marker)
         local = fetch(self._sources[ref.root], ref, self._scratch)
@@ -147,10 +151,10 @@ class Opener:
             fingerprint=self._run_fingerprint,
             num_lines=chunk.num_rows,
         )
-        # Segments of the generation before may still lie about; its error rows are what this one does again.
+        # Segments of the generation before may be left; the error rows in them are to be done again.
         chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
         if segments.has_vanished:
-            marker = self._standing_marker(chunk.ref, chunk.generation)
+            marker = self._current_marker(chunk.ref, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
@@ -160,23 +164,23 @@ class Opener:
         )
         return chunk
 
-    def _standing_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
-        """See Publisher.current_marker. Raises InputError where it is of another file."""
+    def _current_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
+        """See Publisher.current_marker. Raises InputError for the marker of a different file of the same name."""
         marker = self._publisher.current_marker(ref.name, generation)
         if marker is not None:
             check_belongs_to(ref, marker)
         return marker
 
     def _run_fingerprint(self) -> str:
-        """The fingerprint of the run as it stands, "" before it has a configuration."""
+        """Return the fingerprint of run.json, "" before there is one."""
         if not self.fingerprint:
             run = read_run(self._run)
             self.fingerprint = "" if run is None else run.fingerprint
         return self.fingerprint
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
-        """Take the rows that are fine from the generation before (``--retry-errors``)."""
-        before = self._standing_marker(chunk.ref, chunk.generation - 1)
+        """Adopt the good rows of the generation before (``--retry-errors``)."""
+        before = self._current_marker(chunk.ref, chunk.generation - 1)
         if before is None:
             raise InputError(
                 f"{chunk.name}: its marker of generation {chunk.generation - 1} is gone"
@@ -192,7 +196,7 @@ class Opener:
             self._run.download(layout.output_key(before.output), path)
             with scratch_errors(path.parent), path.open("rb") as file:
                 if codec.sha256_file(file) != before.output_sha256:
-                    # Its lines may have moved, and by their place they are taken up.
+                    # Rows are adopted by line number, and the lines may have moved.
                     raise InputError(
                         f"{chunk.name}: {before.output} is not what its marker vouches for",
                         hint="restore it, or do the chunk again from the start: "
@@ -206,7 +210,7 @@ class Opener:
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:
         if take_over is not None:
-            # Chunks seen to have lapsed wait for room, and a frozen owner may be back since, its claims unchanged.
+            # Time has passed since the claim lapsed: a frozen owner may be back, with its claims unchanged.
             if take_over.claim.worker and claims.look(take_over) is not None:
                 return take_over
             taken = claims.take_over(name, take_over.etag)
@@ -216,7 +220,7 @@ class Opener:
 
 
 def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
-    """The ok rows of a published output, as finished rows."""
+    """Yield the ok rows of a published output as finished rows."""
     for index, data in enumerate(codec.lines(file)):
         if index >= num_rows:
             return

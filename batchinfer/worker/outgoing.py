@@ -1,10 +1,13 @@
-"""Complete chunks on their way out.
+"""Checkpoints and outputs of open chunks, written in the background.
+
+A `PublishQueue` owns complete chunks until they are published or given up:
 
     complete -> waiting -> publishing -> published, by us or by somebody else
                    ^            |
                    +--- failed -+-> given up
 
-Belongs to the main thread; nothing here blocks. What an outcome means to everything else is the affair of `OpenChunks`.
+A `Checkpointer` owns the segments that are being written. A segment that cannot be written loses nothing yet: the
+next segment of its chunk holds the rows. Everything here runs on the main thread, and nothing blocks.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ from batchinfer.worker.config import Environment, Limits, RunAccess
 logger = logging.getLogger(__name__)
 
 _MAX_WRITING = 4
-"""Segments written at once: a bucket that hangs must leave hands for everything else."""
+"""Segments written at the same time. A bucket that hangs must leave threads for everything else."""
 _SEGMENT_BYTES = 32 << 20
-"""A checkpoint of more becomes several segments: each is in memory as a whole when it is written or read."""
+"""Bytes of the largest segment. More rows become several segments, because each is in memory as a whole."""
 _NO_ROWS = -1
-"""Where the rows end in a segment that has none."""
+"""The `end` of a segment that holds engine deaths and no rows."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A chunk that is published at `due`, or later."""
+    """A chunk that waits to be published at `due` or later, after so many failed attempts."""
 
     chunk: OpenChunk
     due: float
@@ -58,9 +61,9 @@ class PublishQueue:
     Args:
         environment: The clock and the background.
         run: The publisher, the lease and the scratch folder.
-        limits: How often a chunk is tried, and after which time again.
-        may_give_up: Whether a chunk that has failed as often as that is to be given up: not while the engine has work.
-        must_wait: Whether a chunk is not to be published yet, as while a segment of it is on its way.
+        limits: The number of attempts for a chunk, and the wait between them.
+        may_give_up: Whether a chunk may be given up after the last attempt: not while the engine has work.
+        must_wait: Whether a chunk must not be published yet, for example while a segment of it is being written.
         save: Called with a chunk that could not be published.
     """
 
@@ -83,7 +86,7 @@ class PublishQueue:
         self._waiting: list[_Waiting] = []
         self._publishing: list[_Publishing] = []
         self._fingerprint = ""
-        """The run's; nothing is published before it is known."""
+        """Fingerprint of the run; nothing is published before it is known."""
 
     def join(self, fingerprint: str) -> None:
         """Learn the fingerprint of the run that the worker has joined."""
@@ -91,30 +94,30 @@ class PublishQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether outputs are on their way. Chunks that wait do not count."""
+        """Whether outputs are being published. Chunks that wait do not count."""
         return bool(self._publishing)
 
     def is_publishing(self, chunk: OpenChunk) -> bool:
-        """Whether this chunk's output is on its way, so that its files are being read."""
+        """Whether a chunk is being published, so that its files are being read."""
         return any(entry.chunk is chunk for entry in self._publishing)
 
     def has_failed(self, chunk: OpenChunk) -> bool:
-        """Whether this chunk waits because it could not be published."""
+        """Whether a chunk waits because an attempt to publish it failed."""
         return any(entry.chunk is chunk and entry.attempts for entry in self._waiting)
 
     def add(self, chunk: OpenChunk) -> None:
-        """Publish a complete chunk, at once or when it can be."""
+        """Publish a complete chunk, at once or as soon as possible."""
         self._wait(chunk, attempts=0, delay=0.0)
 
     def drop(self, chunk: OpenChunk) -> None:
-        """Forget a chunk that waits. One that is being published goes on."""
+        """Forget a chunk that waits. Publishing that has begun goes on."""
         self._waiting = [entry for entry in self._waiting if entry.chunk is not chunk]
 
     def collect(self) -> Iterator[tuple[OpenChunk, Published | StorageError]]:
-        """What became of chunks: their marker, or why they are given up. Others that failed are tried again later.
+        """Yield chunks with their marker, or with the error that they are given up for. Other failures are tried again.
 
         Raises:
-            BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
+            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
         """
         for entry in [entry for entry in self._publishing if entry.pending.is_done()]:
             self._publishing.remove(entry)
@@ -129,7 +132,7 @@ class PublishQueue:
             yield entry.chunk, ended
 
     def start(self) -> None:
-        """Start what is due and can be published now."""
+        """Start to publish the chunks that are due and may be published now."""
         now = self._environment.clock.monotonic()
         for entry in list(self._waiting):
             if entry.due <= now and not self._must_wait(entry.chunk) and self._may_publish():
@@ -142,7 +145,7 @@ class PublishQueue:
         self.start()
 
     def _may_publish(self) -> bool:
-        """Without a fresh heartbeat others may have taken our chunks: wait until it is renewed, or refused."""
+        """Whether the run is known and our lease holds. Without a fresh heartbeat others may have taken our chunks."""
         return bool(self._fingerprint) and self._run.lease.is_held()
 
     def _publish(self, chunk: OpenChunk, attempts: int) -> None:
@@ -170,8 +173,8 @@ class PublishQueue:
         self._publishing.append(_Publishing(chunk, pending, attempts))
 
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:
-        """Put a chunk that failed back, unless it has failed too often and nothing is left to do meanwhile."""
-        # A late heartbeat is no failure of this chunk's: it waits for the next one (_may_publish).
+        """Let a failed chunk wait again, unless it has failed too often and the engine has no other work."""
+        # A late heartbeat does not count as an attempt: the chunk waits for the next heartbeat (_may_publish).
         attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
         name = entry.chunk.name
         if attempts >= self._limits.storage_attempts and self._may_give_up():
@@ -197,20 +200,20 @@ class PublishQueue:
 
 @dataclass(slots=True)
 class _Writing:
-    """A segment on its way. It holds the chunk's spool up to `end`, with which `rows_done` rows are safe.
-
-    `is_cut`: of the rows that were done when it was begun, some are left for the next one.
-    """
+    """A segment that is being written."""
 
     chunk: OpenChunk
     pending: Pending[int]
     key: str
     end: int
+    """Bytes of the chunk's spool that are safe with this segment, or _NO_ROWS."""
     rows_done: int
+    """Rows of the chunk that were finished when the segment was begun."""
     is_cut: bool
+    """Whether some of these rows are left for the next segment."""
 
     def describe(self, num_records: int) -> str:
-        """What it holds, for the log."""
+        """Say what the segment holds, for the log."""
         if self.end == _NO_ROWS:
             return f"noted {num_records} rows that were in flight when the engine died"
         if self.is_cut:
@@ -219,14 +222,14 @@ class _Writing:
 
 
 class Checkpointer:
-    """Writes a segment for each chunk that it is asked to, one at a time for the same chunk.
+    """Writes segments of chunks on request, never two of the same chunk at the same time.
 
-    While `is_writing_of` a chunk, its spool is being read, and which segments it has is not known yet.
+    While `is_writing_of` a chunk is true, its spool is being read, and not all its segments are known.
 
     Args:
         run: The run's store and the lease.
         background: Writes the segments.
-        may_write: Asked right before a chunk's segment is begun: whether it is still wanted.
+        may_write: Asked right before a segment of a chunk is begun: whether it is still wanted.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class Checkpointer:
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
         self._fingerprint = ""
-        """The run's; known before the first row is finished."""
+        """Fingerprint of the run; known before the first row is finished."""
 
     def join(self, fingerprint: str) -> None:
         """Learn the fingerprint of the run that the worker has joined."""
@@ -246,30 +249,30 @@ class Checkpointer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether segments are on their way, or asked for."""
+        """Whether segments are being written or waiting to be."""
         return bool(self._writing or self._asked)
 
     def is_writing_of(self, chunk: OpenChunk) -> bool:
-        """Whether a segment of this chunk is on its way."""
+        """Whether a segment of this chunk is being written."""
         return any(entry.chunk is chunk for entry in self._writing)
 
     def ask(self, chunks: Iterable[OpenChunk]) -> None:
-        """Write down the rows of each of these that no segment holds yet, those first that were asked for before."""
+        """Write the finished rows of these chunks that no segment holds yet. Earlier requests come first."""
         waiting = {id(chunk) for chunk in self._asked}
         self._asked.extend(chunk for chunk in chunks if id(chunk) not in waiting)
         self._start()
 
     def tick(self) -> None:
-        """Collect the segments that are written, then start those that are still asked for.
+        """Collect the segments that are written, then start the next ones.
 
         Raises:
-            BatchinferError: something that ends the worker: a full scratch folder, refused permissions, a newer epoch.
+            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
         """
         self._collect()
         self._start()
 
     def note_deaths(self, chunk: OpenChunk, lines: list[int]) -> None:
-        """Write down, at once, that these rows were in flight when an engine died."""
+        """Write a segment at once that says which rows were in flight when an engine died."""
         self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
 
     def _start(self) -> None:

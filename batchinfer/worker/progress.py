@@ -1,4 +1,4 @@
-"""How far a worker is, for whoever watches its stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""A worker's progress on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ShowProgress = Callable[[Telemetry], None]
 
 
 def progress_for(stream: TextIO) -> ShowProgress:
-    """Choose between bar and lines."""
-    return _Bar(stream) if stream.isatty() else _Lines()
+    """Choose the bar for a terminal, lines for anything else."""
+    return _ProgressBar(stream) if stream.isatty() else _ProgressLines()
 
 
 def describe(telemetry: Telemetry) -> str:
-    """One line: rows of all (resumed), rates, errors, time left.
+    """Describe the progress in one line: rows of all (resumed), rates, errors, time left.
 
-    The time left comes from this start's own rate, and counts its own manifests only.
+    The time left is estimated from the rate of this start and covers its own manifests only.
     """
     done, resumed = telemetry.tally.rows, telemetry.rows_resumed + telemetry.rows_skipped
     tally, seconds = telemetry.tally, telemetry.busy_seconds
@@ -53,7 +53,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class _Lines:
+class _ProgressLines:
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_SECONDS
 
@@ -72,14 +72,14 @@ class _Lines:
             logger.info("%s%s", state, describe(telemetry), extra=event("progress", **sums))
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._due = 0.0
 
     @cached_property
     def _bar(self) -> Any:
-        """Made when it is first shown: where the set-up fails, there is nothing to show."""
+        """The bar, made when it is first shown, so that a failed set-up shows none."""
         from tqdm import tqdm
 
         return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)

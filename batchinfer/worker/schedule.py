@@ -1,7 +1,8 @@
-"""Which chunk to open next: own ones first, then what others left, then the chunks of workers that are gone or slow.
+"""Which chunk to open next: a `Schedule` owns the list of chunks that this worker may still do.
 
-The schedule belongs to the worker's main thread. It looks at storage only through `ledger.survey`, in the background,
-and only once its own chunks have run out.
+Own chunks come first, then chunks that nobody has claimed, then the chunks of workers that are gone or slow. The
+schedule belongs to `OpenChunks`, on the main thread. It looks at storage only through `ledger.survey`, in the
+background, and only once its own chunks have run out.
 """
 
 from __future__ import annotations
@@ -28,26 +29,38 @@ _LONGEST_LOOK_SECONDS = 10.0
 
 
 class Candidate(NamedTuple):
-    """A chunk to open. `take_over`: its lapsed claim. `is_backup`: without a claim, in a race with its owner."""
+    """A chunk to open."""
 
     ref: ChunkRef
     take_over: Held | None = None
+    """The lapsed claim of another worker that is to be taken over."""
     is_backup: bool = False
+    """Whether to work without a claim, in a race with the chunk's owner."""
 
 
-class _Progress(NamedTuple):
-    """An owner's epoch and rows. At `until` it had written its record anew, and they were still those of `since`."""
+class _OwnerProgress(NamedTuple):
+    """How far another worker was, as seen from here. Between `since` and `until` it finished no row."""
 
     rows: tuple[int, int]
+    """The owner's epoch and the rows that it has done."""
     beat: int
+    """Number of the owner's heartbeat that was seen last."""
     since: float
+    """Time of our clock at which these rows were seen first."""
     until: float
+    """Time of our clock at which a newer heartbeat still showed the same rows."""
 
 
 class Schedule:
-    """The order of work. `everything` gives all chunks of the job (for helping), or is None with ``--no-steal``.
+    """The order of work.
 
-    `earlier_rate` is what this worker did in a second at its earlier starts; 0: not known.
+    Args:
+        own: Chunks of this worker's manifests that are left to do, in order.
+        environment: The clock and the background.
+        run: Access to the run, to look at the other workers.
+        everything: Returns all chunks of the job, to help other workers; None if this worker must not help.
+        earlier_rate: Rows per second of this worker's earlier starts; 0 if unknown.
+        done: Names of chunks that are done.
     """
 
     def __init__(
@@ -79,26 +92,26 @@ class Schedule:
         self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] | None = None
         self._first_beats: dict[str, int] = {}
-        self._progress: dict[str, _Progress] = {}
+        self._progress: dict[str, _OwnerProgress] = {}
         self._pending: Pending[Survey] | None = None
         self._looked = float("-inf")
         self._has_nothing_to_help = everything is None
 
-    # -- what the stream tells
+    # -- what happened to a chunk
 
     def started(self, name: str) -> None:
-        """A chunk is being opened or worked on."""
+        """Note that a chunk is being opened or worked on here."""
         self._busy.add(name)
 
     def finished(self, name: str) -> None:
-        """A chunk has its marker, whoever wrote it."""
+        """Note that a chunk has its marker, from this worker or another."""
         self._busy.discard(name)
         self._done.add(name)
         self._own_left.discard(name)
         self._has_changed = True
 
     def gave_up(self, name: str) -> None:
-        """A chunk failed here for good. It counts as neither done nor waiting."""
+        """Note that a chunk failed here for good. Nothing waits for it any more."""
         self._busy.discard(name)
         self._own.pop(name, None)
         self._own_left.discard(name)
@@ -107,14 +120,14 @@ class Schedule:
         self._has_changed = True
 
     def held_by_other(self, name: str) -> None:
-        """A chunk's claim is somebody else's."""
+        """Note that another worker holds a chunk."""
         self._busy.discard(name)
         self._has_changed = True
 
-    # -- what the stream asks
+    # -- what is next
 
     def next(self) -> Candidate | None:
-        """The next chunk to open now; None while there is none (see `is_finished`)."""
+        """Take the next chunk to open; None if there is none now (see `is_finished`)."""
         while self._todo:
             candidate = self._todo.popleft()
             if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
@@ -142,9 +155,12 @@ class Schedule:
         )
 
     def tick(self, open_names: Iterable[str], own_rate: float | None) -> list[str]:
-        """Look around once the own chunks have run out; return the open chunks that others have published.
+        """Look at the other workers once no chunk is left to open. Return the open chunks that others have published.
 
-        `own_rate` is in rows per second, 0 before the first row, None while the engine loads: nobody is helped then.
+        Args:
+            open_names: Names of the chunks that are open here.
+            own_rate: Rows per second of this start, 0 before the first row; None while the engine loads, when nobody
+                is helped.
         """
         published: list[str] = []
         if self._pending is not None and self._pending.is_done():
@@ -159,13 +175,13 @@ class Schedule:
             names = self._unsettled()
             if not names:
                 self._has_nothing_to_help = True
-            # The open ones too: a helper may have published what this worker is slow with.
+            # Open chunks are looked at too: a helper may have published one that this worker is slow with.
             if is_due and (names or open_names):
                 self._look(names, set(open_names))
         return published
 
     def _unsettled(self) -> set[str]:
-        """Chunks that are not done, and not being worked on here: own ones, and with helping all others."""
+        """Chunks that are neither done nor being worked on here: own ones, and those of others if we may help."""
         names = self.waiting_for
         if self._everything is not None:
             if self._others is None:
@@ -198,7 +214,7 @@ class Schedule:
         self._has_changed = True
         refs = {**(self._others or {}), **self._own}
         found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
-        # Helpers that arrive together start at different places, so that they do not queue for the same claims.
+        # Helpers that start together shuffle differently, so that they do not compete for the same claims.
         random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
         for name, held in survey.lapsed.items():
             if name not in open_names:
@@ -217,21 +233,21 @@ class Schedule:
         return published
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
-        """Whether an owner's heart beat since it was first seen: then it is alive, and its chunks are its own."""
+        """Whether an owner's heart has beaten since we first saw it. If so it is alive and keeps its chunks."""
         first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.epoch}", owner.beat)
         return owner.beat != first
 
     def _is_to_help(
         self, name: str, held: Held, owner: Worker, own_rate: float | None, *, is_idle: bool
     ) -> bool:
-        """Whether an owner that is alive makes too little of its chunk."""
+        """Whether a live owner is so slow that we should do its chunk too."""
         if own_rate is None:
             return False
         if self._is_still(held, owner):
             return True
         rate = own_rate or self._earlier_rate
         if not rate:
-            # Nobody can be told to be slow. To race whoever has it is better than to wait for it with an idle engine.
+            # We have no rate of our own to compare with. If idle, race the owner rather than wait.
             return is_idle and name in self._own
         return 0 < SLOWER * rows_per_second(owner) < rate
 
@@ -244,7 +260,7 @@ class Schedule:
         seen = self._progress.get(held.claim.worker)
         if seen is None or seen.rows != rows:
             now = self._clock.monotonic()
-            seen = _Progress(rows, owner.beat, now, now)
+            seen = _OwnerProgress(rows, owner.beat, now, now)
         elif seen.beat != owner.beat:
             # As of asking: this machine may have slept over the answer. A record that is old says nothing of now.
             seen = seen._replace(beat=owner.beat, until=self._looked)
@@ -253,5 +269,5 @@ class Schedule:
 
 
 def rows_per_second(worker: Worker) -> float:
-    """What a worker did on the average of all its starts, by its record; 0: not known."""
+    """Return the average rate of a worker over all its starts, from its record; 0 if unknown."""
     return worker.rows_done / worker.busy_seconds if worker.busy_seconds > 0 else 0.0

@@ -61,17 +61,17 @@ _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
 _NUM_LOOKS = 4
-"""Markers that are read at once, where many are."""
+"""Background jobs that read markers at the same time."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
-    """Do every chunk of the manifests. Idempotent, restartable at any point; see the module.
+    """Do every chunk of the manifests. Idempotent, and restartable at any point.
 
     Returns:
         The result object: counts, tokens and rates of this start.
 
     Raises:
-        BatchinferError: with the exit status that design and docs/cli.md give; `result` holds the counts so far.
+        BatchinferError: the worker ends early; its `result` holds the counts so far.
     """
     start = _Start(config, environment)
     try:
@@ -83,7 +83,7 @@ def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]
 
 
 class _Start:
-    """One start of a worker. `run` is the whole story; the rest are its paragraphs."""
+    """One start of a worker. `run` is the whole story; the other methods are its paragraphs."""
 
     def __init__(self, config: WorkerConfig, environment: Environment) -> None:
         self.config = config
@@ -129,7 +129,7 @@ class _Start:
                 raise
 
     def _look(self) -> Membership:
-        """Find out what there is to do, that it may be done, and what the store can do. Leaves nothing behind."""
+        """Find out what there is to do, whether it may be done, and what the store can do. Leaves nothing behind."""
         assignment = self._unless_stopped(
             partial(read_work, self.config, self.environment, self.store)
         )
@@ -213,7 +213,7 @@ class _Start:
         open_chunks.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
-        environment.background.submit(heartbeat.beat)  # whoever looks sees that it runs
+        environment.background.submit(heartbeat.beat)  # so that `status` shows it as running
         logger.info(
             "engine ready: %s %s, %.1f s to load",
             info.name,
@@ -246,7 +246,7 @@ class _Start:
             )
             raise
         except Exception:
-            # A mistake of ours, too: what is finished is worth keeping.
+            # Also after a bug of batchinfer: finished rows are worth keeping.
             self._save(open_chunks, deaths={})
             raise
         self._raise_failures(open_chunks)
@@ -296,7 +296,7 @@ class _Start:
         )
 
     def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
-        """The generation that a repair is to reach; 0 where nothing is repaired."""
+        """Return the generation that a repair is to reach; 0 without --retry-errors."""
         if not self.config.retry_errors:
             return 0
 
@@ -308,10 +308,10 @@ class _Start:
         return repair_generation([ref.name for ref in own], done, have_errors)
 
     def _without_foreign_markers(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
-        """`done` without the own chunks whose marker was written for a different file of the same name.
+        """Return `done` without the own chunks whose marker was written for a different file of the same name.
 
-        Those are refused, or done again, when they are opened. Reads one marker for each file of a list that is done,
-        and none for the chunks of a job.
+        Such chunks are refused, or done again, when they are opened. Reads one marker for each finished file of a
+        list, and none for the chunks of a job.
         """
         listed = [ref for ref in own if ref.sha256 is None and ref.name in done]
         foreign = self._select(
@@ -323,9 +323,9 @@ class _Start:
     def _select(
         self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
     ) -> list[T]:
-        """The items that `check` holds for, in no order; it is run in the background, on a few items at once.
+        """Return the items that `check` is true for, in no order. Runs in the background, on a few items at once.
 
-        With `most`, stops looking once so many were found.
+        With `most`, stops once it has found so many.
         """
         found: list[T] = []
 
@@ -343,9 +343,10 @@ class _Start:
         return found
 
     def _await(self, pending: Pending[Any], open_chunks: OpenChunks | None = None) -> Any:
-        """Wait for background work, opening chunks meanwhile. None as soon as it turns out that there are none.
+        """Wait for background work and open chunks meanwhile. Returns None once no chunk is left to open.
 
-        Raises what stops the worker.
+        Raises:
+            BatchinferError: a stop was requested, or the work failed.
         """
         while not pending.is_done():
             self.environment.stopper.raise_if_requested()
@@ -356,19 +357,19 @@ class _Start:
                 open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
-        # An engine that was stopped while it loaded says so too, but not why.
+        # First of all: an engine that was stopped while it loaded fails as well, but does not know why.
         self.environment.stopper.raise_if_requested()
         return pending.result()
 
     def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
-        """Let an engine that is still loading end before it is closed: two threads must not take it apart."""
+        """Wait until a loading engine has ended, so that it is not closed while another thread opens it."""
         stop_loading.cancel()
         deadline = self.clock.monotonic() + _END_LOADING_SECONDS
         while not loading.is_done() and self.clock.monotonic() < deadline:
             self.environment.background.wait(_POLL_SECONDS)
 
     def _generate(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """The loop: the engine takes rows as it has room, and gives back what finished."""
+        """Run the main loop: the engine takes rows when it has free slots, and gives finished rows back."""
         stopper = self.environment.stopper
         batches = engine.generate(stream, stopper)
         self._keep_books(stream, open_chunks)
@@ -406,7 +407,7 @@ class _Start:
         stream.prepare()
 
     def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
-        """What is due now and then: checkpoints, the record, the policy."""
+        """Do what is due from time to time: checkpoints, the worker's record, the error rate."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
         every_rows = self.config.checkpoint_rows
@@ -423,7 +424,7 @@ class _Start:
         self.environment.show_progress(self.telemetry)
 
     def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
-        """Publish what is still on its way."""
+        """Wait until every complete chunk is published."""
         while not open_chunks.is_drained:
             self.environment.stopper.raise_if_requested()
             self._keep_books(stream, open_chunks)
@@ -433,7 +434,7 @@ class _Start:
         check_error_rate(self.config, self.telemetry)
 
     def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
-        """Before ending early: write down the finished rows and give the claims back, within the grace."""
+        """Before an early end: checkpoint the finished rows and release the claims, within the grace period."""
         open_chunks.begin_saving()
         deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
@@ -447,18 +448,18 @@ class _Start:
             logger.warning("not everything could be saved (%s)", error)
 
     def _save_more(self, open_chunks: OpenChunks) -> None:
-        """One round of saving. What fails for one chunk keeps no other from being saved."""
+        """Do one round of saving. A failure of one chunk does not keep the others from being saved."""
         try:
             open_chunks.tick(Demand(is_building=True))
         except Superseded:
             raise
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
-        # Again: a chunk whose segment was on its way has rows that came after it.
+        # Again, because rows may have finished while the last segment of their chunk was being written.
         open_chunks.checkpoint()
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
-        """See outcome.make_result."""
+        """See joining.make_result."""
         return make_result(
             self.config,
             self.telemetry,

@@ -36,7 +36,7 @@ _RATE_SECONDS = 5.0
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False):
-    """A row on its way: built, and tried `attempts` times before."""
+    """A row with its request, and how often it was tried before."""
 
     chunk: OpenChunk
     prepared: Prepared
@@ -113,13 +113,13 @@ class RowStream:
     # -- the worker's loop
 
     def handle(self, completions: Iterable[Completion]) -> None:
-        """Take back what the engine finished."""
+        """Keep the completions that the engine gave back. Rows that failed for a passing reason are tried again."""
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         for completion in completions:
             key = completion.key
             flight = self._in_flight.pop(key, None)
             if flight is None:
-                continue  # its chunk was published by somebody else meanwhile
+                continue  # somebody else has published its chunk meanwhile
             failure = completion.failure
             if (
                 failure is not None
@@ -188,7 +188,7 @@ class RowStream:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is left that a completion could still change."""
+        """Whether no row is in the engine and no chunk is left."""
         return not self._in_flight and self._open_chunks.is_drained
 
     def rows_in_flight(self) -> dict[str, list[int]]:
@@ -202,11 +202,11 @@ class RowStream:
 
     @property
     def _num_waiting(self) -> int:
-        """Rows that have a request and are not in the engine."""
+        """Rows that have a request and wait for the engine."""
         return len(self._ready) + len(self._window)
 
     def _release(self, free_slots: Sequence[int]) -> None:
-        """Make the window's rows ready: once it is full, or when the engine would get none otherwise."""
+        """Make the rows of the window ready once it is full, or when the engine would get no row otherwise."""
         self._ready.set_number(len(free_slots))
         if self._ready.has(free_slots) or not len(self._window):
             return
@@ -214,7 +214,7 @@ class RowStream:
             self._ready.extend(self._window.release())
 
     def _may_send(self, flight: _Flight) -> bool:
-        """While a row that may kill the engine runs, no other does; it may itself be tried again."""
+        """Whether a row may go to the engine now. While a row runs alone, only that row may."""
         return self._alone is None or flight.prepared.key == self._alone
 
     def _send(self, flight: _Flight) -> Request:
@@ -226,7 +226,7 @@ class RowStream:
         try:
             line = self._encoder.encode(prepared, completion)
         except RecursionError:
-            # What the line repeats of the row is nested deeper than can be written, if only just not to be read.
+            # The line repeats JSON of the row that is nested too deeply to be written, though it could be read.
             message = "JSON of the row is nested too deep to be written"
             completion = Completion(
                 key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
@@ -326,7 +326,7 @@ class RowStream:
         return False
 
     def _update_rate(self) -> None:
-        """Keep two rates, both of the time in which rows were in the engine: the recent one, and that of all of it."""
+        """Update the recent and the average rate. Only time during which rows were in the engine counts."""
         now = self._clock.monotonic()
         if self._in_flight:
             self._active_seconds += now - self._ticked
@@ -343,7 +343,7 @@ class RowStream:
 
 
 def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int) -> Batch:
-    """Read the next rows and build their requests. Runs in the background; touches only what nobody has read yet."""
+    """Read the next rows and build their requests. Runs in the background and touches unread rows only."""
     batch: Batch = []
     for chunk in chunks:
         rows = chunk.read_rows(max_rows, max_bytes)

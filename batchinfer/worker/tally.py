@@ -1,4 +1,4 @@
-"""What the finished rows of a worker's start add up to, and on top of its earlier starts. Bounded, whatever comes."""
+"""Sums over the finished rows of a worker's start, and their addition to those of earlier starts. Bounded in size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batchinfer.ledger.checkpoints import FinishedRow
 
 MAX_MINUTES = 1440
 RECENT_MINUTES = 60
-"""So many are kept as they grow; then they join the thinned series."""
+"""Minutes kept at full detail; then they join the thinned series."""
 MAX_CODES = 50
 MAX_MESSAGE = 500
 OTHER = "other"
-"""Where codes are counted that come after the first MAX_CODES."""
+"""The code under which all codes after the first MAX_CODES are counted."""
 
 
 def length_bucket(tokens: int) -> str:
-    """Upper bound of the histogram bucket of a length: the next power of two, inclusive.
+    """Return the upper bound of a length's histogram bucket: the next power of two, inclusive.
 
     >>> [length_bucket(n) for n in (0, 1, 2, 3, 1000)]
     ['0', '1', '2', '4', '1024']
@@ -74,7 +74,7 @@ class Tally:
         _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
 
     def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
-        """Keep a failed row if it is the first with its code, and return what is kept of it."""
+        """Keep a failed row as an example if it is the first with its code. Returns the example, else None."""
         if failure.code in self.examples or len(self.examples) >= MAX_CODES:
             return None
         message = failure.message[:MAX_MESSAGE]
@@ -83,7 +83,7 @@ class Tally:
         return example
 
     def on_top_of(self, base: Worker) -> Worker:
-        """The record of earlier starts with these rows added."""
+        """Return the record of earlier starts with these rows added."""
         return msgspec.structs.replace(
             base,
             rows_done=base.rows_done + self.rows,
@@ -102,7 +102,7 @@ class Tally:
 
 
 def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
-    """Join series; where there are too many points, the older half is thinned by joining neighbours. Pure."""
+    """Join two series. If there are too many points, neighbours in the older half are joined. Pure."""
     recent = (
         Minute(
             minute=number,
@@ -145,7 +145,7 @@ def _first_examples(
 
 
 def _count(counter: Counter[str], codes: list[str]) -> None:
-    """Count codes. An engine or a server may invent any number of them; the record must not grow with them."""
+    """Count codes, at most MAX_CODES of them: an engine or a server may invent any number."""
     for code, count in Counter(codes).items():
         counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
 

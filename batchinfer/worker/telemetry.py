@@ -1,4 +1,4 @@
-"""What a worker counts, for its record in the bucket, its log and its last line. Bounded, whatever the run's length."""
+"""What a worker counts for its record on storage, its log and its last line. Bounded in size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 
 WAITING_SECONDS = 30.0
-"""A start that has had no chunk for so long since its engine was ready waits for those that others hold."""
+"""Seconds without any chunk, since the engine was ready, after which a start counts as waiting for other workers."""
 
 
 class Telemetry:
@@ -79,7 +79,7 @@ class Telemetry:
     # -- life
 
     def begin(self, before: Worker | None) -> Worker:
-        """Go on from the record of this worker's last epoch."""
+        """Continue the record of this worker's last epoch."""
         if before is not None:
             is_kill = before.state not in ENDED_STATES
             self._base = msgspec.structs.replace(
@@ -100,7 +100,7 @@ class Telemetry:
         return self.snapshot()
 
     def log_start(self, before: Worker | None) -> None:
-        """Say that this start has its lease, and how the last one ended."""
+        """Log that this start has its lease, and how the last start ended."""
         logger.info(
             "worker %s: start %d",
             self._base.id,
@@ -122,7 +122,7 @@ class Telemetry:
             )
 
     def log_end(self) -> None:
-        """Say how this start ended. The last line of a worker's log."""
+        """Log how this start ended. The last line of a worker's log."""
         if self.tally.errors:
             logger.info(
                 "failed rows: %s",
@@ -159,18 +159,18 @@ class Telemetry:
         return self._running_since is None
 
     def engine_loading(self) -> None:
-        """What there is to do is known, and the engine starts to load."""
+        """Note that the work is known and the engine starts to load."""
         self._loading_since = self._clock.monotonic()
 
     def engine_ready(self, info: EngineInfo) -> None:
-        """The engine has loaded."""
+        """Note that the engine has loaded."""
         self._engine = msgspec.to_builtins(info)
         self._load_seconds = info.load_seconds
         self._running_since = self._clock.monotonic()
         self.set_state("running")
 
     def rows_in_engine(self, count: int) -> None:
-        """So many rows are in the engine. With the first ones it says, once, where the seconds since the start went."""
+        """Note how many rows are in the engine. Logs once, with the first rows, where the start-up time went."""
         if not count or self._has_sent_rows or self._running_since is None:
             return
         self._has_sent_rows = True
@@ -202,7 +202,7 @@ class Telemetry:
     def end_with(self, error: BatchinferError) -> None:
         """Enter the state in which an error ends this start.
 
-        One that was told to go, by a signal, a notice or `batchinfer stop`, is not counted as one without a new row.
+        A start that was asked to end, by a signal, a notice or `batchinfer stop`, does not count as an attempt.
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)
         if isinstance(error, StopRequested | Interrupted):
@@ -229,7 +229,7 @@ class Telemetry:
         self._open[chunk.name] = chunk
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
-            # Should it crash by this chunk, that is to count.
+            # If this chunk crashes the worker, the attempt must already be on storage.
             self.snapshot()
             self._write_now()
         self.rows_resumed += chunk.counts.resumed
@@ -312,7 +312,7 @@ class Telemetry:
 
     @property
     def busy_seconds(self) -> float:
-        """Since the engine was ready, until the work ended: closing the engine takes seconds more."""
+        """Seconds from the engine being ready to the end of the work. Closing the engine is left out."""
         if self._running_since is None:
             return 0.0
         until = self._running_until
@@ -320,13 +320,13 @@ class Telemetry:
 
     @property
     def run_seconds(self) -> float:
-        """Since this epoch began."""
+        """Seconds since this start began."""
         return self._clock.monotonic() - self._began
 
     # -- the record
 
     def snapshot(self) -> Worker:
-        """Make and remember the record as of now: this epoch's numbers on top of the earlier ones'."""
+        """Make and keep the record as of now: the sums of this start on top of those of earlier starts."""
         base = self.tally.on_top_of(self._base)
         self.latest = msgspec.structs.replace(
             base,
@@ -352,7 +352,7 @@ class Telemetry:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether nothing can be done here. A machine that goes meanwhile says nothing about the next one."""
+        """Whether this start has nothing to do. If it ends meanwhile, that does not count as a failed attempt."""
         is_idle = self._state == "running" and not self._has_had_a_chunk
         return is_idle and self.busy_seconds >= WAITING_SECONDS
 
@@ -369,7 +369,7 @@ class Telemetry:
 
 
 def _killed(before: Worker) -> list[Span]:
-    """The chunks that a start had open when it ended without a word."""
+    """Return the spans of the chunks that a killed start had open."""
     return [
         msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
         for span in before.open_spans

@@ -33,7 +33,7 @@ LEASE_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do in one campaign. `options` are further arguments of every worker."""
+    """The settings of one campaign. `options` are further arguments of every worker."""
 
     kills: int
     freezes: int
@@ -56,7 +56,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What was done."""
+    """Counts of what happened in a campaign."""
 
     kills: Counter[str] = field(default_factory=Counter)
     freezes: int = 0

@@ -30,7 +30,7 @@ Defect = AbstractContextManager[Any]
 
 
 def _overwrite(store: Store, key: str, data: bytes) -> None:
-    """Put an object, whatever lies there."""
+    """Put an object, over any that exists."""
     while True:
         try:
             store.create(key, data)
@@ -114,7 +114,7 @@ def segments_deleted_first() -> Defect:
 
 
 def adopted_orphan() -> Defect:
-    """An output that lies there already is taken for one's own."""
+    """An output that exists already is taken for one's own."""
 
     def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
         file = layout.output_file(chunk, self._nonce if generation else "")
@@ -126,7 +126,7 @@ def adopted_orphan() -> Defect:
 
 
 def reused_output_name() -> Defect:
-    """Every output of a chunk goes to the same name, over what lies there."""
+    """Every output of a chunk goes to the same name, over any that exists."""
 
     def put_output(self: Publisher, built: Built, chunk: str, generation: int) -> str:
         file = layout.output_file(chunk)
@@ -197,7 +197,7 @@ def done_before_all_is_done() -> Defect:
 
 
 def loser_deletes_the_winner() -> Defect:
-    """Who comes second removes the output that the marker names."""
+    """The second publisher removes the output that the marker names."""
     real = Publisher.publish
 
     def publish(

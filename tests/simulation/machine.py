@@ -1,4 +1,4 @@
-"""What one simulated worker process gets as its `config.Environment`."""
+"""The `config.Environment` of one simulated worker process: clock, background, stores and engine."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class SimBackground:
 
 
 def answer(prompt: str, temperature: float | None, seed: int | None) -> str:
-    """What the simulated model says: its whole input, so that a row of another configuration shows."""
+    """The answer of the simulated model: its whole input, so that a row of another configuration shows."""
     return f"{prompt}|{temperature}|{seed}"
 
 

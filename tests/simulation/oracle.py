@@ -1,4 +1,4 @@
-"""What must hold: after every change of the bucket, and at the end. Knows the job by itself, not through the worker."""
+"""The promises, checked after every change of the bucket and at the end. Reads the job without the worker."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Oracle:
                 self.fail(f"exit 0: {process.name} says that it is done, and {chunk} is not")
 
     def check_end(self) -> None:
-        """P1 to P4 and P6 of everything that lies there, once the run is complete."""
+        """P1 to P4 and P6 of every object in the run, once the run is complete."""
         for chunk in self._truth.chunks:
             generations = self._generations(chunk)
             if not self._is_done(chunk):

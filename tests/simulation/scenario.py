@@ -1,4 +1,4 @@
-"""What a seed stands for, and its run from the start to a finished run.
+"""The scenario of a seed: what it stands for, and its course from the first start to a finished run.
 
 a job -> workers come and go, with every mishap there is -> calm -> one clean worker finishes the run
       -> perhaps the same again with --retry-errors -> everything is checked
@@ -282,7 +282,7 @@ class Scenario:
             self._audit()
 
     def _audit(self) -> None:
-        """What `batchinfer clean` and `batchinfer verify --deep` say of the finished run."""
+        """Run `batchinfer clean` and `batchinfer verify --deep` over the finished run."""
         process = Process(self.scheduler, "audit#1")
         store = StillStore(f"{BUCKET}run", self.server, process)
         self.scheduler.now += 1000.0  # longer than any lease, so that the dead count as gone
@@ -385,7 +385,7 @@ class Scenario:
         self._raise()
 
     def _temperature(self) -> float:
-        """What the run was made with, once it is there."""
+        """The run's configuration, once it exists."""
         run = self.server.objects.get(RUN + layout.RUN_KEY)
         return json.loads(run.data)["config"]["sampling"]["temperature"] if run is not None else 0.5
 

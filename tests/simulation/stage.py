@@ -122,7 +122,7 @@ class Stage:
         return endings[0] if endings else Ending(True, None, {})
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
-        """What lies in the run."""
+        """The objects of the run."""
         found = self.server.objects
         return {key.removeprefix(RUN): found[key].data for key in self.server.keys(RUN + prefix)}
 

@@ -80,7 +80,7 @@ class Server:
         self._version = 0
 
     def put(self, key: str, data: bytes, process: Process | None = None) -> str:
-        """Store an object, whatever lies there."""
+        """Store an object, over any that exists."""
         self._version += 1
         etag = str(self._version)
         if self._has_content_etags:
@@ -170,7 +170,7 @@ class Server:
 
 @dataclass(slots=True, kw_only=True)
 class Weather:
-    """What may happen to a request, as probabilities. All 0 is a calm day."""
+    """Probabilities of what may happen to a request. All 0 is a calm day."""
 
     refused: float = 0.0
     """Fails and has no effect."""
@@ -370,7 +370,7 @@ class SimStore(S3Store):
 
 
 class CleanStore(SimStore):
-    """What `batchinfer clean` gets. Small objects go up whole, so that no upload is left unfinished."""
+    """The store of `batchinfer clean`. Small objects go up whole, so that no upload is left unfinished."""
 
     def list_multipart_uploads(self) -> Iterator[Any]:
         return iter(())

@@ -1,4 +1,4 @@
-"""What a start's rows add up to: exact in its sums, and no dearer on its hundredth day than on its second."""
+"""The sums over a start's rows are exact, and cost no more on its hundredth day than on its second."""
 
 from __future__ import annotations
 

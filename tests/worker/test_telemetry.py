@@ -1,4 +1,4 @@
-"""What a worker's record holds: right over restarts, bounded whatever happens."""
+"""A worker's record: its sums are right over restarts, and its size is bounded."""
 
 from __future__ import annotations
 
