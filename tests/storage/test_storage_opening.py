@@ -13,7 +13,14 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.storage.hub import ReadOnlyStore
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
-from batchinfer.storage.opening import check_writable, is_inside, join_url, open_store, split_url
+from batchinfer.storage.opening import (
+    check_writable,
+    fsspec_options,
+    is_inside,
+    join_url,
+    open_store,
+    split_url,
+)
 from batchinfer.storage.s3 import S3Store
 
 
@@ -138,3 +145,9 @@ def test_inside_is_by_whole_components(tmp_path: Path) -> None:
     assert not is_inside("gs://b/data/x", "s3://b/data")
     (tmp_path / "link").symlink_to(tmp_path)
     assert is_inside(str(tmp_path / "link/x"), str(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "https"])
+def test_sources_are_never_listed_from_a_cache(scheme: str) -> None:
+    assert fsspec_options(scheme)["use_listings_cache"] is False
+    assert ("requests_timeout" in fsspec_options(scheme)) == (scheme == "gs")

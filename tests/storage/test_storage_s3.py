@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -553,6 +554,38 @@ def test_process_that_used_the_store_can_exit(s3_url, tmp_path: Path):
     command = [sys.executable, "-W", "error", "-c", EXIT, s3_url("job"), str(file)]
     done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (7, b"")
+
+
+WAIT = """
+import signal
+from batchinfer.storage.s3 import S3Store
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+try:
+    S3Store("s3://bucket/job").get("k")
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+
+
+def test_signals_are_heard_while_a_server_is_silent(s3_environment, monkeypatch):
+    """A stop signal must not wait for the 60 seconds after which a silent connection is given up."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        command = [sys.executable, "-c", WAIT]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                connection, _ = silent.accept()
+                with connection:
+                    connection.recv(1 << 16)  # so the request is on its way
+                    start = time.monotonic()
+                    process.send_signal(signal.SIGTERM)
+                    assert process.stdout.readline() == "heard\n"
+                    process.send_signal(signal.SIGINT)
+                    assert process.stdout.readline() == "stopped\n"
+                    assert time.monotonic() - start < 10
+            finally:
+                process.kill()
 
 
 UPLOAD = """
