@@ -1,8 +1,8 @@
-"""Proof that a run is complete and sound: its markers, outputs and chunks against each other. Read-only.
+"""Proof that a run is complete and sound: its markers, outputs and chunks compared with each other. Read-only.
 
-What holds afterwards (promises P1 to P4 and P6): every chunk of the job has a marker that can be read, is of this run
-and this chunk, counts exactly the chunk's rows and names an output of the right size. With `is_deep`, also: every
-output has the marker's sha256, and line by line the right row, in order, with the right id.
+A sound run keeps promises P1 to P4 and P6: every chunk of the job has a marker that can be read, is of this run
+and this chunk, counts exactly the chunk's rows and names an output of the right size. `verify --deep` also
+reads the outputs: sha256, and line by line the right row, in order, with the right id.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
 
 
 class Finding(Record, frozen=True, kw_only=True, rename={"fix": "mend"}):
-    """One thing that is not as it should be. Everything but a leftover makes the run unsound."""
+    """One problem of a run. Any kind but a leftover makes the run unsound."""
 
     kind: str
     subject: str
-    """The chunk, or the key of the object."""
+    """Name of the chunk, or key of the object."""
     problem: str
     fix: str
-    """What fixes it, by a word that `verify.fix_command` makes a command of; "mend" in JSON."""
+    """Word that `verify.fix_command` turns into a command; called "mend" in JSON."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What the sound chunks add up to."""
+    """Sums over the sound chunks."""
 
     chunks: int = 0
     rows_ok: int = 0
@@ -74,10 +74,10 @@ class Audit:
 
     Args:
         run: run.json.
-        job_sha256: Of the job.json that was found; empty for lists from elsewhere.
+        job_sha256: Checksum of the job.json that was found; empty for lists without a job.json.
         expected: The chunks that must be done, by name, cut to the run's --limit.
-        known: Names of all chunks of the job, whether they must be done or not; None where nobody knows them.
-        inventory: What lies there.
+        known: Names of all chunks of the job, also of those beyond --limit; None without a job.json.
+        inventory: The objects that are stored under the run.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Audit:
         self.findings: list[Finding] = []
 
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
-        """Check everything that needs no reading of outputs. Return the chunks that are sound so far."""
+        """Check everything that needs no reading of outputs. Return the chunks that passed, with their markers."""
         if self._is_edited() or self._is_of_another_job():
-            # By the wrong job every chunk looks foreign, and what is named to fix that would destroy sound ones;
-            # by a limit that was edited, chunks are out of sight.
+            # Compared with the wrong job every chunk looks foreign, and the commands to fix that would destroy sound
+            # chunks; an edited --limit would hide chunks.
             return []
         sound = []
         for name, ref in self._expected.items():
@@ -155,7 +155,7 @@ class Audit:
         return marker
 
     def _where(self, name: str) -> str:
-        """What is known of a chunk without a marker."""
+        """Say how far a chunk without a marker is."""
         owner = self._inventory.claims.get(name)
         if owner is not None and owner.is_alive:
             return f"not done yet: worker {owner.claim.worker} is at it"
@@ -165,7 +165,7 @@ class Audit:
     def _problems(
         self, name: str, ref: ChunkRef, generation: int, marker: Marker
     ) -> Iterator[tuple[str, str]]:
-        """What is wrong with a marker, the gravest first."""
+        """Yield (kind, problem) for each thing wrong with a marker, the gravest first."""
         key = layout.marker_key(name, generation)
         if marker.fingerprint != self._run.fingerprint:
             yield (
@@ -215,7 +215,7 @@ class Audit:
             )
 
     def _foreign_markers(self) -> Iterator[Finding]:
-        """Markers of chunks that the job does not have."""
+        """Yield a finding for each chunk that has a marker but is not in the job."""
         if self._known is None:
             return
         for name in sorted(self._inventory.marker_infos.keys() - self._known):
@@ -224,9 +224,9 @@ class Audit:
 
 
 def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
-    """What dead workers left, and what else is there that nobody needs. None of it changes what readers see.
+    """Yield a finding for each object that nobody needs. None of them changes what readers see.
 
-    One exception: nobody knows the epoch in a worker's record that cannot be read, so that worker cannot start again.
+    Damaged worker records are reported as corrupt: the epoch in them is lost, so that worker cannot start again.
     """
     yield from _left_of_chunks(inventory, known)
     for damaged in inventory.damaged_claims.values():
@@ -247,13 +247,13 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 
     for name, info in inventory.orphans():
         if inventory.damaged_markers.get(name):
-            continue  # the marker may name it; once that is fixed, it is a leftover or not
+            continue  # the damaged marker may name this output, so it may be in use
         if inventory.is_passed_over(name, info):
             yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
         elif is_foreign(name):
             yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
         elif inventory.current(name) is None:
-            # Once the chunk is done, by the command that is named for it.
+            # `clean` removes it only after the chunk has been done.
             yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, owner in inventory.claims.items():
         if inventory.current(name) is not None and not owner.is_alive:
@@ -270,7 +270,7 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 
 
 def _segments_of_no_chunk(infos: Iterable[ObjectInfo]) -> Iterator[Finding]:
-    """To `clean`, which does not know the job, they are an unfinished chunk's; so each is named."""
+    """Name each segment: `clean` does not know the job, and takes them for those of an unfinished chunk."""
     for info in infos:
         yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
 
@@ -288,7 +288,7 @@ def _finding(kind: str, subject: str, problem: str, fix: str) -> Finding:
 
 
 def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many findings there are of each kind, zeros included."""
+    """Count the findings of each kind, zeros included."""
     counts = dict.fromkeys(KINDS, 0)
     for finding in findings:
         counts[finding.kind] += 1
@@ -312,7 +312,7 @@ class RunTarget(NamedTuple):
     """The chunks that must be done, by name in input order, cut to the run's --limit."""
 
     def audit(self, inventory: Inventory) -> Audit:
-        """The checks of this run against what is stored."""
+        """Return the audit of this run against what is stored."""
         return Audit(
             run=self.run,
             job_sha256=self.job_sha256,
@@ -337,13 +337,13 @@ def find_target(
         store: The run's.
         inventory: What is stored under the run.
         open_store: Opens the job's.
-        usage: The command that asks, with {} where an option and the run go; for hints.
-        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
-        manifests: The chunks, for a run that was made from a list without a job.json.
+        usage: Command line for hints, with {} in place of the option and the run.
+        job_url: URL of the job; by default the folder above the run, or what run.json says.
+        manifests: Lists of chunks, for a run made from a list without a job.json.
 
     Raises:
-        InputError: no run there, one of a newer format version, or its job cannot be found. A job.json that is not the
-            run's is no error here: the audit finds it.
+        InputError: no run there, one of a newer format version, or its job cannot be found. A job.json with
+            another checksum than the run's is not refused here; the audit reports it.
     """
     run = _read_run(store, inventory)
     limit = run.config.get("limit")
@@ -373,7 +373,7 @@ def find_target(
 
 
 def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store, may_be_edited=True)  # the audit finds it
+    run = read_run(store, may_be_edited=True)  # the audit reports it
     if run is not None:
         return run
     if inventory.is_empty:

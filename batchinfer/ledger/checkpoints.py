@@ -3,9 +3,9 @@
 A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Any copy of a row is
 right, so segments of several workers may overlap; the first copy read is taken.
 
-The same records fill the local spool, so writing a checkpoint is copying a slice of a file. In front of them go the
-sha256 of the chunk that they answer and the fingerprint of the run that answered: a chunk that was edited since must
-not get the rows of its old text, nor a run whose run.json was removed those of its old configuration.
+The same records fill the local spool, so writing a checkpoint is copying a slice of a file. A segment's first line
+holds the sha256 of the chunk and the fingerprint of the run: a chunk that was edited must not get rows generated from
+its old text, and a run whose run.json was removed must not get rows of its old configuration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 2 << 20
-"""Keeping a batch takes some four times its size."""
+"""Bytes of rows in one batch; the memory that a batch takes is about four times that."""
 
 
 class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
-    """One finished row. `output` stays last: it is cut out of the encoded record by position."""
+    """One finished row. `output` must stay the last field: it is cut out of the encoded record by position."""
 
     line: int
     ok: bool
@@ -49,7 +49,7 @@ class DeathNote(Record, frozen=True, kw_only=True):
 
 
 class _Line(Record, frozen=True, kw_only=True):
-    """Either of the two, as read."""
+    """A finished row or a death note, as read from a segment."""
 
     line: int
     ok: bool = False
@@ -81,20 +81,20 @@ _UNREADABLE = (
 
 
 def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:
-    """Return the records, each a line, and of each (row's line, offset of `output` in the bytes, its length)."""
+    """Return the records as lines, and for each one (its row's line, offset of `output` in the bytes, its length)."""
     data = _encoder.encode_lines(rows)
     payloads = []
     end = -1
     for row in rows:
         end = data.index(b"\n", end + 1)
         length = memoryview(row.output).nbytes
-        # The payload ends where the record does, but for a brace.
+        # The payload is followed by the record's closing brace alone.
         payloads.append((row.line, end - 1 - length, length))
     return data, payloads
 
 
 def encode_deaths(lines: list[int]) -> bytes:
-    """Records that note one engine death for each of these lines."""
+    """Return records that note one engine death for each of these lines."""
     return b"".join(
         _encoder.encode(DeathNote(line=line, engine_deaths=1)) + b"\n" for line in lines
     )
@@ -103,18 +103,18 @@ def encode_deaths(lines: list[int]) -> bytes:
 class Segments:
     """The segments of one chunk, read one after the other. Read-only.
 
-    Iterate over `rows()` once; the attributes are whole when it has come to its end.
+    Iterate over `rows()` once; the attributes are complete when the iteration has ended.
 
-    A line that cannot be read, or is not of this chunk, is left out with a warning: its row is generated again. So are
-    all rows of a segment that does not begin with this chunk's sha256 and the run's fingerprint.
+    A line that cannot be read, or is outside the chunk, is left out with a warning, and its row is generated again. A
+    segment that does not begin with this chunk's sha256 and the run's fingerprint is left out as a whole.
 
     Args:
         store: The run's.
         name: The chunk's.
-        chunk_sha256: Of the chunk as it is stored now.
-        fingerprint: Of the run, "" where it has no configuration yet. Asked once the first segment is found: no segment
-            is older than the run.json that it belongs to.
-        num_lines: Rows of the chunk that count.
+        chunk_sha256: Checksum of the chunk as it is stored now.
+        fingerprint: Returns the run's fingerprint, "" while it has none. Called only once a segment is found, since
+            run.json is always written before the first segment.
+        num_lines: Number of the chunk's rows that are to be done (fewer than it has with --limit).
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class Segments:
         self._fingerprint = fingerprint
         self._num_lines = num_lines
         self.deaths: dict[int, int] = {}
-        """Engine deaths by line."""
+        """Number of engine deaths, by line."""
         self.keys: list[str] = []
-        """Every segment found, also those of other text: with the chunk's marker all of them go."""
+        """Keys of all segments found, outdated ones included: all are deleted after the chunk's marker."""
         self.num_outdated = 0
-        """Segments of which nothing is taken: of another text than the chunk has now, or of another configuration."""
+        """Number of segments left out: made from another text than the chunk has now, or with another configuration."""
         self.has_vanished = False
-        """One disappeared while they were read, so someone has published."""
+        """Whether a segment disappeared during the reading, which means that somebody has published the chunk."""
 
     def rows(self) -> Iterator[FinishedRow]:
-        """Every finished row; the same line may come more than once. Holds one segment's bytes at a time."""
+        """Yield every finished row; a line may come more than once. Holds one segment's bytes at a time."""
         for info in self._store.list(layout.checkpoint_prefix(self._name)):
             if layout.parse_segment(info.key) is None:
                 logger.warning("%s: not a checkpoint segment, left alone", info.key)
@@ -209,7 +209,7 @@ class Segments:
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
-    """The rows in lists that are small in memory."""
+    """Yield the rows in lists that are small in memory."""
     batch: list[FinishedRow] = []
     size = 0
     for row in rows:

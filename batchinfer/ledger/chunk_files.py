@@ -1,4 +1,4 @@
-"""A chunk's local copy: fetched to scratch, decompressed, and checked against what job.json says of it."""
+"""A chunk's local copy: fetched to the scratch folder, decompressed, and checked against job.json."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         with scratch_errors(stored.parent):
             store.download(ref.key, stored)
     except BaseException as error:
-        # Tried again under another name, for as long as the worker lives.
+        # The next try takes a new name, so this file would stay until the worker ends.
         remove_quietly(stored)
         if isinstance(error, ObjectNotFound):
             hint = "split again, or restore it"
@@ -79,7 +79,7 @@ def _scan(path: Path) -> tuple[str, int]:
     digest = hashlib.sha256()
     num_lines = 0
     last = b"\n"
-    buffer = bytearray(_READ_BYTES)  # one for all, small enough for the processor's cache
+    buffer = bytearray(_READ_BYTES)  # reused, and small enough for the processor's cache
     with (
         scratch_errors(path.parent),
         path.open("rb", buffering=0) as file,
@@ -87,7 +87,7 @@ def _scan(path: Path) -> tuple[str, int]:
     ):
         while size := file.readinto(buffer):
             digest.update(view[:size])
-            # find() leaps from newline to newline; count() looks at every byte, a third of the hash's time.
+            # find() jumps from newline to newline; count() looks at every byte, which takes a third of the hash's time.
             at = buffer.find(b"\n", 0, size)
             while at >= 0:
                 num_lines += 1

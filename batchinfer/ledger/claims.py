@@ -1,10 +1,10 @@
-"""Who may work on what, without clocks or a coordinator.
+"""Leases and claims: who may work on which chunk, without clocks or a coordinator.
 
 * A worker's record (workers/<id>.json) is its one lease: taken at the start with the next epoch, renewed by
-  if-match from a thread. Whoever finds a newer epoch of itself is a ghost and stops.
-* A claim (claims/<chunk>.json) names a worker and its epoch. It is worth what that worker's lease is worth: it lapses
-  when the owner's record stood still for a lease on the observer's own monotonic clock, shows another epoch, or says
-  that the owner has ended.
+  if-match from a thread. A worker that finds a newer epoch of itself is a ghost and stops.
+* A claim (claims/<chunk>.json) names a worker and its epoch, and is valid as long as that worker's lease. It lapses
+  when the owner's record did not change for a lease (measured by the observer's own monotonic clock), shows another
+  epoch, or says that the owner has ended.
 
 Claims only save work. What keeps outputs right is the create-only marker.
 """
@@ -34,7 +34,7 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 _WRITES = 5
-"""Tries of one heartbeat against another writer of the same record."""
+"""Tries of one heartbeat while another thread or process writes the same record."""
 
 ENDED_STATES = ("done", "stopped", "failed")
 
@@ -75,7 +75,7 @@ def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
 class Lease:
     """This worker's own record. `take` once, then `renew` every quarter of the lease, from any thread.
 
-    `describe` gives the record's content at that moment; identity, epoch and beat are filled in here.
+    Callers give the record's content; identity, epoch and beat are filled in here.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Lease:
 
     @property
     def writer(self) -> str:
-        """Whose an object is, in its key. Where two processes may come to share an epoch, they must not share that."""
+        """Name of this process in keys. Without preconditions two processes may share an epoch, but not the nonce."""
         return self.worker_id if self._is_safe else f"{self.worker_id}.{self.nonce}"
 
     def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
@@ -162,7 +162,7 @@ class Lease:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the heartbeat that was written last."""
+        """Seconds since the start of the last heartbeat that was written."""
         return self._clock.monotonic() - self._renewed
 
     @property
@@ -199,10 +199,11 @@ class Lease:
             )
 
     def _write(self, record: Worker) -> bool:
-        """Write the record if it is still as we know it."""
+        """Write the record unless somebody else has changed it; return whether it was written."""
         try:
             if not self._is_safe:
-                # Nothing is refused there, or the right etag is too: without claims it is a mere sign of life.
+                # Such a store refuses nothing, or refuses the right etag too. There are no claims then, and the record
+                # only shows that the worker is alive.
                 try:
                     self._etag = self._store.create(self._key, self._body(record))
                 except AlreadyExists:
@@ -245,7 +246,7 @@ class Lease:
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
-    """Decode a claim. One that cannot be read counts as released, so that it keeps nobody from its chunk for ever."""
+    """Decode a claim. A damaged claim counts as released, so that it does not block its chunk for ever."""
     try:
         claim = codec.decode(data, Claim, name=key)
         if claim.worker:
@@ -257,14 +258,14 @@ def decode_claim(data: bytes, key: str) -> Claim:
 
 
 class Taken(NamedTuple):
-    """The claim is ours; `etag` is needed to release it. `is_new`: nobody had one before."""
+    """A claim that this worker has taken. `etag` is needed to release it; `is_new`: the chunk had no claim before."""
 
     etag: str
     is_new: bool = False
 
 
 class Held(NamedTuple):
-    """Somebody else's claim, as seen."""
+    """Another worker's claim, as it was read."""
 
     claim: Claim
     etag: str
@@ -279,7 +280,8 @@ class _Sighting(NamedTuple):
 class Claims:
     """Takes, watches and releases claims in one worker's name, from any thread.
 
-    Looks at one owner from two threads at once may see its record in the wrong order: then it lapses later, not sooner.
+    When two threads look at one owner at once, they may see its record in the wrong order. The claim then lapses later,
+    never sooner.
     """
 
     def __init__(
@@ -342,12 +344,12 @@ class Claims:
     def look(self, held: Held) -> Worker | None:
         """Look at a claim's owner once. Return its record while the claim is alive, None once it has lapsed.
 
-        Call it about every quarter of a lease: an owner counts as gone when its record stood still for a lease,
-        measured here.
+        Call it about `HEARTBEATS_PER_LEASE` times a lease: an owner is gone when its record did not change for a lease,
+        by this machine's clock.
         """
         key = layout.worker_key(held.claim.worker)
-        # The answer says how the record was at some moment between asking and now, and this machine may have slept in
-        # between: what is seen first counts as of now, what is seen again as of asking.
+        # The answer shows the record at some moment between the request and now, and this machine may have slept in
+        # between. The careful side: a new version counts as seen now, an unchanged one as seen at the request.
         asked = self._clock.monotonic()
         try:
             data, etag = self._store.get(key)

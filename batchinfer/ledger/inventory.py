@@ -111,7 +111,7 @@ class Inventory(Listing):
     """A listing of everything below a run, with the records read."""
 
     now: float
-    """Unix seconds, against which heartbeats are fresh or old."""
+    """Unix seconds at the time of the look; the ages of heartbeats are counted from it."""
     patience_seconds: float
     """Seconds without a heartbeat that are too few for a worker to be gone, whatever its lease."""
     markers: dict[str, dict[int, Marker]] = field(default_factory=dict)
@@ -127,17 +127,17 @@ class Inventory(Listing):
         return self.run is None and not (self.workers or self.damaged_workers or self.marker_infos)
 
     def newest(self, name: str) -> int | None:
-        """The highest generation of a chunk's markers, damaged ones included."""
+        """Return the highest generation of a chunk's markers, damaged ones included."""
         return max(self.marker_infos.get(name, ()), default=None)
 
     def current(self, name: str) -> Marker | None:
-        """The marker that counts: the newest, if it can be read and its output is listed."""
+        """Return the marker that counts: the newest one, if it can be read and its output is listed."""
         newest = self.newest(name)
         marker = None if newest is None else self.markers.get(name, {}).get(newest)
         return marker if marker is not None and marker.output in self.outputs else None
 
     def orphans(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Outputs that no marker of any generation names, with the chunk that each belongs to."""
+        """Yield (chunk, output) for each output that no marker of any generation names."""
         named = {
             marker.output
             for generations in self.markers.values()
@@ -150,10 +150,11 @@ class Inventory(Listing):
                 yield known[0] if known else candidates[-1], info
 
     def is_passed_over(self, name: str, left: ObjectInfo) -> bool:
-        """Whether no marker can come to vouch for an orphan or a segment any more, however long its worker sleeps.
+        """Whether an orphan or a segment can never be used any more, even if its worker wakes up after a long sleep.
 
-        Markers are create-only, and a chunk without one may still get it. So may one with error rows, of the next
-        generation; what is made for that is younger than the marker that was read before.
+        Markers are create-only, so a chunk that has one gets no other. Two cases are still open: a chunk without a
+        marker, and a chunk with error rows, which may get a marker of the next generation; objects made for that repair
+        are younger than the marker it started from.
         """
         marker, newest = self.current(name), self.newest(name)
         if marker is None or newest is None:
@@ -161,20 +162,20 @@ class Inventory(Listing):
         return not marker.rows_error or 0 < left.modified < self.marker_infos[name][newest].modified
 
     def living(self) -> list[str]:
-        """Ids of the workers whose heart still beat a short while ago."""
+        """Return the ids of the workers that had a heartbeat a short while ago."""
         return [name for name, (info, record) in self.workers.items() if self._beats(info, record)]
 
     def _beats(self, info: ObjectInfo, record: Worker) -> bool:
         if record.state in ENDED_STATES:
             return False
-        # A store that gives no times leaves the worker's own clock.
+        # For stores that give no times, the worker's own clock is used.
         silent_seconds = self.now - (info.modified or record.heartbeat)
         return not seems_gone(
             silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
         )
 
     def look_again(self, store: Store, worker: str) -> None:
-        """Read a worker's record as it is by now."""
+        """Read a worker's record again."""
         key = layout.worker_key(worker)
         try:
             self.workers[worker] = (
@@ -196,7 +197,7 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     Args:
         store: The run.
         now: Unix seconds.
-        patience_seconds: A worker whose record is younger than this, or than two leases, counts as alive.
+        patience_seconds: Seconds; a worker with a younger record counts as alive, whatever its lease.
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
@@ -217,10 +218,10 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
 def in_parallel(
     work: Callable[[S], T], items: Iterable[S], num_threads: int = NUM_READERS
 ) -> Iterator[T]:
-    """`map` over threads, in order, with at most a few items per thread under way: results never pile up.
+    """Map over threads, in order. Only a few items per thread are under way, so results never pile up.
 
     Raises:
-        Exception: whatever `work` raised, when its turn comes.
+        Exception: an item's `work` raised it; raised here when that item is next.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="batchinfer-read") as pool:
         waiting = iter(items)
@@ -255,7 +256,7 @@ def _read_markers(store: Store, found: Inventory) -> None:
 def _read_records(
     store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]
 ) -> Iterator[tuple[K, ObjectInfo, T | str]]:
-    """Every record that is still there, or what is wrong with it."""
+    """Yield every record that still exists, or a text that says what is wrong with it."""
     items = list(infos.items())
     found = in_parallel(lambda item: _read(store, item[1].key, kind), items)
     for (name, info), read in zip(items, found, strict=True):
@@ -264,7 +265,7 @@ def _read_records(
 
 
 def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:
-    """A record, or what is wrong with it, and its etag; None if it is gone."""
+    """Return a record (or a text that says what is wrong with it) and its etag; None if the object is gone."""
     try:
         data, etag = store.get(key)
     except ObjectNotFound:
@@ -288,8 +289,8 @@ class SeenMarker(NamedTuple):
 class SeenWorker(NamedTuple):
     """A worker's record.
 
-    `modified`: when storage took it in, by storage's clock; 0 if unknown. `age_seconds`: how long ago we ourselves saw
-    it change, None if we have not.
+    `modified`: Unix seconds of its last write by storage's clock, 0 if unknown. `age_seconds`: seconds since this
+    process saw it change, None if it has not.
     """
 
     record: Worker
@@ -298,7 +299,7 @@ class SeenWorker(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """One look at a run. `notes` are sentences about what is odd in it."""
+    """One look at a run. `notes` are sentences about what is unusual in it."""
 
     url: str
     taken: float
@@ -313,7 +314,7 @@ class Snapshot(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A record as last read: `changed` is our monotonic time of a change that we witnessed."""
+    """A record as last read. `changed`: monotonic time at which this process saw it change, None if it has not."""
 
     etag: str
     record: Worker | None
@@ -321,13 +322,13 @@ class _Seen(NamedTuple):
 
 
 class RunReader:
-    """Looks at one run, again and again if asked. What cannot change is read once.
+    """Looks at one run, again and again if asked. Objects that cannot change are read once.
 
     Args:
         store: The run's.
         open_store: Opens the job's.
-        clock: Time now, against which records are fresh or old.
-        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
+        clock: Tells the time of each look.
+        job_url: URL of the job; by default the folder above the run, or what run.json says.
     """
 
     def __init__(
@@ -422,7 +423,7 @@ class RunReader:
         self._seen[info.key] = _Seen(etag, None if isinstance(record, str) else record, changed)
 
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
-        """The job that was asked for; else the one whose checksum is the run's. One that cannot be read is noted."""
+        """Return the job and its URL: the one asked for, else one with the run's checksum. Damaged ones are noted."""
         if self._job is not None:
             return self._job
         wanted = job_sha256_of(self._run)
@@ -450,12 +451,12 @@ class RunReader:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
             return None, ""
         if asked or self._run is not None:
-            self._job = found.job, found.url  # what run.json says does not change any more
+            self._job = found.job, found.url  # run.json is never replaced
         return found.job, found.url
 
 
 def _newest_markers(listing: Listing, foreign: list[str]) -> dict[str, SeenMarker]:
-    """The newest marker of each chunk. An empty one is nothing that batchinfer wrote."""
+    """Return each chunk's newest marker; add the keys of empty files with a marker's name to `foreign`."""
     markers: dict[str, SeenMarker] = {}
     for name, generations in listing.marker_infos.items():
         whole = {each: info for each, info in generations.items() if info.bytes > 0}

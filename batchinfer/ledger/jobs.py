@@ -1,7 +1,7 @@
-"""Manifests: which chunks a worker has to do, and where they lie.
+"""job.json and manifests: which chunks a worker has to do, and where they are stored.
 
-A manifest may come from a bucket that others write to, so its lines are held below one root unless the user says
-otherwise.
+A manifest may come from a bucket that others write to, so its lines may not lead out of one root folder unless the user
+allows it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 OpenStore = Callable[[str], Store]
 
 _TABLES = ("parquet", "csv")
-"""Formats in which every row has the same columns, so that job.json knows them all."""
+"""Source formats in which every row has the same columns, so that job.json lists them all."""
 
 
 class ChunkRef(NamedTuple):
-    """One chunk to do. `rows`, `bytes` and `sha256` are None where no job.json vouches for them.
+    """One chunk to do. `rows`, `bytes` and `sha256` are None for a file of a list without a job.json.
 
-    `row_limit` is how many of its first rows count (``--limit``), None for all. `generation` is the one to publish: 0,
-    or more when error rows are done again. `listed_bytes` is the size that a file of a list had when it was looked for.
+    `row_limit` is the number of its first rows to do (``--limit``), None for all. `generation` is the marker's to
+    publish: 0, or more when error rows are done again. `listed_bytes` is the size of a file of a list at start-up.
     """
 
     name: str
@@ -86,7 +86,7 @@ def split_again(url: str) -> str:
 
 
 def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Refuse columns that no row of a job can have, before a GPU is paid for a run of error rows.
+    """Refuse columns that no row of a job can have, before a GPU is paid to make nothing but error rows.
 
     Only warns where a source is JSON Lines: there each row has columns of its own, and `split` has looked at the first
     rows alone.
@@ -120,7 +120,7 @@ def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
 
 
 def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:
-    """Every chunk of a job by name, in order; with `limit`, those that hold its first `limit` rows."""
+    """Return every chunk of a job by name, in order; with `limit`, only those that hold its first `limit` rows."""
     chunks: dict[str, ChunkRef] = {}
     for chunk in job.chunks:
         if limit is not None and chunk.first_row >= limit:
@@ -219,7 +219,7 @@ def split_name(path: str) -> tuple[str, str]:
 
 
 def _job_of(manifest: str) -> str | None:
-    """The job whose manifests/ folder a manifest lies in."""
+    """Return the job whose manifests/ folder holds this manifest, None if there is none."""
     folder, _, _ = manifest.rpartition("/")
     if folder == "manifests":
         return "."
@@ -232,7 +232,7 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
         data = open_store(folder).get(name).data
     except ObjectNotFound:
         hint = "`batchinfer split` writes them to JOB/manifests/"
-        with contextlib.suppress(BatchinferError):  # it is only for the hint
+        with contextlib.suppress(BatchinferError):  # only the hint depends on it
             if next(iter(open_store(manifest).list(layout.MANIFESTS)), None) is not None:
                 hint = f"it is a job: pass --job {manifest}, or a file of {manifest}/manifests/"
         raise InputError(f"{manifest}: no such manifest", hint=hint) from None
@@ -272,7 +272,7 @@ def _resolve_elsewhere(
     lines: list[tuple[str, str]], allow_absolute: bool, open_store: OpenStore
 ) -> list[ChunkRef]:
     _refuse_repeats(lines)
-    # By folder as it was written: from where the worker was started makes no other data set of it, nor the same one.
+    # Relative folders become absolute: the same text, read from another working directory, is another data set.
     roots: dict[str, str] = {}
     refs = []
     for manifest, line in lines:
@@ -317,7 +317,7 @@ def _refuse_repeats(lines: list[tuple[str, str]]) -> None:
 
 
 def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> list[ChunkRef]:
-    """Check by one listing a folder that the chunks of a list from elsewhere exist; return them with their sizes."""
+    """Check that the files of a list exist, by one listing for each folder; return them with their sizes."""
     folders: dict[tuple[str, str], dict[str, int]] = {}
     found = []
     for ref in refs:

@@ -40,7 +40,7 @@ _BLOCK_BYTES = 1 << 17
 SMALLEST_MARKER_BYTES = sum(
     len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
 )
-"""Nothing shorter can be a marker: it is empty, or was cut off."""
+"""Bytes that every whole marker has at least; a shorter object is empty or was cut off."""
 
 
 class Built(NamedTuple):
@@ -52,7 +52,7 @@ class Built(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The marker that stands for the chunk now, and whether it is the one that we wrote."""
+    """The chunk's current marker, and whether this process wrote it."""
 
     marker: Marker
     is_ours: bool
@@ -197,7 +197,7 @@ class Publisher:
         self._nonce = nonce
         self._require_lease = require_lease
         self._damaged: set[str] = set()
-        """Keys of markers that vouch for nothing. A name that such a marker may hold is not given to new bytes."""
+        """Keys of damaged markers. Such a marker may name the usual output file, so new bytes get another name."""
 
     def publish(
         self, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
@@ -209,7 +209,7 @@ class Publisher:
 
         Raises:
             Superseded: a newer epoch of this worker exists; nothing was made visible.
-            StorageError: what stands answers another text under this name (files of lists only). Nothing was deleted.
+            StorageError: the current marker is of another file with this name (lists only). Nothing was deleted.
         """
         self._require_lease()
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
@@ -230,19 +230,19 @@ class Publisher:
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
-            # Where nothing is refused, a try of ours that seemed to fail may still put our marker there, late:
-            # what it names must not be gone. `clean` removes it in time.
+            # A store without preconditions may still carry out, late, a write of our marker that seemed to fail. The
+            # output that it names must exist then, so it is left for `clean`.
             if self._is_safe:
                 discarded = [layout.output_key(file)]
         try:
             self._store.delete([*discarded, *leftovers])
         except (StorageError, AccessDenied) as error:
-            # The marker stands: the chunk is done, whatever is left lying about.
+            # The chunk has its marker, so it is done, even if leftovers stay.
             logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
         return Published(current, is_ours)
 
     def current_marker(self, chunk: str, generation: int) -> Marker | None:
-        """Read a chunk's marker of one generation, None if there is none that vouches for anything."""
+        """Read a chunk's marker of one generation, None if there is none or it is damaged."""
         marker, etag = read_marker(self._store, chunk, generation)
         if marker is None and etag:
             self._damaged.add(layout.marker_key(chunk, generation))
@@ -263,7 +263,7 @@ class Publisher:
         return file
 
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
-        """Create the marker and return the one that stands. Without preconditions: check, put, read back."""
+        """Create the marker; return the current one, ours or not. Without preconditions: check, put, read back."""
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
         if not self._is_safe:
@@ -286,7 +286,7 @@ class Publisher:
                 return marker
 
     def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
-        """Put our marker in a damaged one's place. False if somebody else was faster."""
+        """Replace a damaged marker with ours. Return False if somebody else was faster."""
         try:
             self._store.replace(key, data, etag)
         except PreconditionFailed:
@@ -295,7 +295,7 @@ class Publisher:
 
 
 def _refuse_other_text(current: Marker, ours: Marker, chunk: str) -> None:
-    """Of two files of lists with one name, or two texts of one file, only one can have the chunk's marker."""
+    """Refuse a marker made from another file with this chunk's name, or from an earlier text of the same file."""
     if ours.chunk_root and current.chunk_sha256 != ours.chunk_sha256:
         raise StorageError(
             f"{chunk}: while {_place(ours)} was worked on, {current.worker} published answers to {_place(current)}, "

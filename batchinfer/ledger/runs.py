@@ -30,7 +30,7 @@ _PUT_BACK = "put run.json back as the run's first worker wrote it, or start anot
 
 
 class _Config(msgspec.Struct):
-    """What is read out of `config` by its type; the rest is compared and shown."""
+    """Fields of `config` whose types are checked; all others are only compared and shown."""
 
     job_sha256: str = ""
     limit: int | None = None
@@ -45,7 +45,7 @@ class _Recorded(msgspec.Struct):
 
 
 class Configuration(msgspec.Struct):
-    """The part of run.json whose types matter; its name stands in the error."""
+    """The part of run.json whose types are checked. Error messages show this class's name."""
 
     config: _Config
     recorded: _Recorded
@@ -72,7 +72,7 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
 
 
 def edit_of(run: Run) -> str:
-    """What is wrong with a run.json whose configuration is not the one that was fingerprinted; else nothing. Pure."""
+    """Say that run.json was edited: its configuration has another fingerprint than it states. Empty if not. Pure."""
     computed = codec.fingerprint(run.config)
     if computed == run.fingerprint:
         return ""
@@ -80,7 +80,7 @@ def edit_of(run: Run) -> str:
 
 
 def refuse_edited(run: Run, *, url: str) -> None:
-    """Refuse a run whose run.json does not tell any more how its answers were made.
+    """Refuse a run whose run.json was edited, since it no longer says how the outputs were made.
 
     Raises:
         InputError: see `edit_of`.
@@ -90,7 +90,7 @@ def refuse_edited(run: Run, *, url: str) -> None:
 
 
 def refuse_newer(store: Store) -> None:
-    """Refuse a run of a newer format version; one whose run.json is gone or damaged passes.
+    """Refuse a run of a newer format version. A run whose run.json is gone or damaged passes.
 
     Raises:
         InputError: it is newer.
@@ -103,7 +103,7 @@ def refuse_newer(store: Store) -> None:
 
 
 def no_run(store: Store) -> InputError:
-    """What to raise where no run lies: a job is the likeliest mistake, so its runs are named."""
+    """Return the error for a URL that holds no run. A job's URL is the likeliest mistake, so its runs are named."""
     url = store.url
     try:
         store.stat(layout.JOB_KEY)
@@ -135,7 +135,7 @@ def no_run(store: Store) -> InputError:
 def join_run(
     store: Store, config: dict[str, Any], recorded: dict[str, Any], *, nonce: str, is_safe: bool
 ) -> Run:
-    """Create run.json, or check that the one that lies there has the same fingerprint.
+    """Create run.json, or check that the existing one has the same fingerprint.
 
     Without preconditions (`is_safe` false) two first workers may both write it; reading back settles it, best effort.
 
@@ -176,7 +176,7 @@ def join_run(
 
 
 def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
-    """Compare a configuration, or the part of one that is known so far, with the run's.
+    """Compare a configuration, or the part of it that is known so far, with the run's.
 
     Raises:
         RunMismatch: with every difference, one a line.
@@ -218,7 +218,7 @@ def _show(value: object) -> str:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As JSON would give it back, so that what is compared is what is stored."""
+    """Return the configuration as JSON gives it back, since that is what is stored and compared."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
     return plain
 
@@ -227,15 +227,15 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_sha256_of(run: Run | None) -> str:
-    """Checksum of the job.json that a run is of; empty where it is not known, or of none."""
+    """Return the sha256 of the run's job.json; empty if it is not known, or the run was made from a list."""
     return "" if run is None else str(run.config.get("job_sha256") or "")
 
 
 def job_places(run: Run | None, run_url: str) -> list[str]:
-    """Where a run's job may lie, the surest first: a job that was moved has its runs with it.
+    """Return the URLs where a run's job may be, the surest first: a job that was moved has its runs with it.
 
-    Who can write run.json must not choose to whom requests go, so it is followed within the run's own bucket, and from
-    one local folder to another.
+    A writer of run.json must not choose where requests go. So the URL in it is followed only within the run's
+    own bucket, or from one local folder to another.
     """
     recorded = recorded_job(run)
     beside = recorded if is_beside(recorded, run_url) else ""
@@ -243,7 +243,7 @@ def job_places(run: Run | None, run_url: str) -> list[str]:
 
 
 def recorded_job(run: Run | None) -> str:
-    """Where the job lay when the run was made, by run.json; empty where it is not known."""
+    """Return the job's URL when the run was made, by run.json; empty if it is not known."""
     return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
 
 
@@ -261,7 +261,7 @@ def _bucket(url: str) -> tuple[str, str]:
 
 
 class FoundJob(NamedTuple):
-    """A job, where it lies, and the checksum of its job.json."""
+    """A job, its URL, and the sha256 of its job.json."""
 
     job: Job
     url: str
@@ -280,7 +280,7 @@ def find_job(
 
     Args:
         run: run.json, None while there is none.
-        run_url: Where the run lies.
+        run_url: URL of the run.
         open_store: Opens the job's place.
         asked_url: The only place to look in; by default those of `job_places`.
         on_error: Takes the error of a place that cannot be read, and the next place is tried; by default it is raised.

@@ -1,4 +1,4 @@
-"""What the other workers of a run have done and hold: one look, by as few requests as it takes.
+"""One look at what the other workers of a run have done and hold, with few requests.
 
 Read-only, but for `release_given_up`. A chunk's marker is asked for before its claim, and a claim's owner last.
 """
@@ -95,7 +95,7 @@ def look_at_owners(
             survey.lapsed[name] = held  # released
             continue
         key = (held.claim.worker, held.claim.epoch)
-        # Only life is remembered: an owner that seemed gone may have come back, and made this claim since.
+        # Only an owner that is alive is remembered: one that seemed gone may have come back, and made this claim since.
         owner = owners.get(key) or claims.look(held)
         if owner is None:
             survey.lapsed[name] = held
@@ -108,8 +108,8 @@ def look_at_owners(
 def release_given_up(store: Store, claims: Claims | None, names: Collection[str]) -> None:
     """Release this worker's claims of chunks that it has given up.
 
-    Taking them seemed to fail, and a write that timed out may take effect long after. Kept, such a claim would let
-    two workers that have given up different chunks wait for each other for ever.
+    A claim whose write timed out may still appear long after. If it stayed, two workers that have given up different
+    chunks could wait for each other for ever.
     """
     if claims is None:
         return
@@ -140,7 +140,7 @@ def _claimed(store: Store) -> set[str]:
 
 
 def _read_claim(store: Store, name: str) -> Held | None:
-    """A chunk's claim as it stands, None if it has none."""
+    """Return a chunk's claim, None if it has none."""
     key = layout.claim_key(name)
     try:
         data, etag = store.get(key)
