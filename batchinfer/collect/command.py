@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
-"""Endings of files that are not written; nobody means a folder by them."""
+"""Endings of files that cannot be written. A DEST with one of them is a mistake, not a folder."""
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _check(config: CollectConfig) -> str:
 
 
 def _check_lines(config: CollectConfig) -> None:
-    """Output lines go out as they are, so nothing that changes them can be asked for."""
+    """Refuse options that would change output lines: they are written as they are."""
     for option, is_asked in (("--with-source", config.with_source), ("--explode", config.explode)):
         if is_asked:
             raise ConfigError(
@@ -173,7 +173,7 @@ def _open_dest(
 
 
 def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
-    """Hash of what decides the bytes: the outputs and the options."""
+    """Return a hash of all that decides the bytes of the files: outputs and options."""
     return codec.fingerprint(
         {
             "version": __version__,

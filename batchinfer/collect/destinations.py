@@ -18,7 +18,7 @@ from batchinfer.storage.hub import CARD, HubDataset
 logger = logging.getLogger(__name__)
 
 RECORD_KEY = "_COLLECTED"
-"""The last object written to a folder. Readers of data sets pass over such names (underscore, no ending)."""
+"""Key of the record, the last object written to a folder. Readers of data sets skip names with an underscore."""
 _OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 _REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
 
@@ -47,23 +47,23 @@ class Collected(Record, frozen=True, kw_only=True):
 
 
 class Destination(Protocol):
-    """Takes finished files one after the other, and a last word."""
+    """Takes finished files one after the other, then the record of them."""
 
     def prepare(self, key: str) -> Collected | None:
-        """Look whether it is free. Returns what lies there if it is this very collection, complete."""
+        """Check that the place is free. Returns the record of the collection that is there if it has the same key."""
         ...
 
     def put(self, file: TableFile, index: int) -> str:
-        """Take a file and return its name. The file may be gone afterwards."""
+        """Store a file and return its name. May move the file away."""
         ...
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """Everything is there."""
+        """End the collection: all files are stored."""
         ...
 
 
 def put_all(dest: Destination, files: Iterable[TableFile]) -> list[CollectedFile]:
-    """Bring files to a destination, each as soon as it is finished."""
+    """Store files, each as soon as it is finished."""
     return [
         CollectedFile(
             name=dest.put(file, index), rows=file.rows, bytes=file.bytes, sha256=file.sha256
@@ -159,7 +159,7 @@ class FileDestination:
         self._name = name
         self._overwrite = overwrite
 
-    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - nothing tells what made a file
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - a single file has no record to compare with
         """See Destination."""
         try:
             self._store.stat(self._name)
@@ -200,7 +200,7 @@ class HubDestination:
         self._delete: list[str] = []
         self.commit = ""
 
-    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub itself knows equal files
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub skips files that are equal
         """See Destination. A repository with data in it is refused; a card that is there stays."""
         there = self._dataset.files()
         self._has_card = CARD in there

@@ -1,6 +1,6 @@
-"""Rows in files: typed parquet, JSON Lines, CSV or lines as they are; the same bytes from the same rows.
+"""Write rows to files: typed parquet, JSON Lines, CSV, or output lines as they are.
 
-The adapter around pyarrow; columns come in as lists of plain Python values.
+The same rows give the same bytes. This is the adapter around pyarrow; columns come in as lists of Python values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchinfer.formats.columns import LISTS, Shape
 from batchinfer.storage.scratch import scratch_errors
 
 LINES = "lines"
-"""Not a table but the run's own output lines, as they are."""
+"""Format of a collection that is no table: the run's output lines, byte for byte."""
 FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", LINES: ".jsonl"}
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
-"""A row group is closed at whichever comes first; so much is held in memory."""
+"""Bytes of a row group in memory. A group is closed at this size or at _GROUP_ROWS, whichever comes first."""
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
 _HASH_BLOCK_BYTES = 1 << 20
 
@@ -35,11 +35,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class Rows(Protocol):
-    """Some consecutive rows of the job."""
+    """Consecutive rows of the job."""
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         ...
 
     def part(self, start: int, stop: int) -> Self:
@@ -130,7 +130,7 @@ def arrow_type(kind: Kind) -> Any:
 
 
 def free_name(name: str, taken: set[str]) -> str:
-    """The name of a source's column in a table that may have one of that name already.
+    """Return a name for a source's column that no column of the table has.
 
     >>> free_name("text", {"text"}), free_name("topic", {"text"})
     ('source_text', 'topic')
@@ -141,7 +141,7 @@ def free_name(name: str, taken: set[str]) -> str:
 
 
 def json_text(value: Any) -> str | None:
-    """A value as JSON text; None stays None."""
+    """Return a value as JSON text; None stays None."""
     return None if value is None else _encoder.encode(value).decode()
 
 
@@ -189,7 +189,7 @@ class ShardWriter:
             yield self._finish()
 
     def _write(self, columns: Columns, num_rows: int) -> None:
-        """Append columns that stand for so many rows of the job."""
+        """Append columns. `num_rows` counts rows of the job, which --explode turns into several lines."""
         if self._writer is None:
             self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
             self._count += 1
@@ -219,11 +219,11 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave no file open. What is unfinished stays in the scratch folder, which goes."""
+        """Close the open file. An unfinished file is removed with the scratch folder."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        # A disk that is full fails here once more; the error that is under way says it.
+        # Closing a file on a full disk fails once more. The error that ends the block already says so.
         with scratch_errors(self._folder) if error is None else contextlib.suppress(OSError):
             writer.close()
 
@@ -246,7 +246,7 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _to_batch(columns: Columns, schema: Any) -> Any:
-    """One record batch. A value that has no place in its column is an error, not a null."""
+    """Return a record batch. A value that does not fit its column's type is an error, not a null."""
     import pyarrow as pa
 
     arrays = []
@@ -369,10 +369,10 @@ class _CsvWriter:
 
 
 def _plain(values: Any) -> list[Any]:
-    """A column as Python values."""
+    """Return a column as Python values."""
     return values if isinstance(values, list) else list(values.to_pylist())
 
 
 def as_column(values: list[Any], kind: Kind) -> list[Any]:
-    """Values of a source's column as its kind has them: JSON text where kinds were mixed."""
+    """Return the values of a source's column; as JSON text if its kind is JSON."""
     return list(map(json_text, values)) if kind == JSON else values

@@ -1,7 +1,7 @@
 """Types of JSON columns, found by looking at every value. Pure.
 
-A source's columns come back out of JSON lines, where numbers, texts and nested values have lost their types. Whatever
-does not fit together in one type becomes JSON text rather than an error or a guess.
+JSON Lines keep no column types, so the types are worked out from the values. A column whose values have no common type
+becomes JSON text rather than an error or a guess.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Kind = Any
 NULL = "null"
 JSON = "json"
 MAX_FIELDS = 100
-"""A struct of more fields is a map in disguise."""
+"""Fields of a struct at most. An object with more fields is used as a map, and becomes JSON text."""
 
 _SCALARS: dict[type, Kind] = {
     type(None): NULL,
@@ -44,7 +44,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def merge_all(kinds: Iterable[Kind]) -> Kind:
-    """The kind that holds them all; NULL for none."""
+    """Return the kind that holds all of these; NULL if there are none."""
     merged: Kind = NULL
     for kind in kinds:
         merged = merge(merged, kind)
@@ -52,7 +52,7 @@ def merge_all(kinds: Iterable[Kind]) -> Kind:
 
 
 def merge(left: Kind, right: Kind) -> Kind:
-    """The kind that holds both.
+    """Return the kind that holds both.
 
     >>> merge("int", "float"), merge("int", "str"), merge(("list", "null"), ("list", "int"))
     ('float', 'json', ('list', 'int'))
@@ -74,7 +74,7 @@ def merge(left: Kind, right: Kind) -> Kind:
 
 
 def settle(kind: Kind) -> Kind:
-    """The kind that a table uses: a conflict anywhere makes the whole column JSON text, and nothing but nulls a text.
+    """Return the kind of a finished column. A conflict at any depth makes it JSON text; a column of nulls is text.
 
     >>> settle(("struct", {"a": "json"})), settle(("list", "null")), settle("null")
     ('json', ('list', 'str'), 'str')
@@ -90,8 +90,8 @@ def settle(kind: Kind) -> Kind:
     return JSON if JSON in fields.values() else ("struct", fields)
 
 
-class Observer:
-    """Sees rows, and knows in the end which columns there are, in order of appearance, and their kinds."""
+class KindObserver:
+    """Finds the columns of a stream of rows, in order of appearance, and their kinds."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Kind] = {}
@@ -101,12 +101,12 @@ class Observer:
         kinds = self._kinds
         for name, value in row.items():
             known = kinds.get(name)
-            if known == "str" and type(value) is str:  # by far the most frequent
+            if known == "str" and type(value) is str:  # the usual case first
                 continue
             if known == JSON:
                 continue
             kinds[name] = kind_of(value) if known is None else merge(known, kind_of(value))
 
     def kinds(self) -> dict[str, Kind]:
-        """Columns and what a table should make of them."""
+        """Return the finished kind of each column."""
         return {name: settle(kind) for name, kind in self._kinds.items()}

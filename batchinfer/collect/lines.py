@@ -1,7 +1,7 @@
-"""A run's output lines one after the other, as they are: `collect --format lines`.
+"""Copy a run's output lines byte for byte, in input order: `collect --format lines`.
 
-Nothing is decoded: that the bytes are the run's, whole and in order, is what markers and checksums say. For a run in a
-format of the OpenAI API this makes the one output file that its clients know.
+Nothing is decoded: markers and checksums prove that the bytes are whole and in order. A run with `--output-format
+openai-batch` becomes the one file that clients of the OpenAI API read.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 
-class _Lines(NamedTuple):
-    """Some consecutive output lines, each with its newline."""
+class _LineGroup(NamedTuple):
+    """Consecutive output lines, each with its newline."""
 
     lines: list[bytes]
 
@@ -27,22 +27,22 @@ class _Lines(NamedTuple):
     def num_rows(self) -> int:
         return len(self.lines)
 
-    def part(self, start: int, stop: int) -> _Lines:
-        return _Lines(self.lines[start:stop])
+    def part(self, start: int, stop: int) -> _LineGroup:
+        return _LineGroup(self.lines[start:stop])
 
     def columns(self) -> Columns:
         return {LINES: self.lines}
 
 
 class Concatenation:
-    """Output lines under way into files. Implements collection.Collecting.
+    """Writes output lines to files. Implements table.Collecting.
 
     Args:
-        config: Where to, and how many rows a file.
-        selection: The outputs that count.
-        store: The run's.
+        config: Destination and rows per file.
+        selection: The outputs to copy.
+        store: Store of the run.
         open_store: Opens other stores.
-        scratch: Room for one file, and a few outputs.
+        scratch: Folder for one file and a few outputs at a time.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Concatenation:
     def _files(self) -> Iterator[TableFile]:
         rows = shard_rows_of(self._config)
         with ShardWriter(LINES, None, self._scratch.folder, rows) as writer:
-            yield from writer.files(map(_Lines, self._reader.raw_lines()), _Lines.columns)
+            yield from writer.files(map(_LineGroup, self._reader.raw_lines()), _LineGroup.columns)
 
     def card(self, record: Collected) -> str:
         """See Collecting. Lines do not go to the Hub."""

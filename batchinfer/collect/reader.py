@@ -1,7 +1,7 @@
-"""What of a run can be collected, and its rows in input order, every byte checked before any row of it is used.
+"""Read a run's rows in input order. Every output's checksum is compared before a row of it is used.
 
-Read-only. Only outputs that the newest marker of a chunk vouches for are read. Memory is bounded by a block of lines,
-the disk by a few chunks and their outputs.
+Read-only. Only outputs that the newest marker of a chunk names are read. Memory holds a few blocks of lines, the
+scratch disk a few chunks with their outputs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FETCHERS = 2
 _LOG_SECONDS = 10.0
 _ASK_VERIFY = "`batchinfer verify` says what mends it"
 _MEMORY_BYTES = 8 << 20
-"""Outputs up to this size stay in memory; a few for each fetcher are there at once."""
+"""Bytes of an output up to which it stays in memory. Each fetcher holds a few outputs at once."""
 CHUNKS, OUTPUTS = "chunks", "outputs"
-"""Where a source's columns can come from."""
+"""Where the source's columns are read from: the job's chunks, or the outputs (columns that `--keep` repeated)."""
 _OWN = (json_lines.ROW_FIELD, json_lines.ID_FIELD)
 
 
@@ -62,7 +62,7 @@ class Selection(NamedTuple):
     sound: list[tuple[ChunkRef, Marker]]
     gaps: list[Gap]
     num_foreign: int
-    """Objects that are nothing of a run's."""
+    """Objects in the run's folder that batchinfer did not write."""
 
     @property
     def num_chunks(self) -> int:
@@ -83,14 +83,14 @@ def select(
     job_url: str | None = None,
     manifests: list[str] | None = None,
 ) -> Selection:
-    """Find out which outputs of a run count.
+    """Select the outputs of a run that a sound marker names.
 
     Args:
-        store: The run's.
-        open_store: Opens the job's.
+        store: Store of the run.
+        open_store: Opens the store of the job.
         now: Unix seconds.
-        job_url: Where the job lies; by default where the run lies below it, or as run.json says.
-        manifests: The chunks, for a run that was made from a list without a job.json.
+        job_url: Place of the job. Default: the job that the run lies below, else the one that run.json names.
+        manifests: Manifests that list the chunks, for a run over a list of files without a job.json.
 
     Raises:
         InputError: no run there, one of a newer format version, or its job cannot be found; or run.json was edited.
@@ -126,7 +126,7 @@ def select(
 
 
 class Block(NamedTuple):
-    """Some consecutive rows of one chunk: answers, and beside them the source's columns if those are wanted."""
+    """Consecutive rows of one chunk: the answers, and the source's columns if they are wanted."""
 
     chunk: str
     lines: ObjectBlock | ArrowBlock
@@ -144,17 +144,17 @@ class Block(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """An output that is what its marker says, here; or the problem with it."""
+    """A local copy of an output whose checksum is that of its marker; or the problem with the output."""
 
     ref: ChunkRef
     output: Path | bytes
     blocks: list[ArrowBlock | ObjectBlock] | None = None
-    """The output's lines, if they were decoded already."""
+    """The output's lines, where the fetching thread has decoded them."""
     chunk: Path | None = None
     problem: str = ""
 
     def pieces(self) -> Iterator[bytes]:
-        """The output, some whole lines at a time."""
+        """Yield the output in pieces of whole lines."""
         with self._open() as output:
             while data := output.read(_BLOCK_BYTES) + output.readline():
                 yield data
@@ -163,7 +163,7 @@ class _Fetched(NamedTuple):
         return io.BytesIO(self.output) if isinstance(self.output, bytes) else self.output.open("rb")
 
     def remove(self) -> None:
-        """Give the space back."""
+        """Delete the local copies."""
         for path in (self.output, self.chunk):
             if isinstance(path, Path):
                 path.unlink(missing_ok=True)
@@ -173,14 +173,14 @@ _Decode = Callable[[_Fetched], Iterable[ArrowBlock | ObjectBlock]]
 
 
 class Reader:
-    """Reads a selection's rows in input order, as often as one likes. Says now and then how far it is.
+    """Reads a selection's rows in input order, any number of times, and logs its progress.
 
     Args:
-        selection: What counts.
-        store: The run's.
-        open_store: Opens the stores of chunks.
-        scratch: Room for a few outputs (and chunks).
-        is_partial: Leave damaged chunks out; otherwise the first one ends the reading.
+        selection: The outputs to read.
+        store: Store of the run.
+        open_store: Opens the stores of the chunks.
+        scratch: Folder for a few outputs and chunks at a time.
+        is_partial: Whether damaged chunks are left out. Otherwise the first damaged chunk ends the reading.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class Reader:
         roots = {ref.root for ref, _ in selection.sound}
         self._sources = {root: open_store(root) for root in roots}
         self.damaged: dict[str, Gap] = {}
-        """Chunks whose bytes are not what the marker says; found while reading."""
+        """Chunks whose bytes differ from their marker, by name. Grows while outputs are read."""
 
     def used(self) -> list[Marker]:
-        """Markers of the chunks that are not known to be damaged."""
+        """Return the markers of all chunks but the damaged ones."""
         return [marker for ref, marker in self.selection.sound if ref.name not in self.damaged]
 
     def blocks(
@@ -217,9 +217,9 @@ class Reader:
 
         Args:
             shape: Columns of the answers.
-            source_from: Where to take the source's columns from: "chunks", "outputs" (what ``--keep`` kept) or "".
-            columns: Only these of them; None: all.
-            doing: What becomes of the rows, for the log.
+            source_from: CHUNKS, OUTPUTS, or "" for no columns of the source.
+            columns: Columns of the source to read; None reads all.
+            doing: Word for the log lines, as in "500 of 1000 rows written".
 
         Raises:
             InputError: a line cannot be read although its checksum is right.
@@ -231,7 +231,7 @@ class Reader:
             self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
         )
         read = _row_reader(columns) if source_from else None
-        progress = _Progress(self.selection.num_rows, doing)
+        progress = _RowCounter(self.selection.num_rows, doing)
         for fetched, marker in self._outputs(bring):
             blocks = fetched.blocks or decode(fetched)
             for block in self._read(fetched, marker, blocks, read):
@@ -245,7 +245,7 @@ class Reader:
             InputError: an output has not as many lines as its marker counts rows.
             RunUnsound: a chunk is damaged, and a part is not enough.
         """
-        progress = _Progress(self.selection.num_rows, "written")
+        progress = _RowCounter(self.selection.num_rows, "written")
         for fetched, marker in self._outputs(partial(self._fetch, decode=None, with_chunk=False)):
             done = 0
             for data in fetched.pieces():
@@ -286,9 +286,10 @@ class Reader:
     def _fetch(
         self, pair: tuple[ChunkRef, Marker], *, decode: _Decode | None, with_chunk: bool
     ) -> _Fetched:
-        """Bring an output here, with its chunk if that is wanted, and check them. Runs in a thread.
+        """Fetch an output, and its chunk if wanted, and compare their checksums. Runs in a thread.
 
-        With `decode`, a small output is decoded here, too: for decoders that hold up no other thread (Arrow's).
+        With `decode`, a small output is decoded in this thread, too. Arrow's decoder releases the GIL, so it holds up
+        no other thread.
         """
         ref, marker = pair
         key = layout.output_key(marker.output)
@@ -314,7 +315,7 @@ class Reader:
         return fetched
 
     def _bring(self, ref: ChunkRef, marker: Marker, key: str) -> tuple[_Fetched, str]:
-        """An output and its sha256: in memory if it is small, which saves writing and reading it once more."""
+        """Return an output and its sha256. A small output stays in memory, which saves writing and reading a file."""
         if marker.output_bytes <= _MEMORY_BYTES:
             data = self._store.get(key).data
             return _Fetched(ref, data), codec.sha256(data)
@@ -353,8 +354,8 @@ def _check_count(fetched: _Fetched, marker: Marker, done: int) -> None:
         )
 
 
-class _Progress:
-    """Says every few seconds how many rows are done."""
+class _RowCounter:
+    """Logs every ten seconds how many rows are done."""
 
     def __init__(self, total: int, doing: str) -> None:
         self._total = total
@@ -372,7 +373,7 @@ class _Progress:
 def _decode(
     fetched: _Fetched, shape: Shape, make: type[ArrowBlock | ObjectBlock]
 ) -> Iterator[ArrowBlock | ObjectBlock]:
-    """An output's lines, a block at a time."""
+    """Yield an output's lines in blocks."""
     row = fetched.ref.first_row
     for data in fetched.pieces():
         block = make(data, shape, row)
@@ -381,7 +382,7 @@ def _decode(
 
 
 def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
-    """Decode a row's columns; a broken row has none."""
+    """Return a function that decodes a row's columns. A row that cannot be decoded has no columns."""
     if columns is None:
 
         def read_all(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One collection under way: from a run's rows to the finished files of a table and the record of them."""
+"""Turn a run's rows into the files of a table, and describe them in a record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchinfer.collect.files import (
     as_column,
     free_name,
 )
-from batchinfer.collect.kinds import Kind, Observer
+from batchinfer.collect.kinds import Kind, KindObserver
 from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
@@ -42,7 +42,7 @@ SHARD_ROWS = 100_000
 
 
 class CollectConfig(Record, frozen=True, kw_only=True):
-    """What to collect, and into what. `format` empty: by DEST's ending, else parquet."""
+    """Options of `collect`. An empty `format` means: by DEST's ending, else parquet."""
 
     run: str
     dest: str
@@ -60,11 +60,11 @@ class CollectConfig(Record, frozen=True, kw_only=True):
 
 
 class Collecting(Protocol):
-    """One collection under way, of whatever kind."""
+    """Writes one collection: a table, or output lines as they are."""
 
     @property
     def damaged(self) -> list[str]:
-        """Chunks that turned out to be damaged when they were read."""
+        """Names of chunks that were found damaged while reading."""
         ...
 
     def write(self, dest: Destination, key: str) -> Collected:
@@ -72,19 +72,19 @@ class Collecting(Protocol):
         ...
 
     def card(self, record: Collected) -> str:
-        """The card of what was written, for the Hub."""
+        """Return the data set card of what was written, for the Hub."""
         ...
 
 
 def shard_rows_of(config: CollectConfig) -> int | None:
-    """Rows of the job a file; None: all in one."""
+    """Return the rows of the job in each file; None if one file holds all."""
     return None if suffix_of(config.dest) else config.shard_rows or SHARD_ROWS
 
 
 def make_record(
     reader: Reader, files: list[CollectedFile], *, key: str, kind: str, rows_error: int
 ) -> Collected:
-    """The record of everything that `reader` gave; says which chunks turned out to be damaged."""
+    """Return the record of what `reader` has read, and log the chunks that were damaged."""
     for gap in reader.damaged.values():
         logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
     selection, used = reader.selection, reader.used()
@@ -100,8 +100,8 @@ def make_record(
     )
 
 
-class _Source(NamedTuple):
-    """The source's columns: where they come from, and by their own name what they are called and hold."""
+class _SourceColumns(NamedTuple):
+    """The source's columns. `place` is CHUNKS, OUTPUTS or ""; `names` and `kinds` are by the column's own name."""
 
     place: str
     names: dict[str, str]
@@ -109,7 +109,7 @@ class _Source(NamedTuple):
 
 
 class Collection:
-    """A table under way. Implements Collecting."""
+    """Writes a table. Implements Collecting."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Collection:
 
     @property
     def damaged(self) -> list[str]:
-        """Chunks that turned out to be damaged when they were read."""
+        """Names of chunks that were found damaged while reading."""
         return list(self._reader.damaged)
 
     def write(self, dest: Destination, key: str) -> Collected:
@@ -153,14 +153,14 @@ class Collection:
 
     # -- what is known before the first row
 
-    def _find_source(self) -> _Source:
-        """Look at every value of the source's columns once, so that all files have the same types."""
+    def _find_source(self) -> _SourceColumns:
+        """Read every value of the source's columns once, so that all files have the same types."""
         kept = (self._selection.run.config.get("prompt") or {}).get("keep")
         place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
         if not place:
-            return _Source("", {}, {})
+            return _SourceColumns("", {}, {})
         logger.info("looking at the types of the source's columns")
-        observer = Observer()
+        observer = KindObserver()
         for block in self._reader.blocks(
             self._shape, place, self._config.columns, doing="looked at"
         ):
@@ -179,10 +179,10 @@ class Collection:
                 )
         taken = {*self._shape.names, "chunk"}
         names = {name: free_name(name, taken) for name in kinds}
-        return _Source(place, names, kinds)
+        return _SourceColumns(place, names, kinds)
 
     def _dimension(self) -> int:
-        """Length of the run's embeddings: that of the first."""
+        """Return the length of the run's first embedding."""
         for block in self._reader.blocks(self._shape):
             if block.lines.dimension:
                 return block.lines.dimension
@@ -193,7 +193,7 @@ class Collection:
 
     # -- rows
 
-    def _files(self, source: _Source) -> Iterator[TableFile]:
+    def _files(self, source: _SourceColumns) -> Iterator[TableFile]:
         rows = shard_rows_of(self._config)
         with ShardWriter(self._kind, self._schema, self._scratch.folder, rows) as writer:
             blocks = self._reader.blocks(
@@ -201,7 +201,7 @@ class Collection:
             )
             yield from writer.files(blocks, partial(self._columns, source=source))
 
-    def _columns(self, block: Block, source: _Source) -> Columns:
+    def _columns(self, block: Block, source: _SourceColumns) -> Columns:
         columns, indices = block.lines.columns()
         self._count(block)
         rows = block.source
@@ -223,7 +223,7 @@ class Collection:
         counts["completion_tokens"] += found.completion_tokens
 
     def card(self, record: Collected) -> str:
-        """The card of what was written."""
+        """Return the data set card of what was written."""
         job = self._selection.job
         total = sum(chunk.rows for chunk in job.chunks) if job is not None else record.rows
         limit = self._selection.run.config.get("limit")
@@ -246,5 +246,5 @@ class Collection:
 
 
 def _public(url: str) -> str:
-    """A source as strangers may read it: of paths and private buckets only the last name."""
+    """Return a source's URL if it is public, else its last part: a card is read by strangers."""
     return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]
