@@ -1,4 +1,4 @@
-"""`batchinfer check`: everything that can be found out before paying, all of it at once, without a GPU."""
+"""`batchinfer check`: find out before paying, without a GPU. All problems are reported at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
 
 
 def make_config(options: dict[str, Any]) -> CheckConfig:
-    """Turn options into a config; what is wrong with some of them becomes problems, not an end."""
+    """Turn options into a config. A wrong option becomes a problem, and the other options are still checked."""
     problems: list[Problem] = []
 
     def attempt(make: Callable[[dict[str, Any]], Any]) -> Any:
@@ -80,7 +80,7 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
 
 
 def tell(result: dict[str, Any]) -> None:
-    """Show a result to people."""
+    """Print a result to stderr as text."""
     lengths = (result.get("sample") or {}).get("lengths")
     if lengths:
         click.echo(

@@ -1,4 +1,4 @@
-"""Rows to check with, from wherever they are: a job, a source that is not split yet, or made up."""
+"""Sample rows for the check: from a job, from a source that is not split yet, or made up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import read_first_rows
 
 _PLACES = 4
-"""Rows are taken from so many places, spread evenly: data sets are often sorted."""
+"""Number of places, spread evenly over the data, from which rows are taken. Data sets are often sorted."""
 _WORDS = (
     "the",
     "answer",
@@ -35,14 +35,14 @@ _WORDS = (
 
 
 class Batch(NamedTuple):
-    """Some consecutive rows of one chunk (or of what will be one)."""
+    """Consecutive rows of one chunk. Rows of a source that is not split yet get a chunk name of their own."""
 
     chunk: ChunkRef
     rows: list[RawRow]
 
 
 class Data(NamedTuple):
-    """What is to be done, and a sample of it. `rows` is None where nobody knows."""
+    """Size of the data, and a sample of rows. `rows` is None where it is not known without reading everything."""
 
     rows: int | None
     chunks: int | None
@@ -53,7 +53,7 @@ class Data(NamedTuple):
 def from_assignment(
     assignment: Assignment, count: int, open_store: OpenStore, scratch: Scratch
 ) -> Data:
-    """Rows from chunks at the beginning, the end and between them. Copies those chunks to the scratch folder."""
+    """Sample the first, the last and some chunks between them. Copies these chunks to the scratch folder."""
     chunks = assignment.chunks
     each = -(-count // min(_PLACES, len(chunks)))
     sample = [
@@ -67,7 +67,7 @@ def from_assignment(
 
 
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
-    """Rows of sources as `split` would write them. Counts them all, reads a few."""
+    """Sample rows of sources as `split` would write them. Counts all rows, reads a few."""
     from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
 
     counted = count_sources(sources, choice=ColumnChoice(), limit=limit)
@@ -82,14 +82,14 @@ def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
             for block in counted.read(range(start, stop), Oddities())
             for line in block.encode(0, block.num_rows).splitlines()
         ]
-        # A name of its own: rows of one chunk have distinct keys.
+        # Each batch needs a chunk name of its own, because a row's key is its chunk and line.
         chunk = ChunkRef(name=f"row-{start}", root="", key="", first_row=start)
         sample.append(Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)]))
     return Data(counted.rows, None, sample)
 
 
 def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:
-    """Made-up rows with the columns that the prompt options name; a hundred words in the middle, some far more."""
+    """Make up rows with the columns that the prompt options name. The median length is 100 words."""
     draw = random.Random(0)
     lines = [
         json.dumps(_synthetic_row(prompt, draw, number)).encode()
@@ -100,7 +100,7 @@ def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:
 
 
 def _spread(length: int, count: int) -> list[int]:
-    """Up to `count` indices below `length`, evenly from the first to the last."""
+    """Return up to `count` indices below `length`, spread evenly from the first to the last."""
     if length <= count:
         return list(range(length))
     return [index * (length - 1) // (count - 1) for index in range(count)]

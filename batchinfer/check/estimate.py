@@ -1,4 +1,4 @@
-"""What a job will take: time, money, and how to cut it, by an earlier run's rate and a sample's lengths."""
+"""Estimate a job's time and cost, and advise on workers and chunk size. Rates come from the user or an earlier run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow
 
 RESTART_SECONDS = 600.0
-"""From a preemption to a new machine with a loaded model, where nobody has measured it: minutes each for noticing it,
-getting a machine, set-up and loading."""
+"""Seconds from a preemption to a new machine that can load the model, where no earlier run has measured it: some
+minutes each for noticing the preemption, getting a machine and setting it up."""
 MOST_LOST_SECONDS = 1800.0
-"""Restart overhead that a preemption may cost."""
+"""Seconds that a preemption may cost before `check` advises against the settings."""
 SHORTEST_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 60.0, 1200.0
 CHUNKS_PER_WORKER = 4
-"""Fewer leave workers idle at the end, when the slower ones cannot be helped."""
+"""Chunks for each worker at least. With fewer, workers idle at the end because there is nothing to share."""
 MOST_CHUNKS = 10_000
 
 
@@ -42,7 +42,7 @@ class Lengths(Record, frozen=True, kw_only=True):
     p95: int
     longest: int
     histogram: dict[str, int]
-    """Rows by the bucket's upper bound, a power of two, inclusive."""
+    """Rows by length. A key is the bucket's largest length, a power of two."""
 
 
 def measure_lengths(lengths: Sequence[int]) -> Lengths:
@@ -67,7 +67,7 @@ def measure_lengths(lengths: Sequence[int]) -> Lengths:
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """What the sample's rows came to."""
+    """Result of rendering the sample: rows, errors by code, prompt lengths."""
 
     rows: int
     rows_error: int
@@ -94,7 +94,7 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class RunRate(Record, frozen=True, kw_only=True):
-    """What one worker of an earlier run did. `row_seconds` is the time that a row spent in it, about."""
+    """Rate of one worker of an earlier run. `row_seconds` is about how long a row is in the engine."""
 
     run: str
     rate: float
@@ -108,10 +108,10 @@ class RunRate(Record, frozen=True, kw_only=True):
 
 
 def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
-    """Read a run's workers: rows over the time that their engines were busy. Read-only.
+    """Measure a run: rows of all workers over the time that their engines were busy. Read-only.
 
     Raises:
-        InputError: there is no such run, or no worker of it has finished a row.
+        InputError: There is no such run, or none of its workers has finished a row.
     """
     snapshot = RunReader(open_store(url), open_store, clock).read()
     seen = overview(snapshot, Prices())
@@ -142,7 +142,7 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
 
 
 class Estimate(Record, frozen=True, kw_only=True):
-    """Time and money for a job. `rate` is rows per second of one worker. Dollars are None without a price."""
+    """Time and cost of a job. `rate` is rows per second of one worker. Costs are in dollars, None without a price."""
 
     rows: int
     rate: float
@@ -164,7 +164,7 @@ def estimate(
     price_per_hour: float | None,
     price_source: str = "",
 ) -> Estimate:
-    """Rows over rate, and every worker's start-up once.
+    """Estimate time and cost: rows over rate, plus one start-up for each worker.
 
     >>> estimate(rows=36_000, rate=1.0, workers=10, start_seconds=0, price_per_hour=2.0).cost
     20.0
@@ -186,7 +186,7 @@ def estimate(
 
 
 def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: float) -> int | None:
-    """Workers that finish in the target time, None where starting alone takes longer.
+    """Return how many workers finish in the target time; None if starting takes longer than that.
 
     >>> workers_for(36_000, 1.0, 3600, 0), workers_for(10, 1.0, 100, 200)
     (10, None)
@@ -196,10 +196,9 @@ def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: fl
 
 
 def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
-    """A good size of chunks: some for each worker, each of a minute's to twenty minutes' work.
+    """Return a good chunk size in rows: several chunks for each worker, each a minute to twenty minutes of work.
 
-    Chunks are only bookkeeping: what a kill loses does not depend on them. Too few leave workers idle at the end, too
-    many cost requests.
+    The size does not change what a kill loses. Too few chunks leave workers idle at the end, too many cost requests.
 
     >>> chunk_rows_for(1_000_000, 20.0, 16), chunk_rows_for(1000, 20.0, 16)
     (15625, 16)
@@ -207,7 +206,7 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
     even = rows / (workers * CHUNKS_PER_WORKER)
     largest, smallest = rate * LONGEST_CHUNK_SECONDS, rate * SHORTEST_CHUNK_SECONDS
     size = min(even, largest)
-    # Where rows are few, balance beats the number of requests.
+    # With few rows per worker, an even share matters more than the number of requests.
     if size < smallest and rows / workers > smallest:
         size = smallest
     return max(1, math.ceil(max(size, rows / MOST_CHUNKS)))
@@ -216,7 +215,7 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
 def lost_seconds(
     start_seconds: float, checkpoint_seconds: float, in_flight_seconds: float
 ) -> float:
-    """What a preemption costs one worker at most: a new start, the last checkpoint's age, and rows under way."""
+    """Return the most that a preemption costs a worker: a new start, rows since the last checkpoint, rows in flight."""
     return start_seconds + checkpoint_seconds + in_flight_seconds
 
 
@@ -224,7 +223,7 @@ def lost_seconds(
 
 
 class Asked(Record, frozen=True, kw_only=True):
-    """What advice is about. `rate` is rows per second of one worker; None is what nobody knows or asked for."""
+    """Input of the advice. `rate` is rows per second of one worker. None stands for what is not known or not asked."""
 
     rows: int
     rate: float
@@ -238,7 +237,7 @@ class Asked(Record, frozen=True, kw_only=True):
 
 
 def give_advice(asked: Asked) -> dict[str, Any]:
-    """Time, cost and how to cut the job, as entries of the result."""
+    """Return estimate and advice as entries of the result."""
     rows, rate, hours, price = asked.rows, asked.rate, asked.hours, asked.price
     start = RESTART_SECONDS + (asked.load_seconds or 0.0)
     lines = []

@@ -1,4 +1,4 @@
-"""How a model lies on named GPUs, and how many rows run there at once: the worker's own rules, without a GPU."""
+"""Memory of a model on named GPUs, and how many rows run there at once. Uses the worker's own rules, without a GPU."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ GPU_MEMORY_BYTES = {
         "B200": 178.4,
     }.items()
 }
-"""What the driver reports as total, a little below the number on the box. Names are SkyPilot's."""
+"""Total bytes by GPU as the driver reports them, a little less than the product's name says. Names are SkyPilot's."""
 
 
 class Memory(Record, frozen=True, kw_only=True):
-    """How a model lies on the GPUs of one worker, and how many rows run at once."""
+    """Memory of a model on the GPUs of one worker, and how many rows run at once."""
 
     explanation: str
     tensor_parallel_size: int
@@ -55,13 +55,13 @@ class Memory(Record, frozen=True, kw_only=True):
     weights_bytes_per_gpu: int
     cache_bytes_per_gpu: int
     cache_tokens: int
-    """Of one replica; 0 where the model's config does not tell."""
+    """Tokens in the KV cache of one replica. 0 if the model's config does not tell their size."""
     rows_at_once: int | None = None
-    """Of one replica, at the sample's mean prompt and the answer's limit."""
+    """Rows that one replica runs at once, for prompts of the sample's mean length and half-finished answers."""
 
 
 def rows_at_once(cache_tokens: int, tokens_per_row: float, max_num_seqs: int | None) -> int:
-    """Rows that a KV cache holds, at most what the engine runs.
+    """Return the number of rows that fit a KV cache, at most `max_num_seqs`.
 
     >>> rows_at_once(65_536, 512, 256), rows_at_once(1_000_000, 512, 256)
     (128, 256)
@@ -74,7 +74,7 @@ def parse_gpu(text: str) -> tuple[str, list[Gpu]]:
     """Read NAME or NAME:N.
 
     Raises:
-        ConfigError: nobody knows this GPU.
+        ConfigError: The GPU is not in the table, or the number of GPUs is not a number.
 
     >>> parse_gpu("l4:2")[0], len(parse_gpu("L4:2")[1])
     ('L4', 2)
@@ -106,7 +106,7 @@ def ask_for_memory(
     """Lay a model out on one worker's GPUs, as the worker itself will.
 
     Raises:
-        ConfigError: it does not fit, or the heads do not divide.
+        ConfigError: The model does not fit, or its attention heads do not divide among the GPUs.
     """
     _, gpus = parse_gpu(gpu)
     plan = choose_parallelism(model, gpus, engine)

@@ -56,11 +56,11 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     synthetic: int | None = None
     scratch_dir: str | None = None
     problems: list[Problem] = []
-    """Found while the options were read."""
+    """Problems found while the options were read."""
 
 
 class CheckWorld(Record, frozen=True, kw_only=True):
-    """The outside world of a check."""
+    """Everything outside of a check that it uses: stores, models, prices, the clock."""
 
     open_store: OpenStore
     probe: Callable[[Store], Preconditions]
@@ -72,7 +72,7 @@ class CheckWorld(Record, frozen=True, kw_only=True):
 
 
 class Examination:
-    """One check. Each step stands alone: what one finds wrong keeps no other from looking."""
+    """Runs the steps of one check. An error in one step becomes a problem, and the next step still runs."""
 
     def __init__(self, config: CheckConfig, world: CheckWorld, scratch: Scratch) -> None:
         self.config = config
@@ -84,7 +84,7 @@ class Examination:
         self.data: Data | None = None
 
     def run(self) -> dict[str, Any]:
-        """Take every step."""
+        """Run every step and return the result."""
         config = self.config
         for path in config.task_files:
             self.problems += check_task_file(path, self.world.accelerators)
@@ -242,7 +242,7 @@ class Examination:
         return measured.lengths
 
     def _judge(self, rows: list[RenderedRow], cut: int, room: int | None) -> None:
-        """Problems of the sample's rows."""
+        """Report what is wrong with the sample's rows."""
         bad = Counter(row.code for row in rows if row.code)
         total = self.data.rows if self.data is not None else None
         for code, count in bad.most_common():

@@ -1,6 +1,6 @@
-"""Task files for SkyPilot: what is wrong with one that SkyPilot itself would take without a word. Pure but for stats.
+"""Find mistakes in SkyPilot task files that SkyPilot itself accepts silently.
 
-The rules follow SkyPilot 0.14.
+Reads the file and looks whether local sources exist; changes nothing. The rules follow SkyPilot 0.14.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOP_LEVEL = frozenset(
 RECOVERY = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes")
 STRATEGIES = ("EAGER_NEXT_REGION", "FAILOVER", "NONE")
 WANTED_CODES = (33, 34, 75)
-"""A worker's exit codes after which a fresh machine may help."""
+"""Exit codes of a worker after which a new machine may help."""
 _HOPELESS_CODES = {
     0: "the worker is done",
     2: "the configuration is wrong, which no restart mends",
@@ -130,7 +130,7 @@ def _declared(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables(task: dict[str, Any]) -> Iterator[Problem]:
-    """Names that SkyPilot would leave as literal text."""
+    """Find variables that SkyPilot does not replace."""
     declared = _declared(task)
     for field in ("file_mounts", "workdir", "volumes", "service"):
         for name in sorted(set(_names_in(task.get(field)))):
