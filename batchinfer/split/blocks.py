@@ -1,4 +1,4 @@
-"""What the readers share: what is asked of a source, and rows on their way into chunks."""
+"""Types and helpers that the readers of all formats share: counted files, chosen columns, blocks of rows."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from batchinfer.split.source_files import FoundFile
 
 ROW_FIELD, ID_FIELD = "_row", "_id"
 OWN_FIELDS = frozenset({ROW_FIELD, ID_FIELD})
-"""Written by us in every row. A source's own values under these names are left out (`--id-column _id` keeps the id)."""
+"""Columns that `split` writes into every row. A source's own columns of these names are dropped, but an `_id` can still
+name the rows (`--id-column _id`)."""
 _BATCH_REQUEST = frozenset({"custom_id", "method", "url", "body"})
 
 _encoder = msgspec.json.Encoder()
 
 
 class CountedFile(Record, frozen=True, kw_only=True):
-    """One counted file of a source, with what a reader needs to start anywhere in it.
-
-    `marks` holds (row, byte offset) of some rows in JSON Lines, and (row, 0) of every row group in parquet.
-    `digest` is the sha256 of the content (JSON Lines, CSV) or of the footer (parquet). `byte_columns` are those whose
-    values hold bytes, which become base64.
-    """
+    """A source file whose rows have been counted, with what a reader needs to start at any row."""
 
     found: FoundFile
     format: str
+    """Format: parquet, jsonl or csv."""
     rows: int
     columns: list[str]
     marks: list[tuple[int, int]]
+    """Places to start reading: (row, byte offset) of some rows in JSON Lines, (row, 0) of each row group in parquet."""
     digest: str
+    """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
+    """Columns whose values are or contain bytes, which become base64."""
 
 
 class ColumnChoice(Record, frozen=True, kw_only=True):
-    """What to keep of each row: the named columns (None: all), and the column that names rows ("": none)."""
+    """Columns to keep of each row (None: all), and the column whose value becomes the row's `_id` ("": none)."""
 
     columns: list[str] | None = None
     id_column: str = ""
 
 
 class RowBlock(Protocol):
-    """Some consecutive rows. `ids` has one entry a row, None where the row has no id of its own."""
+    """Some consecutive rows. `ids` has one entry a row, None for a row without an id of its own; or is None for all."""
 
     ids: Sequence[str | None] | None
     num_rows: int
 
     def encode(self, start: int, stop: int) -> bytes:
-        """JSON lines of rows [start, stop), each with its newline."""
+        """Return rows `start` to `stop` (exclusive) of the block as JSON lines, each with its newline."""
         ...
 
 
 class EncodedBlock:
-    """Rows that are JSON lines already, each with its newline."""
+    """A block of rows that are JSON lines already, each with its newline."""
 
     def __init__(self, lines: list[bytes], ids: Sequence[str | None] | None) -> None:
         self.ids = ids
@@ -71,7 +71,7 @@ class EncodedBlock:
 
 
 class ObjectBlock:
-    """Rows as Python objects that msgspec can encode."""
+    """A block of rows as Python objects, which msgspec encodes when their lines are asked for."""
 
     def __init__(self, rows: list[Any], ids: Sequence[str | None] | None) -> None:
         self.ids = ids
@@ -86,41 +86,41 @@ class ObjectBlock:
 
 @dataclass(slots=True)
 class Oddities:
-    """What a reader met that the chunks do not show as it was, or that will be error rows."""
+    """Counts of values that became null and of lines that will be error rows, which `split` warns about at its end."""
 
     nulls: Counter[str] = field(default_factory=Counter)
-    """NaN and infinities that became null, by column."""
+    """Number of NaN and infinities that became null, by column."""
     broken_lines: int = 0
-    """Lines that are no JSON object."""
+    """Number of lines that are no JSON object."""
     first_broken: str = ""
-    """Where the first of them is."""
+    """File and line number of the first line that is no JSON object, or ""."""
 
     def add(self, later: Oddities) -> None:
-        """Count what was met in later rows, too."""
+        """Add the counts of later rows."""
         self.nulls.update(later.nulls)
         self.broken_lines += later.broken_lines
         self.first_broken = self.first_broken or later.first_broken
 
     def take(self) -> Oddities:
-        """Return what was met so far, and begin anew."""
+        """Return the counts so far, and set them to zero."""
         taken = Oddities(self.nulls, self.broken_lines, self.first_broken)
         self.nulls, self.broken_lines, self.first_broken = Counter(), 0, ""
         return taken
 
 
 def is_batch_request(columns: Sequence[str]) -> bool:
-    """Whether these are the keys of an OpenAI batch request."""
+    """Return whether these columns include all keys of an OpenAI batch request."""
     return _BATCH_REQUEST.issubset(columns)
 
 
 def kept_columns(all_columns: Sequence[str], choice: ColumnChoice) -> list[str]:
-    """Columns to write, in the source's order without --columns, else in the order of --columns."""
+    """Return the columns to write: in the order of --columns, or without that option in the order of the source."""
     wanted = all_columns if choice.columns is None else choice.columns
     return [name for name in wanted if name not in OWN_FIELDS]
 
 
 def id_text(value: Any, row: int) -> str:
-    """The `_id` of a row: text as it is, other values as JSON, the row's number where there is none."""
+    """Return a row's `_id`: text as it is, other values as JSON, and the row's number for None."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -129,7 +129,7 @@ def id_text(value: Any, row: int) -> str:
 
 
 def no_such_column(name: str, columns: Sequence[str], *, where: str, option: str) -> InputError:
-    """The error for a column that is not there, with the names that come near."""
+    """Return the error for a column that a file lacks, with the most similar names of columns it has."""
     near = difflib.get_close_matches(name, columns, n=3, cutoff=0.5)
     known = ", ".join(columns[:30]) + (", …" if len(columns) > 30 else "")
     return InputError(

@@ -1,6 +1,6 @@
 """Chunk files, built in a local folder: hashed while they are written, one after the other or in several processes.
 
-Bytes depend on the rows alone: neither on the number of processes nor on how the sources' batches fall.
+A chunk's bytes depend on its rows alone: neither on the number of processes nor on how readers group rows into blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ logger = logging.getLogger(__name__)
 
 FRAME_ROWS = 1000
 FRAME_BYTES = 8 << 20
-"""A zstd frame holds so many rows, or fewer where they are large; frames can be read on their own."""
+"""Rows and bytes at which a zstd frame ends, whichever comes first. Each frame can be decompressed on its own."""
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
-"""Rows a process takes at once, at least, and up to the next row group's end."""
+"""Rows that a process takes at once, at least; it goes on to the end of the row group."""
 _HASH_BYTES = 8
 _SORTED_HASHES = 4 << 20
+"""Number of id hashes that are sorted at once, which bounds memory."""
 _PR_SET_PDEATHSIG = 1
 
 
 class ChunkRange(NamedTuple):
-    """One chunk to build: its rows in the job."""
+    """A chunk to build: its name, and which rows of the job it holds."""
 
     name: str
     first_row: int
@@ -47,7 +48,10 @@ class ChunkRange(NamedTuple):
 
 
 class BuiltChunk(NamedTuple):
-    """A chunk's file in the local folder, and another with the hashes of its rows' own ids, if any has one."""
+    """A chunk whose file is complete in the local folder.
+
+    `id_path` is a second file with the hashes of the rows' own ids, or None if no row has one.
+    """
 
     chunk: Chunk
     path: Path
@@ -56,7 +60,7 @@ class BuiltChunk(NamedTuple):
 
 
 class BuildSettings(NamedTuple):
-    """What every process that builds needs."""
+    """Everything that each building process needs: the counted sources, the local folder and the compression."""
 
     counted: CountedSources
     folder: Path
@@ -66,10 +70,12 @@ class BuildSettings(NamedTuple):
 def even_chunk_starts(
     rows: int, *, num_chunks: int | None = None, chunk_rows: int | None = None
 ) -> list[int]:
-    """Borders of a number of chunks, or of chunks of a size; exactly one of the two is given.
+    """Return the first row of each of `num_chunks` chunks, or of chunks of `chunk_rows` rows; then the number of rows.
+
+    Exactly one of the two is given.
 
     Raises:
-        ConfigError: More chunks than rows.
+        ConfigError: There would be more chunks than rows.
 
     >>> even_chunk_starts(10, num_chunks=3)
     [0, 3, 6, 10]
@@ -87,11 +93,17 @@ def even_chunk_starts(
     return [index * rows // num_chunks for index in range(num_chunks + 1)]
 
 
-def group_chunk_starts(counted: CountedSources, column: str, borders: Sequence[int]) -> list[int]:
-    """Move each border forward to where the column's value changes. Reads that column once.
+def group_chunk_starts(counted: CountedSources, column: str, starts: Sequence[int]) -> list[int]:
+    """Move the first row of each chunk forward to where the column's value changes. Reads that column once.
 
-    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group longer than a
-    chunk swallows the borders in it, so there may be fewer chunks than asked for. A row without a value is a group.
+    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group that is longer
+    than a chunk makes one large chunk, so there may be fewer chunks than asked for. A row without a value is a group of
+    its own.
+
+    Args:
+        counted: The sources.
+        column: Column whose value makes a group.
+        starts: The first row of each chunk, then the number of rows, as `even_chunk_starts` returns them.
 
     Raises:
         InputError: The sources have no such column, or one is damaged or changed since it was counted.
@@ -106,32 +118,32 @@ def group_chunk_starts(counted: CountedSources, column: str, borders: Sequence[i
         columns=[],
     )
     moved = [0]
-    wanted = iter(borders[1:-1])
-    border = next(wanted, None)
+    wanted = iter(starts[1:-1])
+    start = next(wanted, None)
     row, last = 0, None
     for block in narrow.read(range(counted.rows), Oddities()):
         for value in block.ids or [None] * block.num_rows:
-            if border is not None and row >= border and (value is None or value != last):
+            if start is not None and row >= start and (value is None or value != last):
                 moved.append(row)
-                while border is not None and border <= row:
-                    border = next(wanted, None)
+                while start is not None and start <= row:
+                    start = next(wanted, None)
             last = value
             row += 1
-        if border is None:
+        if start is None:
             break
-    if len(moved) < len(borders) - 1:
+    if len(moved) < len(starts) - 1:
         logger.info(
-            "--group-by %s: %d chunks of the %d asked for", column, len(moved), len(borders) - 1
+            "--group-by %s: %d chunks of the %d asked for", column, len(moved), len(starts) - 1
         )
     return [*moved, counted.rows]
 
 
-def chunk_ranges(borders: Sequence[int]) -> list[ChunkRange]:
-    """The chunks between borders."""
-    count = len(borders) - 1
+def chunk_ranges(starts: Sequence[int]) -> list[ChunkRange]:
+    """Return the chunks that begin at `starts`, which ends with the number of rows."""
+    count = len(starts) - 1
     return [
         ChunkRange(
-            layout.chunk_name(index, count), borders[index], borders[index + 1] - borders[index]
+            layout.chunk_name(index, count), starts[index], starts[index + 1] - starts[index]
         )
         for index in range(count)
     ]
@@ -141,7 +153,7 @@ def chunk_ranges(borders: Sequence[int]) -> list[ChunkRange]:
 
 
 def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[BuiltChunk]:
-    """Build consecutive chunks in this process, reading each row once. The caller removes the files.
+    """Build consecutive chunks in this process, reading each row once. The caller removes their files.
 
     Raises:
         InputError: See `CountedSources.read`.
@@ -155,7 +167,7 @@ def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bui
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """Keep Python from looking for reference cycles: rows are many objects that form none."""
+    """Turn Python's cycle collector off: rows are many objects without cycles, and the search takes time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -183,16 +195,22 @@ def _build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bu
                 left -= count
             built = writer.finish(odd.take())
         yield built
-    for _ in blocks:  # let the reader make its last check of the file
+    # All rows are read. Going on to the end lets the reader check that the file has not changed.
+    for _ in blocks:
         pass
 
 
 def build_in_processes(
     settings: BuildSettings, ranges: Sequence[ChunkRange], processes: int
 ) -> Iterator[BuiltChunk]:
-    """The same, in order, by several processes at once.
+    """Build consecutive chunks in several processes, and yield them in order.
 
-    At most two turns a process lie finished in the folder, where a turn is a row group or `_TURN_ROWS` rows.
+    A process builds one turn after another, a turn being a row group or `_TURN_ROWS` rows. At most two turns a process
+    are submitted at a time, which bounds what the folder holds.
+
+    Raises:
+        InputError: See `CountedSources.read`.
+        StorageError: A process was killed.
     """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -200,7 +218,7 @@ def build_in_processes(
 
     turns = collections.deque(_turns(settings.counted, ranges))
     pending: collections.deque[Future[list[BuiltChunk]]] = collections.deque()
-    # Not fork: pyarrow and storage clients have threads by now.
+    # Not by fork: pyarrow and storage clients have started threads, which fork does not copy.
     pool = ProcessPoolExecutor(
         min(processes, len(turns)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -222,9 +240,9 @@ def build_in_processes(
 
 
 def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[list[ChunkRange]]:
-    """Runs of chunks that end near a row group's end, as a row group cut in two is decoded twice."""
-    borders = counted.row_group_starts()
-    border = next(borders, counted.rows)
+    """Yield lists of consecutive chunks that end near the end of a row group: one cut in two is decoded twice."""
+    group_starts = counted.row_group_starts()
+    group_start = next(group_starts, counted.rows)
     turn: list[ChunkRange] = []
     rows = 0
     for chunk_range in ranges:
@@ -232,9 +250,9 @@ def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[li
         rows += chunk_range.rows
         end = chunk_range.first_row + chunk_range.rows
         has_crossed = False
-        while border <= end and border < counted.rows:
-            has_crossed = has_crossed or border > turn[0].first_row
-            border = next(borders, counted.rows)
+        while group_start <= end and group_start < counted.rows:
+            has_crossed = has_crossed or group_start > turn[0].first_row
+            group_start = next(group_starts, counted.rows)
         if rows >= _TURN_ROWS and has_crossed:
             yield turn
             turn, rows = [], 0
@@ -246,11 +264,11 @@ _settings: BuildSettings | None = None
 
 
 def _start_process(settings: BuildSettings, parent: int) -> None:
-    """Set up a process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
+    """Set up a process of the pool: it ends when its parent ends, and leaves Ctrl-C to the parent."""
     import ctypes
     import signal
 
-    global _settings  # noqa: PLW0603 - once a process, so that the counted sources are not sent with every turn
+    global _settings  # noqa: PLW0603 - set once a process, instead of being sent with every turn
     _settings = settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -265,7 +283,7 @@ def _build_turn(ranges: list[ChunkRange]) -> list[BuiltChunk]:
 
 
 class _ChunkWriter:
-    """Writes one chunk's file, compressed if asked for, and hashes what it writes."""
+    """A writer of one chunk's file, which compresses if that was asked for and hashes what it writes."""
 
     def __init__(self, settings: BuildSettings, chunk_range: ChunkRange) -> None:
         self._range = chunk_range
@@ -294,7 +312,7 @@ class _ChunkWriter:
         self._file.close()
 
     def write(self, lines: bytes, ids: Sequence[str | None]) -> None:
-        """Add some whole lines, and the ids of the rows that have one of their own."""
+        """Add whole lines. `ids` are those of their rows, None for a row without an id of its own."""
         for name in ids:
             if name is not None:
                 text = name.encode("utf-8", "surrogatepass")
@@ -309,7 +327,7 @@ class _ChunkWriter:
                 self._end_frame()
 
     def finish(self, odd: Oddities) -> BuiltChunk:
-        """Complete the file and describe it."""
+        """Complete the file and return its description. `odd` are the counts of the rows read for it."""
         if self._frame:
             self._end_frame()
         id_path = None
@@ -345,9 +363,10 @@ def _split_lines(lines: bytes) -> list[bytes]:
 
 
 def count_duplicates(id_paths: Sequence[Path]) -> int:
-    """Count rows whose id an earlier row has, by 64-bit hashes, in memory that does not grow with the rows.
+    """Count rows whose id an earlier row has, in memory that does not grow with the number of rows.
 
-    Two different ids among a billion rows meet in one hash with a chance of a few per cent.
+    Ids are compared by their 64-bit hashes. Among a billion different ids the chance that any two share a hash is a few
+    per cent.
     """
     if not id_paths:
         return 0

@@ -1,7 +1,7 @@
-"""`batchinfer split`: data sets to a job, that is JSON Lines chunks, one manifest a worker, and job.json.
+"""`batchinfer split`: makes a job of data sets, that is JSON Lines chunks, one manifest a worker, and job.json.
 
-job.json comes last and vouches for the rest: until it is there, nothing is a job, and a split that was killed is
-simply run again.
+job.json is written last and vouches for the rest. Without it a folder is not a job, so a split that was killed can
+simply be run again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LOG_SECONDS = 10.0
 
 
 class SplitConfig(Record, frozen=True, kw_only=True):
-    """What `split` was asked for. Exactly one of `num_chunks` and `chunk_rows` is set.
+    """Options of `split`. Exactly one of `num_chunks` and `chunk_rows` is set.
 
-    `columns` None keeps all; `limit` counts rows over all sources; `scratch_dir` None is the system's.
+    `columns` None keeps all. `limit` counts rows over all sources. `scratch_dir` None is the system's temporary folder.
     """
 
     sources: list[str]
@@ -57,19 +57,19 @@ class SplitConfig(Record, frozen=True, kw_only=True):
 def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     """Split the sources into a job at the store's root.
 
-    Idempotent: a finished job of the same sources and shape is left alone. Until job.json is written, last, a crash
-    leaves only objects that the next run adopts where their bytes are the same, and replaces where not. Two splits
-    must not write to one place at the same time.
+    Idempotent: a finished job of the same sources and shape is left alone. A crash before job.json is written leaves
+    objects that the next run keeps if their bytes are the same, and replaces if not. Two splits must not write to one
+    place at the same time.
 
     Args:
-        config: What to do.
-        store: Opened at `config.output`.
+        config: The options.
+        store: The store at `config.output`.
 
     Returns:
         The result object; its `status` is "done" or "unchanged".
 
     Raises:
-        ConfigError: Options that contradict each other or the number of rows.
+        ConfigError: Options contradict each other or the number of rows.
         InputError: A source cannot be used, or the output holds another job.
     """
     from batchinfer.split import chunk_files
@@ -118,7 +118,7 @@ def _warn(odd: Oddities, job: Job) -> None:
         )
 
 
-# --------------------------------------------------------------------------- what to make
+# --------------------------------------------------------------------------- the wanted job
 
 
 def _check_options(config: SplitConfig) -> None:
@@ -151,7 +151,7 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
 
 
 def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
-    """job.json as it is known before any row is read: without chunks and counts."""
+    """Return job.json as far as it is known before any row is read: without chunks and counts."""
     if config.num_chunks is not None:
         shape = {"num_chunks": config.num_chunks}
     else:
@@ -171,11 +171,11 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
     )
 
 
-# --------------------------------------------------------------------------- what is there
+# --------------------------------------------------------------------------- the existing job
 
 
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
-    """Raise InputError unless the finished job is what this run would make. Files are told by content, not by path."""
+    """Raise InputError unless the finished job is the one this run would make. Files are compared by content."""
     differences = []
     if _contents(existing) != _contents(wanted):
         differences.append("the source's files")
@@ -191,7 +191,7 @@ def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
 
 
 def _made_anew(config: SplitConfig) -> str:
-    """The command that makes the job again in the place of a damaged one."""
+    """Return the command that replaces a damaged job by making it again."""
     plain = SplitConfig(sources=[], output="")
     words = ["batchinfer split", *map(shlex.quote, config.sources)]
     for name, value in msgspec.structs.asdict(config).items():
@@ -211,7 +211,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_no_runs(store: Store, config: SplitConfig) -> None:
-    """Raise InputError if runs lie under the job: their outputs belong to the chunks that are there now."""
+    """Raise InputError if there are runs under the job: their outputs belong to the present chunks."""
     run = next(iter(store.list(layout.RUNS)), None)
     if run is not None:
         raise InputError(
@@ -220,13 +220,13 @@ def _check_no_runs(store: Store, config: SplitConfig) -> None:
         )
 
 
-# --------------------------------------------------------------------------- making it
+# --------------------------------------------------------------------------- writing the job
 
 
 def _write(
     config: SplitConfig, store: Store, counted: CountedSources, draft: Job, ranges: list[ChunkRange]
 ) -> tuple[Job, Oddities]:
-    """Build and publish chunks, then manifests, then job.json."""
+    """Build and publish the chunks, then the manifests, then job.json. Returns the job and the counts of its rows."""
     from batchinfer.split import chunk_files
     from batchinfer.split.job_writer import JobWriter
     from batchinfer.split.sources import Oddities
@@ -267,7 +267,7 @@ def _write(
 
 @contextlib.contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts finished rows: a bar on a terminal, a log line now and then elsewhere."""
+    """Yield a function that counts finished rows, for a bar on a terminal, or else a log line every ten seconds."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 

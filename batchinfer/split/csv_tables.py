@@ -1,6 +1,7 @@
 """CSV by RFC 4180 (quotes, newlines in quotes) with a header line, and its tab-separated form.
 
-CSV has no types, so every value stays the text that it is: "007" keeps its zeros. Empty lines are no rows.
+CSV has no types, so every value stays text: "007" keeps its zeros. Empty lines are not rows. The parser is Python's:
+pyarrow's accepts a quote that is never closed, and must be told the size of the largest record.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LONGEST_FIELD = 1 << 30
 
 
 class _Hashing(io.RawIOBase):
-    """Hashes what is read through it."""
+    """A stream that computes the sha256 of what is read through it."""
 
     def __init__(self, raw: BinaryIO) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class _Hashing(io.RawIOBase):
 
 @contextlib.contextmanager
 def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
-    """Yield the file's records, the header first, without empty lines."""
+    """Yield the file's records, first its header, without empty lines; and the stream that hashes the file."""
     csv.field_size_limit(_LONGEST_FIELD)
     name = found.url.lower()
     delimiter = "\t" if name.partition(".tsv")[1] else ","
@@ -78,7 +79,7 @@ def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the file once: records, sha256, and the header's names.
+    """Read the file once: number of records, sha256, and the names in the header.
 
     Raises:
         InputError: A record has more or fewer fields than the header, the header has a name twice, or the file is
@@ -114,7 +115,7 @@ def read(
 ) -> Iterator[RowBlock]:
     """Yield records `rows` of one file in order; see `parquet.read` for the arguments.
 
-    Records cannot be found without reading those before them, so a late start reads the file from its beginning.
+    A quoted value may hold line breaks, so the file is always read from its beginning, whichever row is first.
 
     Raises:
         InputError: A column is missing; the file is damaged, or changed since its count.
@@ -152,7 +153,7 @@ def read(
 
 
 def _parts(records: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Lists of records, bounded in number and in characters."""
+    """Yield lists of records, bounded in number and in characters."""
     part: list[list[str]] = []
     chars = 0
     for record in records:

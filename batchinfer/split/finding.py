@@ -1,6 +1,6 @@
-"""SOURCE arguments to lists of files: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
+"""Find the files that a SOURCE argument names: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
 
-Order is by address as text, so that the same source always gives the same rows in the same order.
+Files are sorted by their address as text, so the same source always gives the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ _FORMATS = (
     ("csv", (".csv", ".tsv")),
     ("jsonl", (".json",)),
 )
-"""In a folder the first of these that any file has is taken, and only that. Others beside it are refused, but for
-.json, which often describes data."""
+"""Formats and their endings, in order of preference. In a folder the first format that any file has is taken. Files of
+another format beside it are refused, except .json, which often describes the data."""
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
 _GLOB = re.compile(r"[*?\[]")
 
 
 class LocatedSource(NamedTuple):
-    """One SOURCE argument, found. `base` is the folder below which its files lie ("" where there is none)."""
+    """The files of one SOURCE argument.
+
+    `revision` is the commit of a data set of the Hub, else "". `base` is the folder that was named or searched, or "".
+    """
 
     url: str
     revision: str
@@ -42,12 +45,12 @@ class LocatedSource(NamedTuple):
 
 
 def locate(argument: str) -> LocatedSource:
-    """Find the files of one SOURCE argument. Lists, but reads no file (a byte or two where the name tells nothing).
+    """Find the files of one SOURCE argument. Reads no file, but for 64 bytes where the name does not tell the format.
 
     Raises:
-        InputError: There is nothing, or nothing of a known format.
+        InputError: There is no file, or none of a known format.
         AccessDenied: Credentials are missing or refused.
-        ConfigError: It is a URL that lacks a slash.
+        ConfigError: The argument is a URL that lacks a slash.
     """
     check_slashes(argument)
     if argument.startswith("hf://"):
@@ -124,7 +127,7 @@ def _find(url: str) -> list[FoundFile]:
 
 
 def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[FoundFile]:
-    """Files in order of address, without hidden ones and those that tools leave beside data (_SUCCESS)."""
+    """Return the files in order of address, without hidden ones and those that tools leave beside data (_SUCCESS)."""
     base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if _GLOB.search(path) else path
     return sorted(
         source_files.make_found_file(_url_of(url, name), info)
@@ -137,7 +140,7 @@ def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[Fou
 
 
 def _url_of(url: str, name: str) -> str:
-    """Address of a listed file: relative where the argument was relative."""
+    """Return the address of a listed file, relative if the argument was relative."""
     if source_files.is_local(url):
         root = source_files.open_filesystem(url)[1]
         plain = str(source_files.local_path(url))
@@ -164,9 +167,9 @@ def _choose(
     """Return the format to read and the files that have it.
 
     Args:
-        url: For messages.
-        files: What was found.
-        is_whole: Every file must have one format, as someone chose these by a pattern.
+        url: The argument, for messages.
+        files: The files that were found.
+        is_whole: Whether all files must have one format, because a pattern chose them.
     """
     for index, (kind, _) in enumerate(_FORMATS):
         chosen = _of_formats(files, index)
@@ -186,10 +189,10 @@ def _choose(
 
 
 def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
-    """Look at the files of a folder that are not taken.
+    """Check the files of a folder that are left out.
 
     Raises:
-        InputError: data in another format is among them: rows would be missing without a word.
+        InputError: Data in another format is among them, so rows would be missing.
     """
     for index, (other, endings) in enumerate(_FORMATS):
         data = _of_formats(rest, index)
@@ -212,7 +215,7 @@ def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
 
 
 def _format_of(url: str) -> str:
-    """Format of one file that was named: by its ending, else by its first bytes."""
+    """Return the format of one file by its ending, else by its first bytes."""
     for kind, endings in _FORMATS:
         if _endings(url).endswith(endings):
             return kind

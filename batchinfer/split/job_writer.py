@@ -1,4 +1,4 @@
-"""Chunks, manifests and job.json to a store, in an order in which nothing half-written can pass for a job."""
+"""Writes chunks, then manifests, then job.json to a store: a split that was killed leaves no job.json, so no job."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchinfer.storage import Store
 
 _THREADS = 4
 _BYTES = 64 << 20
-"""Chunks are published beside each other up to this size together, so that memory stays bounded."""
+"""Bytes of the chunks that are published at the same time, together, which bounds memory. A larger chunk goes alone."""
 
 
 def read_job(store: Store, *, hint: str = "") -> Job | None:
-    """Read job.json, or return None where there is none. `hint` is what to do if it is damaged.
+    """Read job.json, or return None if there is none. `hint` says what to do if it is damaged.
 
     Raises:
-        NewerVersion: a later batchinfer wrote it.
-        InputError: it is damaged.
+        NewerVersion: A later version of batchinfer wrote it.
+        InputError: It is damaged.
     """
     name = f"{store.url}/{layout.JOB_KEY}"
     try:
@@ -35,7 +35,7 @@ def read_job(store: Store, *, hint: str = "") -> Job | None:
 
 
 def refuse_newer(store: Store) -> None:
-    """Refuse the job of a later batchinfer; a damaged one passes. Raises NewerVersion."""
+    """Raise NewerVersion if a later version of batchinfer wrote job.json. A damaged job.json is accepted."""
     try:
         data = store.get(layout.JOB_KEY).data
     except ObjectNotFound:
@@ -44,22 +44,21 @@ def refuse_newer(store: Store) -> None:
 
 
 def remove_job(store: Store) -> None:
-    """Remove a job: job.json first, so that what is left of a crash in between is no job."""
+    """Remove a job, its job.json first: after a crash in between, the rest is not a job any more."""
     store.delete([layout.JOB_KEY])
     for prefix in (layout.CHUNKS, layout.MANIFESTS):
         store.delete([item.key for item in store.list(prefix)])
 
 
 class JobWriter:
-    """Writes one job to an empty place, or to one where an unfinished split left objects.
+    """A writer of one job, to an empty place or to one where an unfinished split left objects.
 
-    An object that is there already is kept if its bytes are the same and replaced if not, as long as no job.json
-    vouches for it.
+    While there is no job.json, an object that exists already is kept if its bytes are the same, and replaced if not.
 
     Args:
-        store: Where the job goes.
-        compression: That of the chunks.
-        advance: Is called with the number of rows of each chunk that is durable.
+        store: The store at the job's place.
+        compression: Compression of the chunks, "none" or "zstd".
+        advance: A function that is called with the number of rows of each chunk once it is durable.
     """
 
     def __init__(self, store: Store, compression: str, advance: Callable[[int], object]) -> None:
@@ -68,7 +67,7 @@ class JobWriter:
         self._advance = advance
 
     def publish(self, built: Iterable[BuiltChunk]) -> Iterator[BuiltChunk]:
-        """Publish chunk files beside the building of the next, remove them, and yield each once it is durable."""
+        """Publish chunk files in threads while the next are built, remove them, and yield each chunk once durable."""
         waiting: deque[tuple[BuiltChunk, Future[None]]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish") as pool:
@@ -92,7 +91,7 @@ class JobWriter:
                 yield finish()
 
     def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
-        """Write all.txt and one manifest a worker: consecutive chunks, their numbers even to one."""
+        """Write all.txt and one manifest a worker, of consecutive chunks; two manifests differ by at most one chunk."""
         lines = [f"{self._key(chunk)}\n" for chunk in chunks]
         texts = {layout.ALL_MANIFEST: "".join(lines)}
         for index in range(num_workers):
@@ -104,10 +103,10 @@ class JobWriter:
         self._store.delete(stale)
 
     def finish(self, job: Job) -> None:
-        """Look once more at the chunks, remove what another, unfinished split left, and write job.json.
+        """Check that all chunks exist, remove what an unfinished split left, and write job.json.
 
         Raises:
-            InputError: Another split wrote here meanwhile.
+            InputError: Another split wrote to the same place meanwhile.
         """
         there = {item.key: item.bytes for item in self._store.list(layout.CHUNKS)}
         expected = {self._key(chunk): chunk.bytes for chunk in job.chunks}
@@ -139,7 +138,7 @@ class JobWriter:
             self._store.create(key, data)
 
     def _remove_leftover(self, key: str) -> None:
-        """Remove other bytes under one of our keys, which only a split that never finished may have left."""
+        """Remove an object whose key we need. Raises InputError if a job.json vouches for it."""
         if read_job(self._store) is not None:
             raise self._other_split()
         self._store.delete([key])

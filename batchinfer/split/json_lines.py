@@ -1,8 +1,8 @@
-r"""JSON Lines, plain, gzip or zstd: lines pass through as they are, with `_row` and `_id` spliced in.
+r"""JSON Lines, plain, gzip or zstd: each line is copied as it is, with `_row` and `_id` added at its end.
 
-Numbers, escapes and key order stay byte for byte, as a line is only taken apart where columns are chosen or where it
-has a `_row` or `_id` of its own. A line that is no JSON object stays exactly as it is; the worker makes an error row
-of it. Lines end at the byte "\n" alone.
+Numbers, escapes and key order stay byte for byte. A line is encoded anew only if columns are chosen or if it has a
+`_row` or `_id` of its own, and even then the values stay as they are. A line that is no JSON object is copied
+unchanged, and the worker makes an error row of it. Lines end at the byte "\n" alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from batchinfer.split.source_files import FoundFile
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20
-"""A position is remembered every so many bytes, so that a reader can start near any row."""
+"""Bytes between the positions that are remembered, so that a reader can start near any row."""
 _SAMPLE_LINES = 100
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -47,7 +47,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the file once: lines, sha256, positions, and the keys of the first objects.
+    """Read the file once: number of lines, sha256, some positions, and the keys of the first objects.
 
     Raises:
         InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
@@ -100,13 +100,13 @@ def _sample_keys(head: bytes) -> list[str]:
 
 
 def has_object(item: CountedFile) -> bool:
-    """Whether any line of the file is a JSON object. Reads it as far as it must."""
+    """Return whether any line of the file is a JSON object. Stops reading at the first one."""
     with source_files.open_stream(item.found) as stream:
         return any(_decode_object(line.removeprefix(_BOM)) is not None for line in stream)
 
 
 def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
-    """Return which of these keys occur anywhere in the file. Reads it as far as it must."""
+    """Return which of these keys any object of the file has. Stops reading once all are found."""
     missing = set(wanted)
     with source_files.open_stream(item.found) as stream:
         for line in stream:
@@ -150,7 +150,7 @@ def read(
 
 
 def _line_lists(stream: BinaryIO, count: int) -> Iterator[list[bytes]]:
-    """Lists of whole lines, about a megabyte each, `count` lines in all if there are so many."""
+    """Yield lists of whole lines, about a megabyte each, and `count` lines in all if the file has so many."""
     while count and (lines := stream.readlines(_BLOCK_BYTES)):
         yield lines[:count]
         count -= len(lines[:count])
@@ -161,9 +161,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _decode_object(line: bytes) -> dict[str, Any] | None:
-    """The line's object, or None if it is no JSON object in UTF-8.
+    """Return the line's object, or None if the line is no JSON object in UTF-8.
 
-    msgspec refuses lone surrogates and numbers beyond a float; the standard library reads both.
+    msgspec refuses lone surrogates, and numbers too large for a float; the standard library reads both.
     """
     try:
         value = _any_decoder.decode(line)
@@ -176,15 +176,15 @@ def _decode_object(line: bytes) -> dict[str, Any] | None:
 
 
 class _Splicer:
-    """Adds `_row` and `_id` to lines, and leaves out the columns that are not asked for."""
+    """A conversion of lines: adds `_row` and `_id`, and leaves out the columns that are not chosen."""
 
     def __init__(self, choice: ColumnChoice) -> None:
         self._choice = choice
         self.broken: list[int] = []
-        """Numbers of the last block's rows that are no JSON object."""
+        """Row numbers of the lines in the last block that are no JSON object."""
 
     def block(self, lines: list[bytes], first_row: int) -> RowBlock:
-        """Convert some consecutive lines, the first of which has this number in the job."""
+        """Convert some consecutive lines. `first_row` is the number in the job of the first."""
         self.broken = []
         done: list[bytes] = []
         ids: list[str | None] = []
@@ -214,17 +214,19 @@ class _Splicer:
         return b"".join((body, comma, b'"', tail, _encode_text(text), b"}\n")), name
 
     def _pick(self, line: bytes, value: dict[str, Any]) -> bytes:
-        """The object without its end, with only the kept columns; their values stay byte for byte."""
+        """Return the object with only the kept columns, without its closing brace. Values stay byte for byte."""
         names = [name for name in kept_columns(list(value), self._choice) if name in value]
         try:
             raw = _raw_decoder.decode(line)
             return _encoder.encode({name: raw[name] for name in names})[:-1]
-        except (msgspec.DecodeError, UnicodeDecodeError):  # a lone surrogate again
+        except (msgspec.DecodeError, UnicodeDecodeError):  # a lone surrogate, as in _decode_object
             return json.dumps({name: value[name] for name in names}).encode()[:-1]
 
 
 def _encode_text(text: str) -> bytes:
     try:
         return _encoder.encode(text)
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+    except (
+        UnicodeEncodeError
+    ):  # a lone surrogate, which UTF-8 cannot hold and JSON only as an escape
         return json.dumps(text).encode()

@@ -1,4 +1,4 @@
-"""The data sets that jobs are made of, read-only: found, counted, and read as JSON lines.
+"""The data sets that a job is made of, read-only: they are found, counted, and read as JSON lines.
 
 `count_sources` finds and counts (parquet from footers, JSON Lines and CSV in a first pass), so that the rows of every
 chunk are known before one is decoded; `CountedSources.read` then yields any range of rows in bounded memory.
@@ -41,23 +41,20 @@ logger = logging.getLogger(__name__)
 
 
 class CountedSources(Record, frozen=True, kw_only=True):
-    """Counted sources: where every row of a job comes from. Rows are numbered from 0 over all files in order.
-
-    `rows` is after the limit; `files` holds only files that some row comes from, or that are empty among them.
-    """
+    """Sources whose rows have been counted. The job numbers their rows from 0, over all files in order."""
 
     sources: list[Source]
     files: list[CountedFile]
     bases: list[str]
-    """Folders below which sources lie, for `check_apart`."""
+    """Folders that were given as sources, or that patterns search. The output must not be in one of them."""
     choice: ColumnChoice
     rows: int
     columns: list[str]
-    """What a row holds: as chosen, else every column of any file in order of appearance."""
+    """Columns of the job: those chosen, else every column of any file, in order of appearance."""
 
     @property
     def is_shared(self) -> bool:
-        """Other processes of this machine can read every file (memory:// is private to one)."""
+        """Whether other processes of this machine can read every file. They cannot read memory://."""
         return not any(item.found.url.startswith("memory://") for item in self.files)
 
     def read(self, rows: range, odd: Oddities) -> Iterator[RowBlock]:
@@ -65,10 +62,10 @@ class CountedSources(Record, frozen=True, kw_only=True):
 
         Args:
             rows: Consecutive row numbers of the job.
-            odd: Is counted up by NaN, infinities and broken lines.
+            odd: The NaN, infinities and broken lines that are met are added to it.
 
         Raises:
-            InputError: A file is damaged, changed since it was counted, or holds what JSON cannot.
+            InputError: A file is damaged, changed since it was counted, or holds a value without an exact JSON form.
         """
         first = 0
         for item in self.files:
@@ -79,18 +76,21 @@ class CountedSources(Record, frozen=True, kw_only=True):
             first += item.rows
 
     def row_group_starts(self) -> Iterator[int]:
-        """Yield the row numbers where a row group starts: the cheap places to start reading."""
+        """Yield the first row of each row group, or of each remembered position: reading can start there at no cost."""
         first = 0
         for item in self.files:
             yield from (first + row for row, _ in item.marks)
             first += item.rows
 
     def require_column(self, option: str, name: str) -> None:
-        """Raise InputError unless rows have this column; JSON Lines may lack it in some. May read them."""
+        """Raise InputError unless all parquet and CSV files, and any row of JSON Lines, have the column.
+
+        May read JSON Lines to find out.
+        """
         _require_columns(self.files, [(option, name)])
 
     def check_apart(self, output: str) -> None:
-        """Raise InputError if the output would lie inside a source, or a source inside the output."""
+        """Raise InputError if the output is inside a source, or a source inside the output."""
         for base in self.bases:
             if is_inside(output, base):
                 raise InputError(
@@ -112,11 +112,12 @@ def count_sources(
 
     Args:
         arguments: Files, folders, globs and URLs, in the order of their rows.
-        choice: Columns to keep and the id column; both are checked here as far as the files tell.
-        limit: At most so many rows; files beyond it are not even counted.
+        choice: Columns to keep, and the one that names rows.
+        limit: Number of rows at most. Files after the last of these rows are not counted.
 
     Raises:
-        InputError: Nothing there, an unknown format, no rows, nothing but broken lines, no such column, a damaged file.
+        InputError: A source has no file, an unknown format, no rows, broken lines only, or lacks a column; or a file is
+            damaged.
         AccessDenied: Credentials are missing or refused.
     """
     sources, files, bases = [], [], []
@@ -161,7 +162,7 @@ def _source_file(item: CountedFile) -> SourceFile:
 
 
 def _check_columns(files: list[CountedFile], choice: ColumnChoice) -> list[str]:
-    """Return the columns that rows will hold. JSON Lines may lack a column in some rows, but not in all."""
+    """Return the columns of the job. Raises InputError if a column that an option names is missing."""
     asked = [("--columns", name) for name in choice.columns or []]
     asked += [("--id-column", choice.id_column)] if choice.id_column else []
     known = _require_columns(files, asked)
@@ -169,7 +170,11 @@ def _check_columns(files: list[CountedFile], choice: ColumnChoice) -> list[str]:
 
 
 def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> list[str]:
-    """Return all columns, if those asked for by the options are among them."""
+    """Return the columns of all files.
+
+    Raises:
+        InputError: A parquet or CSV file lacks a column that an option names, or every row of JSON Lines lacks it.
+    """
     known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in files)))
     open_names = {name for _, name in asked} - set(known)
     if open_names:
@@ -197,7 +202,7 @@ def _warn_about_repeats(files: list[CountedFile]) -> None:
 
 
 def _refuse_nothing_but_broken(files: list[CountedFile]) -> None:
-    """Raise InputError if no line of any file is a JSON object: not one row could be answered."""
+    """Raise InputError if no line of any file is a JSON object, as then every row would be an error row."""
     if any(item.format != "jsonl" or item.columns for item in files):
         return
     from batchinfer.split import json_lines
@@ -219,7 +224,7 @@ def _warn_about_bytes(files: list[CountedFile], columns: list[str]) -> None:
 
 
 class _FormatModule(Protocol):
-    """One module a format."""
+    """The functions that the module of each format has."""
 
     def count(self, found: FoundFile) -> CountedFile: ...
     def read(
@@ -228,6 +233,6 @@ class _FormatModule(Protocol):
 
 
 def _format_module(kind: str) -> _FormatModule:
-    """Import a format's module when a file has the format: pyarrow takes time to load."""
+    """Return a format's module, imported only for sources of that format: pyarrow takes time to load."""
     module = {"parquet": "parquet", "jsonl": "json_lines", "csv": "csv_tables"}[kind]
     return cast("_FormatModule", importlib.import_module(f"batchinfer.split.{module}"))
