@@ -26,7 +26,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.ledger.jobs import OpenStore, split_name
-from batchinfer.storage.hub import HubDataset, parse_address
+from batchinfer.storage.hub import HubRepository, parse_address
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _open_dest(
 ) -> Destination:
     suffix = FORMATS[kind]
     if config.dest.startswith("hf://"):
-        dataset = HubDataset(parse_address(config.dest), is_private=config.is_private)
+        dataset = HubRepository(parse_address(config.dest), is_private=config.is_private)
         return HubDestination(dataset, scratch.new_path("hub"), suffix, overwrite=config.overwrite)
     if suffix_of(config.dest):
         folder, name = split_name(config.dest)

@@ -13,7 +13,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.storage import Store
-from batchinfer.storage.hub import CARD, HubDataset
+from batchinfer.storage.hub import CARD, HubRepository
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,9 @@ class FileDestination:
 class HubDestination:
     """A data set on the Hub: files gather in a local folder, and one commit at the end shows them all."""
 
-    def __init__(self, dataset: HubDataset, folder: Path, suffix: str, *, overwrite: bool) -> None:
+    def __init__(
+        self, dataset: HubRepository, folder: Path, suffix: str, *, overwrite: bool
+    ) -> None:
         self._dataset = dataset
         self._folder = folder
         self._suffix = suffix

@@ -279,7 +279,7 @@ def parse_address(url: str) -> Address:
     return Address(match["repo"], match["branch"] or "")
 
 
-class HubDataset:
+class HubRepository:
     """A repository on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN)."""
 
     def __init__(self, address: Address, *, is_private: bool) -> None:
