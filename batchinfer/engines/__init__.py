@@ -35,6 +35,9 @@ class RequestSource(Protocol):
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """Return up to `max_requests` requests that are ready now, perhaps none; None once there will never be more.
 
+        The caller of `Engine.generate` gets new requests ready each time that `generate` yields. An engine that got
+        none therefore yields before it asks again.
+
         Args:
             max_requests: At least 1.
             free_slots: With several replicas, the number of requests that each can take now. The first `free_slots[0]`
