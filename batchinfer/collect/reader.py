@@ -21,7 +21,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.formats.arrow_lines import ArrowBlock, can_read
-from batchinfer.formats.columns import ObjectBlock, Shape
+from batchinfer.formats.columns import OutputBlock, Shape
 from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
@@ -129,7 +129,7 @@ class Block(NamedTuple):
     """Consecutive rows of one chunk: the answers, and the source's columns if they are wanted."""
 
     chunk: str
-    lines: ObjectBlock | ArrowBlock
+    lines: OutputBlock | ArrowBlock
     source: list[dict[str, Any]] | None
 
     @property
@@ -148,7 +148,7 @@ class _Fetched(NamedTuple):
 
     ref: ChunkRef
     output: Path | bytes
-    blocks: list[ArrowBlock | ObjectBlock] | None = None
+    blocks: list[ArrowBlock | OutputBlock] | None = None
     """The output's lines, where the fetching thread has decoded them."""
     chunk: Path | None = None
     problem: str = ""
@@ -169,7 +169,7 @@ class _Fetched(NamedTuple):
                 path.unlink(missing_ok=True)
 
 
-_Decode = Callable[[_Fetched], Iterable[ArrowBlock | ObjectBlock]]
+_Decode = Callable[[_Fetched], Iterable[ArrowBlock | OutputBlock]]
 
 
 class Reader:
@@ -226,7 +226,7 @@ class Reader:
             RunUnsound: a chunk is damaged, and a part is not enough.
         """
         is_plain = can_read(shape) and source_from != OUTPUTS
-        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else ObjectBlock)
+        decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else OutputBlock)
         bring = partial(
             self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
         )
@@ -328,7 +328,7 @@ class Reader:
     def _read(
         fetched: _Fetched,
         marker: Marker,
-        blocks: Iterable[ArrowBlock | ObjectBlock],
+        blocks: Iterable[ArrowBlock | OutputBlock],
         read: Callable[[bytes], dict[str, Any]] | None,
     ) -> Iterator[Block]:
         done = 0
@@ -339,7 +339,7 @@ class Reader:
                 source = None
                 if read is not None and chunk is not None:
                     source = [read(chunk.readline()) for _ in range(block.num_rows)]
-                elif read is not None and isinstance(block, ObjectBlock):
+                elif read is not None and isinstance(block, OutputBlock):
                     source = list(map(read, block.sources()))
                 yield Block(fetched.ref.name, block, source)
         _check_count(fetched, marker, done)
@@ -371,8 +371,8 @@ class _RowCounter:
 
 
 def _decode(
-    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | ObjectBlock]
-) -> Iterator[ArrowBlock | ObjectBlock]:
+    fetched: _Fetched, shape: Shape, make: type[ArrowBlock | OutputBlock]
+) -> Iterator[ArrowBlock | OutputBlock]:
     """Yield an output's lines in blocks."""
     row = fetched.ref.first_row
     for data in fetched.pieces():

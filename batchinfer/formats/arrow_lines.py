@@ -1,6 +1,6 @@
 """Fast path for the bar "collect is not slower than `datasets`" (docs/performance.md): Arrow reads native lines.
 
-It gives what `ObjectBlock` gives, several times as fast, because no line becomes a Python object. `can_read` says for
+It gives what `OutputBlock` gives, several times as fast, because no line becomes a Python object. `can_read` says for
 which columns; nearly every run has no others. A module of its own because it works on Arrow arrays throughout.
 """
 
@@ -22,9 +22,9 @@ def can_read(shape: Shape) -> bool:
 
 
 class ArrowBlock:
-    """Consecutive native lines as an Arrow table. It has the methods of `ObjectBlock`, with arrays in place of lists.
+    """Consecutive native lines as an Arrow table. It has the methods of `OutputBlock`, with arrays in place of lists.
 
-    Args and Raises: see `ObjectBlock`.
+    Args and Raises: see `OutputBlock`.
     """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
@@ -87,7 +87,7 @@ class ArrowBlock:
         return len(lines.unique())
 
     def columns(self) -> tuple[dict[str, Any], list[int] | None]:
-        """Return the array of each column, and the lines of exploded answers. See `ObjectBlock.columns`."""
+        """Return the array of each column, and the lines of exploded answers. See `OutputBlock.columns`."""
         from pyarrow import compute
 
         choices = self._array("choices")

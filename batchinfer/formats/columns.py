@@ -92,7 +92,7 @@ def _mentions(value: Any, word: str) -> bool:
 # --------------------------------------------------------------------------- lines
 
 
-class ObjectBlock:
+class OutputBlock:
     """Consecutive output lines as Python objects. It reads every format; `ArrowBlock` is faster for some.
 
     Args:
@@ -134,7 +134,7 @@ class ObjectBlock:
             sum([usage.completion_tokens for usage in usages]),
         )
 
-    def part(self, start: int, stop: int) -> ObjectBlock:
+    def part(self, start: int, stop: int) -> OutputBlock:
         """Return the lines from `start` up to `stop`, exclusive."""
         part = copy.copy(self)
         part.lines = self.lines[start:stop]

@@ -19,7 +19,7 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Run
 from batchinfer.formats.arrow_lines import ArrowBlock
-from batchinfer.formats.columns import ObjectBlock, Shape
+from batchinfer.formats.columns import OutputBlock, Shape
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN
@@ -305,7 +305,7 @@ def test_reasoning_has_a_column_where_the_run_speaks_of_it() -> None:
     data = json.dumps(line).encode() + b"\n"
     shape = Shape(output_format="native", answers="single", has_reasoning=True)
     plain = msgspec.structs.replace(shape, has_reasoning=False)
-    for kind in (ObjectBlock, ArrowBlock):
+    for kind in (OutputBlock, ArrowBlock):
         assert list(map(str, kind(data, shape, 0).columns()[0]["reasoning"])) == ["2+2"]
         assert kind(data, plain, 0).num_unshown() == 1
 
@@ -333,7 +333,7 @@ def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
         ]
     )
     shape = Shape(output_format="native", answers=answers)
-    left, right = ObjectBlock(data, shape, 5), ArrowBlock(data, shape, 5)
+    left, right = OutputBlock(data, shape, 5), ArrowBlock(data, shape, 5)
     for one, other in ((left, right), (left.part(1, 3), right.part(1, 3))):
         assert one.counts() == other.counts()
         assert one.num_rows == other.num_rows
