@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
@@ -15,7 +16,10 @@ from openai.types.chat import ChatCompletion
 from batchinfer.check import command as check_command
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Choice, Completion, Failure, Sampling, TokenLogprob
-from batchinfer.formats import FORMATS, encoder_for, read_line
+from batchinfer.formats import FORMATS, OutputFormat, OutputLine, encoder_for, read_line
+from batchinfer.formats.arrow_lines import can_read
+from batchinfer.formats.columns import OutputBlock, shape_of
+from batchinfer.formats.lines import OutputChoice
 from batchinfer.prompts import (
     REQUEST_FORMATS,
     Code,
@@ -125,6 +129,37 @@ def test_a_worker_repeats_the_prompts_of_plain_rows_where_the_format_repeats_req
 def test_an_unknown_format_is_refused_with_its_nearest_match():
     with pytest.raises(ConfigError, match="did you mean 'native'"):
         encoder_for(PromptConfig(output_format="nativ"))
+
+
+def test_a_format_in_the_table_is_known_to_writers_and_readers(monkeypatch):
+    class Line(msgspec.Struct):
+        answer: str | None
+
+    class OneWord:
+        def encode(self, prepared, completion=None):
+            return msgspec.json.encode(
+                Line(None if completion is None else completion.choices[0].text)
+            )
+
+    def convert(line):
+        status = "error" if line.answer is None else "ok"
+        return OutputLine(None, None, status, [OutputChoice(text=line.answer)])
+
+    word = OutputFormat(
+        name="word",
+        make_encoder=lambda _config, _model, _created: OneWord(),
+        decoder=msgspec.json.Decoder(Line),
+        convert=convert,
+    )
+    monkeypatch.setitem(FORMATS, "word", word)
+    prepared = prepare({"p": "x"}, prompt_column="p", output_format="word")
+    encoder = encoder_for(PromptConfig(output_format="word"))
+    data = encoder.encode(prepared, answer(prepared, Choice(index=0, text="a")))
+    assert read_line(data, "word").texts == read_line(data).texts == ["a"]
+    shape = shape_of({"prompt": {"output_format": "word"}}, explode=False)
+    assert not can_read(shape)
+    columns, _ = OutputBlock(data + b"\n", shape, 7).columns()
+    assert (columns["row"], columns["id"], columns["text"]) == ([7], ["7"], ["a"])
 
 
 # ------------------------------------------------------------------ native
