@@ -575,13 +575,13 @@ def test_a_template_that_reaches_for_pythons_insides_ends_the_run_with_2(
 @pytest.fixture
 def command(engine: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """`batchinfer worker` with these arguments and the shared engine; returns its result."""
-    from batchinfer.worker import command
+    from batchinfer.worker import background, command, config
 
-    def shared_world(**options: Any) -> Any:
+    def shared_environment(**options: Any) -> Any:
         return dataclasses.replace(real_environment(**options), create_engine=lambda _: engine)
 
-    monkeypatch.setattr(command, "real_environment", shared_world)
-    monkeypatch.setattr(command, "install_signal_handlers", lambda _: None)
+    monkeypatch.setattr(config, "real_environment", shared_environment)
+    monkeypatch.setattr(background, "install_signal_handlers", lambda _: None)
 
     def run_command(*arguments: str) -> dict[str, Any]:
         options = ["--model", str(MODEL), "--max-model-len", str(MODEL_LENGTH), *arguments]
