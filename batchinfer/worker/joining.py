@@ -62,7 +62,7 @@ class Membership:
         self.make_builder(None, None)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
-        """Create run.json, or check that the one there has the same fingerprint. See runconfig.join_run."""
+        """Create run.json, or check that the one there has the same fingerprint. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),

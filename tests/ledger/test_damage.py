@@ -126,19 +126,19 @@ class TestThePublisher:
         assert (first.is_ours, second.is_ours) == (True, False)
         assert store.get(MARKER).data == data
 
-    def test_of_two_menders_one_wins_and_the_other_discards_its_output(
+    def test_of_two_workers_that_fix_it_one_wins_and_the_other_discards_its_output(
         self, store: MemoryStore, tmp_path: Path
     ) -> None:
         self.publisher(store, "n0").publish(
             self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
         )
         store.delete([OUTPUT])
-        menders = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
-        assert [mender.current_marker(CHUNK, 0) for mender in menders] == [None, None]
+        fixers = [self.publisher(store, nonce) for nonce in ("n1", "n2")]
+        assert [fixer.current_marker(CHUNK, 0) for fixer in fixers] == [None, None]
 
         published = [
-            mender.publish(self.built(tmp_path, text), marker_record(), chunk=CHUNK, leftovers=[])
-            for mender, text in zip(menders, (b"one", b"two"), strict=True)
+            fixer.publish(self.built(tmp_path, text), marker_record(), chunk=CHUNK, leftovers=[])
+            for fixer, text in zip(fixers, (b"one", b"two"), strict=True)
         ]
 
         assert [entry.is_ours for entry in published] == [True, False]
@@ -152,13 +152,13 @@ class TestThePublisher:
             self.built(tmp_path, b"old"), marker_record(), chunk=CHUNK, leftovers=[]
         )
         store.delete([OUTPUT])
-        mender = self.publisher(store, "n1")
-        mender.current_marker(CHUNK, 0)
+        fixer = self.publisher(store, "n1")
+        fixer.current_marker(CHUNK, 0)
 
         def killed(*_: object) -> str:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(store, "create", killed)
         with pytest.raises(KeyboardInterrupt):
-            mender.publish(self.built(tmp_path, b"new"), marker_record(), chunk=CHUNK, leftovers=[])
+            fixer.publish(self.built(tmp_path, b"new"), marker_record(), chunk=CHUNK, leftovers=[])
         assert OUTPUT not in {info.key for info in store.list(layout.OUTPUTS)}

@@ -35,7 +35,7 @@ def keys(store: MemoryStore) -> list[str]:
     return [info.key for info in store.list("")]
 
 
-def standing(store: MemoryStore) -> Marker:
+def current_marker(store: MemoryStore) -> Marker:
     return codec.decode(store.get(layout.marker_key(CHUNK)).data, Marker, name="marker")
 
 
@@ -57,7 +57,7 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     output = built(tmp_path)
     published = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
     assert published.is_ours
-    marker = standing(store)
+    marker = current_marker(store)
     data = store.get(layout.output_key(marker.output)).data
     assert marker.output == "part-00000.jsonl"
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
@@ -76,7 +76,7 @@ def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
             )
     found = keys(store)
     if layout.marker_key(CHUNK) in found:
-        assert layout.output_key(standing(store).output) in found
+        assert layout.output_key(current_marker(store).output) in found
     again = publisher(store, "n1").publish(output, marker_record(), chunk=CHUNK, leftovers=[])
     assert again.marker.output == "part-00000.jsonl"
     assert keys(store) == [layout.output_key("part-00000.jsonl"), layout.marker_key(CHUNK)]
@@ -96,7 +96,7 @@ def test_a_chunk_is_done_once_its_marker_stands_even_if_nothing_can_be_deleted(
         built(tmp_path), marker_record(), chunk=CHUNK, leftovers=["checkpoints/x"]
     )
     assert published.is_ours
-    assert standing(store).output == "part-00000.jsonl"
+    assert current_marker(store).output == "part-00000.jsonl"
 
 
 def _fail(*_: object, **__: object) -> None:
@@ -135,7 +135,7 @@ def test_a_second_with_equal_bytes_does_not_discard_the_firsts_output(
     publisher(store, "n2").publish(
         built(tmp_path), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
     )
-    assert layout.output_key(standing(store).output) in keys(store)
+    assert layout.output_key(current_marker(store).output) in keys(store)
 
 
 def test_leftovers_go_only_after_the_marker(
@@ -176,7 +176,7 @@ def test_a_repaired_chunk_gets_a_new_output_and_the_next_marker(
     )
     assert repaired.marker.output == "part-00000.n2.jsonl"
     assert layout.marker_key(CHUNK, 1) in keys(store)
-    assert store.get(layout.output_key(standing(store).output)).data == b'{"a":1}\n{"a":2}\n'
+    assert store.get(layout.output_key(current_marker(store).output)).data == b'{"a":1}\n{"a":2}\n'
 
 
 def overwriting(store: MemoryStore) -> Callable[[str, bytes], str]:
@@ -190,7 +190,7 @@ def overwriting(store: MemoryStore) -> Callable[[str, bytes], str]:
     return put
 
 
-def test_without_preconditions_outputs_have_names_of_their_own_and_the_standing_marker_is_kept(
+def test_without_preconditions_outputs_have_names_of_their_own_and_the_current_marker_is_kept(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "create", overwriting(store))
@@ -201,7 +201,7 @@ def test_without_preconditions_outputs_have_names_of_their_own_and_the_standing_
         built(tmp_path, [b'{"other":1}']), marker_record(worker="second"), chunk=CHUNK, leftovers=[]
     )
     assert not second.is_ours
-    assert standing(store).worker == "first"
+    assert current_marker(store).worker == "first"
     # The second one's stays: where nothing is refused, its marker might still come, late.
     names = ("part-00000.jsonl.succeed", "part-00000.n1.jsonl", "part-00000.n2.jsonl")
     assert keys(store) == [f"outputs/{name}" for name in names]
