@@ -70,7 +70,7 @@ class EncodedBlock:
         return b"".join(self._lines[start:stop])
 
 
-class ObjectBlock:
+class PythonBlock:
     """A block of rows as Python objects, which msgspec encodes when their lines are asked for."""
 
     def __init__(self, rows: list[Any], ids: Sequence[str | None] | None) -> None:

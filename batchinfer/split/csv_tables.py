@@ -22,8 +22,8 @@ from batchinfer.split.blocks import (
     ROW_FIELD,
     ColumnChoice,
     CountedFile,
-    ObjectBlock,
     Oddities,
+    PythonBlock,
     RowBlock,
     id_text,
     is_batch_request,
@@ -145,7 +145,7 @@ def read(
                 make_row(*(record[place] for place in places), number, name)
                 for record, number, name in zip(part, numbers, ids, strict=True)
             ]
-            yield ObjectBlock(made, cast("list[str | None]", ids) if id_column else None)
+            yield PythonBlock(made, cast("list[str | None]", ids) if id_column else None)
             row += len(part)
     if row != first_row + len(rows):
         raise source_files.changed(item.found.url)

@@ -24,8 +24,8 @@ from batchinfer.split.blocks import (
     ROW_FIELD,
     ColumnChoice,
     CountedFile,
-    ObjectBlock,
     Oddities,
+    PythonBlock,
     RowBlock,
     id_text,
     is_batch_request,
@@ -225,7 +225,7 @@ class _Decoder:
                 floats.count = 0
         kept = [values[name] for name in self._keep]
         rows = list(map(self._record, *kept, numbers, ids))
-        return ObjectBlock(rows, ids if self._id_column else None)
+        return PythonBlock(rows, ids if self._id_column else None)
 
     def _convert(self, name: str, array: Any) -> list[Any]:
         try:

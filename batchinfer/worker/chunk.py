@@ -66,6 +66,10 @@ class RowCounts:
         self.cached_tokens += sum([row.cached_tokens for row in rows])
         self.completion_tokens += sum([row.completion_tokens for row in rows])
 
+    def add_resumed(self, num_rows: int) -> None:
+        """Count rows that were adopted; `add` has counted them, too."""
+        self.resumed += num_rows
+
 
 class OpenChunk:
     """A chunk that this worker has open."""
@@ -177,7 +181,7 @@ class OpenChunk:
     def adopt(self, rows: Iterable[FinishedRow]) -> None:
         """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
         for batch in batches(rows):
-            self.counts.resumed += len(self.finish(batch))
+            self.counts.add_resumed(len(self.finish(batch)))
 
     def adopt_segments(
         self, keys: Iterable[str], deaths: dict[int, int], *, holds_every_row: bool

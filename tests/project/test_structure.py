@@ -1,0 +1,96 @@
+"""The house rules that no other tool checks: few rooms, one class of a name, plain words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import batchinfer
+from batchinfer.formats import FORMATS
+
+PACKAGE = Path(batchinfer.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in MODULES}
+# Names of output formats that are names of request formats, too.
+SHARED = {"completions", "openai-batch"}
+QUIET = {"worker", "ledger"}
+# How a sentence must not begin, and words that say nothing to a reader who has not seen the code.
+UNCLEAR = re.compile(
+    r"(?:^|[.:;] )(?:One that|Whoever|What of|Those that)\b|\bas told\b|\bis at it\b"
+)
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Docstrings, also those of fields."""
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Expr) and isinstance(value, ast.Constant):
+            yield str(value.value)
+
+
+def test_the_package_has_few_rooms():
+    folders = [p for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"]
+    files = {p.name for p in PACKAGE.iterdir() if p.is_file()}
+    assert len(folders) <= 16
+    assert files <= {"__init__.py", "__main__.py", "api.py", "py.typed"}
+
+
+def test_a_class_name_stands_for_one_thing():
+    places = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_output_formats_are_told_apart_in_their_room_only():
+    """Engines have a test of their own, in tests/engines/test_engine_table.py."""
+    compared = [
+        f"{path}:{node.lineno}"
+        for path, tree in TREES.items()
+        if path.parts[0] != "formats"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for constant in ast.walk(node)
+        if isinstance(constant, ast.Constant) and constant.value in set(FORMATS) - SHARED
+    ]
+    assert compared == []
+
+
+@pytest.mark.parametrize("path", [path for path in TREES if path.parts[0] in QUIET], ids=str)
+def test_objects_of_worker_and_ledger_change_themselves(path):
+    """An attribute is assigned by its own object: who changes what is then seen in one class."""
+    found = [
+        f"line {node.lineno}: {ast.unparse(target)}"
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in getattr(node, "targets", None) or [node.target]
+        if isinstance(target, ast.Attribute)
+        and not (isinstance(target.value, ast.Name) and target.value.id in {"self", "cls"})
+        and not ast.unparse(target).startswith("self._bar.")  # tqdm's own way
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", TREES, ids=str)
+def test_sentences_begin_with_their_subject(path):
+    lines = (PACKAGE / path).read_text().splitlines()
+    comments = [line.split("# ", 1)[1] for line in lines if "# " in line]
+    found = [text for text in (*texts(TREES[path]), *comments) if UNCLEAR.search(text)]
+    assert found == []
+
+
+def test_the_checks_find_what_they_look_for():
+    assert UNCLEAR.search("Whoever comes second")
+    assert UNCLEAR.search("First. One that was written")
+    assert not UNCLEAR.search("Anyone that comes")
+    assert Counter(texts(ast.parse('"""a"""\nclass A:\n    x: int\n    """b"""'))) == {
+        "a": 1,
+        "b": 1,
+    }
