@@ -35,8 +35,11 @@ from batchinfer.split.blocks import (
 from batchinfer.split.source_files import FoundFile
 
 _TAIL_BYTES = 64 << 10
-_BATCH_BYTES = 2 << 20
-"""Bytes of the rows that are decoded at once, as stored but uncompressed. A larger row is decoded alone."""
+_BATCH_BYTES = 512 << 10
+"""Bytes of the rows that are decoded at once, as stored but uncompressed. A larger row is decoded alone.
+
+Larger batches save time in decoding, but over the whole command lose as much to page faults, and need more memory.
+"""
 _BATCH_ROWS = 1000
 _WHOLE_GROUP_BYTES = 32 << 20
 """Bytes of a row group up to which each of its columns is read in one piece; those of larger ones pass a buffer."""
