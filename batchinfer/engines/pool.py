@@ -2,7 +2,7 @@
 
 The worker never imports vllm, so a crash, the memory and the threads of an engine stay in a child process; there is one
 child per replica, that is, per group of GPUs. Each replica with free slots gets requests. When a replica dies, the log
-names it and its rows go to the others. See docs/decisions/0004.
+names it and its rows go to the others. See docs/decisions/0003.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM, driven by one thread through ``LLMEngine.add_request`` and ``step``, in the calling process.
 
 The worker does not use this module itself: `batchinfer.engines.pool` runs it in a child process (see
-docs/decisions/0004). The engine holds about 1.5 times as many requests as can run at once, so that each finished
+docs/decisions/0003). The engine holds about 1.5 times as many requests as can run at once, so that each finished
 request is replaced before the next step.
 """
 
