@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.core.records import EngineInfo, RowKey
+from batchinfer.core.records import EngineInfo, RowKey, Run
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import Claims, Lease
@@ -34,6 +34,7 @@ from batchinfer.ledger.publishing import (
     repair_generation,
 )
 from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks
+from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
@@ -180,16 +181,7 @@ class _Start:
         with_checkpoints = environment.background.submit(
             partial(chunks_with_checkpoints, self.store)
         )
-        self.telemetry.engine_loading()
-        stop_loading = WhileLoading(environment.stopper)
-        loading = environment.background.submit(partial(engine.open, stop_loading))
-        stack.callback(self._end_loading, loading, stop_loading)
-        name = config.engine.model or config.engine.engine
-        logger.info(
-            "loading %s",
-            name,
-            extra=event("engine_loading", engine=config.engine.engine, model=name),
-        )
+        loading = self._begin_loading(engine, stack)
         tokenizer = environment.background.submit(
             partial(environment.load_tokenizer, config.engine)
         )
@@ -207,13 +199,38 @@ class _Start:
             self._raise_failures(open_chunks)
             return
         self.info = info
+        run = self._join(membership, info, opener, open_chunks)
+        environment.background.submit(heartbeat.beat)  # so that `status` shows it as running
+        builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
+        stream = self._make_stream(builder, open_chunks, info, run)
+        self._answer(engine, stream, open_chunks)
+        self._raise_failures(open_chunks)
+
+    def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
+        """Open the engine in the background. A stop request ends the loading, and so does leaving the stack."""
+        self.telemetry.engine_loading()
+        stop_loading = WhileLoading(self.environment.stopper)
+        loading = self.environment.background.submit(partial(engine.open, stop_loading))
+        stack.callback(self._end_loading, loading, stop_loading)
+        kind = self.config.engine.engine
+        name = self.config.engine.model or kind
+        logger.info("loading %s", name, extra=event("engine_loading", engine=kind, model=name))
+        return loading
+
+    def _join(
+        self,
+        membership: Membership,
+        info: EngineInfo,
+        opener: Opener,
+        open_chunks: OpenChunks,
+    ) -> Run:
+        """Agree with the other workers on the run's configuration. From then on chunks may be published."""
         join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
         run = self._unless_stopped(join, may_finish=True)
         opener.join(run.fingerprint)
         open_chunks.allow_publishing(run.fingerprint)
         self.telemetry.engine_ready(info)
         self.telemetry.snapshot()
-        environment.background.submit(heartbeat.beat)  # so that `status` shows it as running
         logger.info(
             "engine ready: %s %s, %.1f s to load",
             info.name,
@@ -221,21 +238,28 @@ class _Start:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-        builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
+        return run
+
+    def _make_stream(
+        self, builder: PromptBuilder, open_chunks: OpenChunks, info: EngineInfo, run: Run
+    ) -> RowStream:
         encoder = encoder_for(
-            config.prompt,
-            model=config.engine.model or info.model,
+            self.config.prompt,
+            model=self.config.engine.model or info.model,
             created=int(run.recorded.get("created", 0)),
         )
-        stream = RowStream(
-            environment,
+        return RowStream(
+            self.environment,
             open_chunks,
             builder,
             encoder,
             self.telemetry,
-            config.limits,
+            self.config.limits,
             max_in_flight=info.max_in_flight,
         )
+
+    def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
+        """Run the rows through the engine. However it ends, finished rows are saved."""
         try:
             self._generate(engine, stream, open_chunks)
             self._drain(open_chunks, stream)
@@ -249,7 +273,6 @@ class _Start:
             # Also after a bug of batchinfer: finished rows are worth keeping.
             self._save(open_chunks, deaths={})
             raise
-        self._raise_failures(open_chunks)
 
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
         claims = None
