@@ -76,7 +76,7 @@ class Measured(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, rows: list[RenderedRow]) -> Measured:
-        """Measure rendered rows. Lengths are None without a tokenizer."""
+        """Count the errors of rendered rows, and measure their lengths in tokens (None without a tokenizer)."""
         errors: dict[str, int] = {}
         for row in rows:
             if row.code:

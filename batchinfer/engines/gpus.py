@@ -194,7 +194,7 @@ def check_heads(model: ModelInfo, size: int) -> None:
 
 
 def divides(model: ModelInfo, size: int) -> bool:
-    """Whether vLLM can split the model's heads over `size` GPUs. It repeats key-value heads where they are fewer."""
+    """Whether vLLM can split the model's heads over `size` GPUs. If key-value heads are fewer, vLLM repeats them."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads and heads % size:
         return False
@@ -206,7 +206,7 @@ def smallest_size(
 ) -> tuple[int, str, str]:
     """Return the smallest tensor-parallel size that serves the model well, the reason, and a warning or "".
 
-    Where no size up to `most` does, it is the largest one, with a warning if not even one sequence should fit.
+    If no size up to `most` serves it well, return `most`, with a warning if not even one sequence is likely to fit.
     """
     # Powers of two suit vLLM best. `most` is tried too, since only all GPUs together may hold the model.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
@@ -245,7 +245,7 @@ def smallest_size(
 def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
     """Refuse a model whose weights alone need more memory than vLLM may use.
 
-    With options that may change the size of the weights, that size is an estimate; then nothing is refused here.
+    Nothing is refused if an option may change the size of the weights, since that size is only an estimate then.
 
     Raises:
         ConfigError: the weights do not fit. The message shows the arithmetic.
@@ -383,7 +383,7 @@ def describe_nvml(nvml: Any, index: int) -> tuple[Gpu, str]:
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     try:
         total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:  # such as a GPU that shares the CPU's memory
+    except nvml.NVMLError:  # for example a GPU that shares the CPU's memory
         total = 0
     return Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)
 

@@ -1,7 +1,8 @@
 """Fast path for the bar "collect is not slower than `datasets`" (docs/performance.md): Arrow reads native lines.
 
-It gives what `OutputBlock` gives, several times as fast, because no line becomes a Python object. `can_read` says for
-which columns; nearly every run has no others. A module of its own because it works on Arrow arrays throughout.
+`ArrowBlock` gives the same results as `OutputBlock` several times as fast, because no line becomes a Python object.
+`can_read` says which formats and columns it supports; nearly every run has only those. A module of its own because it
+works on Arrow arrays throughout.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ArrowBlock:
         return part
 
     def counts(self) -> Counts:
-        """Sum up the lines."""
+        """Count the lines' errors by code, and their input and output tokens."""
         from pyarrow import compute
 
         codes = self._field("error", 0).to_pylist() if self._has_errors() else []
@@ -76,7 +77,7 @@ class ArrowBlock:
         )
 
     def num_unshown(self) -> int:
-        """Number of lines with reasoning, if there is no column for it; else 0."""
+        """Number of lines whose reasoning the table leaves out; 0 if the table has a column for it."""
         from pyarrow import compute
 
         choices = self._array("choices")

@@ -55,7 +55,7 @@ class Owner(NamedTuple):
 class Listing:
     """The objects below a run, sorted by what they are.
 
-    Keys of `outputs` are file names, of the other mappings chunks (or worker ids).
+    `outputs` is keyed by file name; the other mappings are keyed by chunk name or worker id.
     """
 
     run: ObjectInfo | None = None
@@ -71,7 +71,7 @@ class Listing:
     """Objects that batchinfer did not write."""
 
     def add(self, infos: Iterable[ObjectInfo]) -> None:
-        """Sort in what was listed."""
+        """Add listed objects, each to the mapping of its kind."""
         for info in infos:
             self._sort_in(info)
 
@@ -108,12 +108,12 @@ def _record_name(key: str, folder: str) -> str | None:
 
 @dataclass(slots=True, kw_only=True)
 class Inventory(Listing):
-    """A listing of everything below a run, with the records read."""
+    """A listing of everything below a run, and the content of its markers, claims and workers' records."""
 
     now: float
-    """Unix seconds at the time of the look; the ages of heartbeats are counted from it."""
+    """Unix seconds at which the inventory was taken; the ages of heartbeats are counted from it."""
     patience_seconds: float
-    """Seconds without a heartbeat that are too few for a worker to be gone, whatever its lease."""
+    """Seconds for which a worker without a heartbeat still counts as alive, even if its lease is shorter."""
     markers: dict[str, dict[int, Marker]] = field(default_factory=dict)
     damaged_markers: dict[str, dict[int, Damaged]] = field(default_factory=dict)
     claims: dict[str, Owner] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Inventory(Listing):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of a run is there."""
+        """Whether storage holds nothing of a run: no run.json, worker's record or marker."""
         return self.run is None and not (self.workers or self.damaged_workers or self.marker_infos)
 
     def newest(self, name: str) -> int | None:
@@ -150,11 +150,11 @@ class Inventory(Listing):
                 yield known[0] if known else candidates[-1], info
 
     def is_passed_over(self, name: str, left: ObjectInfo) -> bool:
-        """Whether an orphan or a segment can never be used any more, even if its worker wakes up after a long sleep.
+        """Whether an orphan output or a segment can never be used, even if its worker wakes up after a long sleep.
 
-        Markers are create-only, so a chunk that has one gets no other. Two cases are still open: a chunk without a
-        marker, and a chunk with error rows, which may get a marker of the next generation; objects made for that repair
-        are younger than the marker it started from.
+        A finished chunk gets no second marker, so its leftovers are useless. There are two exceptions: a chunk without
+        a valid marker may still be finished with them, and a chunk with error rows may be under repair. Objects made
+        for a repair are younger than the marker that it started from.
         """
         marker, newest = self.current(name), self.newest(name)
         if marker is None or newest is None:
@@ -168,7 +168,7 @@ class Inventory(Listing):
     def _beats(self, info: ObjectInfo, record: Worker) -> bool:
         if record.state in ENDED_STATES:
             return False
-        # For stores that give no times, the worker's own clock is used.
+        # A store that gives no times leaves only the heartbeat's time by the worker's own clock.
         silent_seconds = self.now - (info.modified or record.heartbeat)
         return not seems_gone(
             silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
@@ -186,7 +186,7 @@ class Inventory(Listing):
             self.workers.pop(worker, None)
 
     def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether a claim's worker lives, at the claim's epoch."""
+        """Whether the worker that a claim names is alive, and still in the epoch of the claim."""
         found = self.workers.get(claim.worker)
         return found is not None and found[1].epoch <= claim.epoch and self._beats(*found)
 
@@ -218,10 +218,12 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
 def in_parallel(
     work: Callable[[S], T], items: Iterable[S], num_threads: int = NUM_READERS
 ) -> Iterator[T]:
-    """Map over threads, in order. Only a few items per thread are under way, so results never pile up.
+    """Apply `work` to the items on several threads; yield the results in order.
+
+    Only a few items per thread are read ahead, so results never pile up in memory.
 
     Raises:
-        Exception: an item's `work` raised it; raised here when that item is next.
+        Exception: the exception of an item's `work`, raised when that item's turn comes.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="batchinfer-read") as pool:
         waiting = iter(items)
@@ -280,7 +282,7 @@ def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:
 
 
 class SeenMarker(NamedTuple):
-    """The newest marker of a chunk, by its listing. `modified` is Unix seconds, 0 if unknown."""
+    """The newest marker of a chunk, as far as a listing shows it. `modified` is Unix seconds, 0 if unknown."""
 
     generation: int
     modified: float
@@ -322,11 +324,11 @@ class _Seen(NamedTuple):
 
 
 class RunReader:
-    """Looks at one run, again and again if asked. Objects that cannot change are read once.
+    """Looks at one run, again and again if asked. Objects that never change are read only once.
 
     Args:
-        store: The run's.
-        open_store: Opens the job's.
+        store: The run's store.
+        open_store: Opens the job's store from a URL.
         clock: Tells the time of each look.
         job_url: URL of the job; by default the folder above the run, or what run.json says.
     """
@@ -423,7 +425,8 @@ class RunReader:
         self._seen[info.key] = _Seen(etag, None if isinstance(record, str) else record, changed)
 
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
-        """Return the job and its URL: the one asked for, else one with the run's checksum. Damaged ones are noted."""
+        """Return the job and its URL: the one asked for, else one with the run's checksum. Adds damaged ones to
+        `notes`."""
         if self._job is not None:
             return self._job
         wanted = job_sha256_of(self._run)

@@ -1,11 +1,10 @@
 """Publishing one chunk: output first, then the marker that vouches for it, then the tidying up.
 
 The order is the promise (P2-P4). A crash between any two steps leaves an orphan output, or segments and a claim of a
-finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The
-first marker wins; whoever comes second discards its own output.
-
-Damage from outside is fixed on the way: a marker that cannot be read, or whose output is gone, vouches for nothing.
-Its chunk counts as unfinished, and the new marker takes its place by if-match, so of two workers that fix it one wins.
+finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The first
+marker of a chunk wins; a worker that comes second discards its own output. A marker that was damaged from outside (it
+cannot be read, or its output is gone) does not count: the chunk is done again, and the new marker replaces the damaged
+one by if-match, so that only one of two workers can do so.
 """
 
 from __future__ import annotations
@@ -83,10 +82,11 @@ def build_output(path: Path, lines: Iterable[bytes]) -> Built:
 
 
 def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | None, str]:
-    """Read a chunk's marker and check that its output is there.
+    """Read a chunk's marker, and check that the output that it names exists.
 
     Returns:
-        The marker, None if there is none or it vouches for nothing; and its object's etag, empty if there is none.
+        (marker, etag). The marker is None if there is none, if it cannot be read, or if its output is gone; the etag is
+        that of the stored object, "" if there is none.
     """
     key = layout.marker_key(chunk, generation)
     try:
@@ -108,12 +108,12 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
 def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
     """Refuse a marker that was written for a different file of the same name. Pure.
 
-    The chunk names of a job are its own. In a list two files may have one name (``a/x.jsonl``, ``b/x.jsonl``), each
-    with a worker of its own, and a file may be replaced after it was done. A file that was replaced is known by its
-    size; one of as many bytes passes. A chunk that job.json describes passes: its checksum is compared elsewhere.
+    Needed for lists of files: two files there may have one name (``a/x.jsonl``, ``b/x.jsonl``), each with a worker of
+    its own, and a file may be replaced after it was done. A replaced file is noticed only if its size changed. Chunks
+    of a job always pass: their names are unique, and their checksums are compared elsewhere.
 
     Raises:
-        InputError: the marker is of a file in another place, or of other text.
+        InputError: the marker was written for a file in another folder, or for a file of another size.
     """
     if ref.sha256 is not None:
         return
@@ -137,7 +137,7 @@ def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
 
 
 def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
-    """Whether a chunk's marker of this generation is there, and was written for this very file. One request."""
+    """Whether a chunk has a marker of this generation that was written for this very file. Costs one request."""
     key = layout.marker_key(ref.name, generation)
     try:
         check_belongs_to(ref, codec.decode(store.get(key).data, Marker, name=key))
@@ -147,7 +147,7 @@ def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
 
 
 def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
-    """Whether a chunk's marker of this generation counts error rows; False where it cannot be read. One request."""
+    """Whether a chunk's marker of this generation counts error rows; False if it cannot be read. Costs one request."""
     key = layout.marker_key(chunk, generation)
     try:
         return codec.decode(store.get(key).data, Marker, name=key).rows_error > 0
@@ -160,13 +160,13 @@ def repair_generation(
     done: dict[str, int],
     have_errors: Callable[[list[tuple[str, int]]], bool],
 ) -> int:
-    """Say which generation ``--retry-errors`` is to reach: the last repair's until that is through, then the next.
+    """Return the generation that ``--retry-errors`` brings every chunk to: the last repair's until it is complete.
 
-    Rows may fail for good, so that chunks which were repaired already have errors again. Without a generation to
-    reach, a worker that is stopped now and then would repair the first chunks for ever, and never come to the last.
+    Some rows fail every time, so a chunk may have error rows again after its repair. Without such a goal, a worker that
+    is stopped now and then would repair the first chunks again and again, and never come to the last.
 
     Args:
-        chunks: The worker's own.
+        chunks: Names of the chunks of this worker's manifests.
         done: Chunks that have a marker, with their highest generation.
         have_errors: Whether any of these chunks, each with its generation, has error rows.
     """
@@ -204,8 +204,8 @@ class Publisher:
     ) -> Published:
         """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
 
-        `marker` comes without output, nonce and sizes: they are filled in here. Idempotent as a whole: called again
-        after a failure it ends with exactly one marker.
+        `marker` comes without output, nonce and sizes: they are filled in here. Idempotent: if it is called again after
+        a failure, the chunk still ends up with exactly one marker.
 
         Raises:
             Superseded: a newer epoch of this worker exists; nothing was made visible.
@@ -230,8 +230,8 @@ class Publisher:
         discarded: list[str] = []
         if current.output != file:
             logger.info("%s: %s was first; our output is discarded", chunk, current.worker)
-            # A store without preconditions may still carry out, late, a write of our marker that seemed to fail. The
-            # output that it names must exist then, so it is left for `clean`.
+            # Our marker may still appear: a store without preconditions can carry out a write late that seemed to fail.
+            # The output that the marker names must exist then, so the output is left for `clean`.
             if self._is_safe:
                 discarded = [layout.output_key(file)]
         try:

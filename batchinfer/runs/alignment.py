@@ -129,7 +129,7 @@ class Alignment:
         if not ids and summary.is_ok:
             found.append("is an answer to a row that cannot be read")
         elif not summary.is_ok:
-            ids.append(str(number))  # the worker's id for a row whose columns it could not read
+            ids.append(str(number))  # a row whose columns cannot be read gets its number as id
         if summary.id is not None and summary.id not in ids:
             found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
         return summary, found

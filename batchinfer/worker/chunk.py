@@ -1,4 +1,4 @@
-"""One open chunk: its local copy, which of its rows are done, and the spool that holds them.
+"""One open chunk: its local copy, which of its rows are done, and the spool (a scratch file) that holds them.
 
 Opening (opening.py) happens in the background and ends in an `OpenChunk`, which from then on belongs to the worker's
 main thread.
@@ -36,7 +36,7 @@ DEATHS_BEFORE_ERROR = 3
 
 
 class RowState(enum.IntEnum):
-    """Where a row of an open chunk is."""
+    """How far a row of an open chunk is."""
 
     TODO = 0
     TAKEN = 1
@@ -67,7 +67,7 @@ class RowCounts:
         self.completion_tokens += sum([row.completion_tokens for row in rows])
 
     def add_resumed(self, num_rows: int) -> None:
-        """Count rows that were adopted; `add` has counted them, too."""
+        """Count rows that were adopted from checkpoints. They are also counted by `add`."""
         self.resumed += num_rows
 
 
@@ -95,7 +95,7 @@ class OpenChunk:
         self.num_left = num_rows
         self.claim_etag = claim_etag
         self.deaths: dict[int, int] = {}
-        """Engine deaths that a row was in flight at, by line."""
+        """How often the engine died while a row was in flight, by the row's line."""
         self.segment_keys: list[str] = []
         """Keys of the chunk's segments on storage that this worker has read or written."""
         self.num_segments_begun = 0
@@ -170,7 +170,7 @@ class OpenChunk:
             if before != done:
                 state[line] = done
                 fresh.append(row)
-                if before == todo and line >= self._cursor:  # adopted: never read
+                if before == todo and line >= self._cursor:  # adopted, so `read_rows` will skip it
                     self.num_unread -= 1
         if fresh:
             self.spool.append(*encode_rows(fresh))
@@ -179,7 +179,7 @@ class OpenChunk:
         return fresh
 
     def adopt(self, rows: Iterable[FinishedRow]) -> None:
-        """Keep rows that were finished elsewhere, a few at a time: a chunk may be larger than memory."""
+        """Keep rows that an earlier start or another worker finished. In batches, since a chunk may exceed memory."""
         for batch in batches(rows):
             self.counts.add_resumed(len(self.finish(batch)))
 
@@ -190,8 +190,9 @@ class OpenChunk:
 
         Args:
             keys: The segments' keys.
-            deaths: Engine deaths that a row was in flight at, by line.
-            holds_every_row: Whether the segments hold all rows that are finished now, so that no new one repeats them.
+            deaths: How often the engine died while a row was in flight, by the row's line.
+            holds_every_row: Whether the segments hold all rows that are finished now. If so, the next segment starts
+                after them.
         """
         self.segment_keys.extend(keys)
         self.deaths = deaths
@@ -204,7 +205,7 @@ class OpenChunk:
         return self.num_segments_begun
 
     def note_segment(self, key: str, end: int) -> int:
-        """Note a segment that was written: it holds the spool up to `end`. Return how many bytes of it are new."""
+        """Note that a segment was written up to `end` of the spool. Return how many bytes it holds."""
         num_new = max(0, end - self.checkpointed_bytes)
         self.segment_keys.append(key)
         self.checkpointed_bytes += num_new
@@ -249,7 +250,7 @@ class Spool:
     """A scratch file with the finished rows of one chunk: appended in the order they finish, found again by line.
 
     A record is one JSON line. The place of its `payload` (the output line inside it) is kept in memory, 16 bytes a row.
-    One thread appends. Another may `read` what was there when it was started, that is, up to `size_bytes` of then.
+    One thread appends. A background job may `read` at the same time, up to the `size_bytes` at which it was started.
     """
 
     def __init__(self, path: Path, num_lines: int) -> None:
@@ -273,7 +274,7 @@ class Spool:
         self.size_bytes = base + len(records)
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes [start, end) of the records."""
+        """Return the bytes of the spool from `start` up to `end`, exclusive."""
         parts = []
         with scratch_errors(self._path.parent):
             while start < end:
@@ -285,7 +286,7 @@ class Spool:
         return b"".join(parts)
 
     def record_end(self, place: int) -> int:
-        """Return the end of the record that the byte before `place` belongs to; at most `size_bytes`."""
+        """Round a place in the spool up to the next end of a record, so that a segment never cuts a record in two."""
         place, end = place - 1, self.size_bytes
         while place < end:
             block = self.read(place, min(place + _BLOCK_BYTES, end))
@@ -298,7 +299,7 @@ class Spool:
     def payloads(self) -> Iterator[bytes]:
         """Yield the payload of every line in line order.
 
-        Rows finish roughly in that order, so most payloads are cut from the block read last.
+        Rows finish roughly in line order, so that most payloads lie in the block that was read last.
         """
         fileno = self._file.fileno()
         block, start, end = b"", 0, 0

@@ -1,8 +1,8 @@
 """Which chunk to open next: a `Schedule` owns the list of chunks that this worker may still do.
 
 Own chunks come first, then chunks that nobody has claimed, then the chunks of workers that are gone or slow. The
-schedule belongs to `OpenChunks`, on the main thread. It looks at storage only through `ledger.survey`, in the
-background, and only once its own chunks have run out.
+schedule belongs to `OpenChunks`, on the main thread. The schedule looks at storage only through `ledger.survey`, in the
+background, once its own chunks have run out.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Candidate(NamedTuple):
 
 
 class _OwnerProgress(NamedTuple):
-    """How far another worker was, as seen from here. Between `since` and `until` it finished no row."""
+    """What this worker has seen of another worker's progress. Between `since` and `until` the other finished no row."""
 
     rows: tuple[int, int]
     """The owner's epoch and the rows that it has done."""
     beat: int
     """Number of the owner's heartbeat that was seen last."""
     since: float
-    """Time of our clock at which these rows were seen first."""
+    """Monotonic time of this process when this number of rows was seen first."""
     until: float
-    """Time of our clock at which a newer heartbeat still showed the same rows."""
+    """Monotonic time of this process when a newer heartbeat last showed the same number of rows."""
 
 
 class Schedule:
@@ -58,7 +58,8 @@ class Schedule:
         own: Chunks of this worker's manifests that are left to do, in order.
         environment: The clock and the background.
         run: Access to the run, to look at the other workers.
-        everything: Returns all chunks of the job, to help other workers; None if this worker must not help.
+        everything: Function that returns all chunks of the job, to help other workers; None if this worker must not
+            help.
         earlier_rate: Rows per second of this worker's earlier starts; 0 if unknown.
         done: Names of chunks that are done.
     """
@@ -127,7 +128,7 @@ class Schedule:
     # -- what is next
 
     def next(self) -> Candidate | None:
-        """Take the next chunk to open; None if there is none now (see `is_finished`)."""
+        """Take the next chunk to open; None if there is none yet, or none any more (see `is_finished`)."""
         while self._todo:
             candidate = self._todo.popleft()
             if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
@@ -136,7 +137,7 @@ class Schedule:
 
     @property
     def has_more(self) -> bool:
-        """Whether `next` may give one at once."""
+        """Whether `next` may return a chunk now."""
         return bool(self._todo)
 
     @property
@@ -181,7 +182,7 @@ class Schedule:
         return published
 
     def _unsettled(self) -> set[str]:
-        """Chunks that are neither done nor being worked on here: own ones, and those of others if we may help."""
+        """Chunks that are neither done nor being worked on here; with those of others if this worker may help."""
         names = self.waiting_for
         if self._everything is not None:
             if self._others is None:
@@ -233,7 +234,7 @@ class Schedule:
         return published
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
-        """Whether an owner's heart has beaten since we first saw it. If so it is alive and keeps its chunks."""
+        """Whether an owner has renewed its record since we first saw it. If so, it is alive and keeps its chunks."""
         first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.epoch}", owner.beat)
         return owner.beat != first
 
@@ -252,9 +253,10 @@ class Schedule:
         return 0 < SLOWER * rows_per_second(owner) < rate
 
     def _is_still(self, held: Held, owner: Worker) -> bool:
-        """Whether an owner finished no row for a lease, seen here: loading, hung, or with nothing but long rows.
+        """Whether a live owner has finished no row for the length of a lease.
 
-        Its heart beats all the while, so that its claims never lapse.
+        Such an owner is loading, hung, or has nothing but long rows. Its claims do not lapse, because its heartbeats go
+        on.
         """
         rows = (owner.epoch, owner.rows_done)
         seen = self._progress.get(held.claim.worker)
@@ -262,7 +264,8 @@ class Schedule:
             now = self._clock.monotonic()
             seen = _OwnerProgress(rows, owner.beat, now, now)
         elif seen.beat != owner.beat:
-            # As of asking: this machine may have slept over the answer. A record that is old says nothing of now.
+            # Use the time at which we asked, not now: this machine may have slept before it handled the answer, so the
+            # record may be old.
             seen = seen._replace(beat=owner.beat, until=self._looked)
         self._progress[held.claim.worker] = seen
         return has_lapsed(seen.until - seen.since, owner.lease_seconds, self._lease_seconds)
