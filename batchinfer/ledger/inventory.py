@@ -425,8 +425,7 @@ class RunReader:
         self._seen[info.key] = _Seen(etag, None if isinstance(record, str) else record, changed)
 
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
-        """Return the job and its URL: the one asked for, else one with the run's checksum. Adds damaged ones to
-        `notes`."""
+        """Return the job and its URL: the one asked for, else one with the run's checksum. Notes damaged ones."""
         if self._job is not None:
             return self._job
         wanted = job_sha256_of(self._run)
