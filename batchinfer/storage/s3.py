@@ -54,6 +54,9 @@ MAX_PUT_BYTES = 4_900_000_000
 """Bytes of the largest object that goes up in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
+_CONNECTION_SECONDS = 30.0
+"""Seconds after which idle connections are closed. Some routers forget connections that are idle for minutes and tell
+neither end; a request on such a connection hangs for `read_timeout`."""
 _CONFIG = botocore.config.Config(
     # Repeating is this module's own work: botocore's tries would multiply with it.
     retries={"total_max_attempts": 1},
@@ -104,6 +107,7 @@ class S3Store:
         self._part_bytes = part_bytes
         self._client: Any = None
         self._client_lock = threading.Lock()
+        self._connected = 0.0
 
     def get(self, key: str) -> Object:
         """See `Store.get`. One request."""
@@ -434,11 +438,16 @@ class S3Store:
     def _connect(self) -> Any:
         """The client, made by the first request: making it may ask for credentials, which can fail for a moment."""
         with self._client_lock:
+            now = time.monotonic()
+            if self._client is not None and now - self._connected >= _CONNECTION_SECONDS:
+                self._client.close()  # requests that are under way go on
+                self._connected = now
             if self._client is None:
                 session = botocore.session.get_session()
                 parsers = session.get_component("response_parser_factory")
                 parsers.set_parser_defaults(timestamp_parser=parse_time)
                 self._client = session.create_client("s3", config=_CONFIG)
+                self._connected = now
             return self._client
 
     def _check_bucket(self) -> None:

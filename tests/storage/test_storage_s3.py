@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
+import botocore.config
 import pytest
 
 from batchinfer.core.errors import (
@@ -133,6 +135,64 @@ def test_lost_replies_to_reads_are_asked_again(s3_url, proxy: Proxy, tmp_path: P
     proxy.lose(b"POST ", times=2)
     store.delete(["k"])
     assert proxy.num_lost == 10
+
+
+class _Answer(BaseHTTPRequestHandler):
+    """Answers all requests of one connection, until the router has forgotten it."""
+
+    protocol_version = "HTTP/1.1"
+    server: _BehindRouter
+
+    def setup(self) -> None:
+        super().setup()
+        self.is_forgotten = threading.Event()
+        self.server.connections.append(self)
+
+    def do_GET(self) -> None:
+        if self.is_forgotten.is_set():
+            self.server.is_over.wait(30)
+            return
+        self.server.together.wait(30)
+        self.send_response(200)
+        self.send_header("ETag", '"e"')
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"1")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _BehindRouter(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.connections: list[_Answer] = []
+        self.together = threading.Barrier(4)
+        self.is_over = threading.Event()
+        super().__init__(("127.0.0.1", 0), _Answer)
+
+
+def test_connections_that_a_router_may_have_forgotten_are_not_used_again(
+    s3_environment, monkeypatch
+):
+    monkeypatch.setattr(s3, "_CONFIG", s3._CONFIG.merge(botocore.config.Config(read_timeout=1)))
+    with _BehindRouter() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        store = S3Store("s3://bucket/job", retries=RetryPolicy(attempts=1))
+        with ThreadPoolExecutor(4) as pool:
+            assert [found.data for found in pool.map(store.get, ["k"] * 4)] == [b"1"] * 4
+        assert len(server.connections) == 4
+        for connection in server.connections:
+            connection.is_forgotten.set()
+        server.together = threading.Barrier(1)
+        monkeypatch.setattr(s3, "_CONNECTION_SECONDS", 0.0)
+        try:
+            assert store.get("k").data == b"1"
+        finally:
+            server.is_over.set()
+            server.shutdown()
 
 
 def test_server_that_never_answers_is_a_storage_error_after_the_retries(s3_url, proxy: Proxy):
