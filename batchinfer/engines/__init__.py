@@ -103,8 +103,8 @@ class EngineKind:
     longest sequence, and the number of GPUs per replica. If not, the engine takes texts and conversations without a
     tokenizer, gets no GPU, and its name is the identity."""
     is_rehearsal: bool
-    """Whether the engine only imitates one. A single replica then runs inside the worker; in a process of its own, a
-    rehearsed crash ends that process by SIGKILL, as a real crash would."""
+    """Whether the engine only imitates a real engine. A single replica then runs inside the worker. A rehearsed crash
+    of a replica with a process of its own kills that process by SIGKILL, as a real crash would."""
     create: Callable[[EngineConfig], Engine]
     """Function that creates an engine in the calling process, not yet open. It alone imports the engine's module."""
     check_installed: Callable[[], None] = _accept
@@ -200,7 +200,10 @@ def check_engine(config: EngineConfig) -> EngineKind:
 
 
 def has_model(config: EngineConfig) -> bool:
-    """Whether the configuration names a model whose files can be read. An unknown engine counts as needing one."""
+    """Whether the configuration names a model whose files can be read.
+
+    An unknown engine counts as one that needs a model.
+    """
     kind = ENGINES.get(config.engine)
     return bool(config.model) and (kind is None or kind.needs_model)
 

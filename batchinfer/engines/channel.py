@@ -61,7 +61,7 @@ class Failed(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Done(Frame, frozen=True, kw_only=True, tag=True):
-    """From the engine process: the completions since the last such frame, perhaps none, and its counters.
+    """From the engine process: its counters, and the completions since its last `Done` frame, perhaps none.
 
     `round` lets the worker ignore completions of requests that it has dropped meanwhile. `tokens` counts generated
     tokens, including those of unfinished requests; the worker's watchdog takes its growth for progress.

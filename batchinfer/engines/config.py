@@ -1,4 +1,4 @@
-"""The options that decide how an engine is loaded. Sampling is not among them: it belongs to each request."""
+"""The options that decide how an engine is loaded. Sampling parameters are not among them; each request has its own."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 # Seconds between two calls of `take` while slots are free and the source has nothing ready.
 POLL_SECONDS = 0.02
-# Most seconds between two looks at the stop signal.
+# Longest sleep, in seconds, before the stop signal is looked at again.
 LONGEST_SLEEP_SECONDS = 0.2
 SPACE = " "
 WORDS = re.compile(r"^[^ ]*| [^ ]*")
@@ -107,7 +107,10 @@ class EchoEngine:
         self._reset()
 
     def stats(self) -> EngineStats:
-        """Return the counters since the engine was created. A step is a turn of the loop in which it had work."""
+        """Return the counters since the engine was created.
+
+        A step is one turn of `generate`'s loop with requests in flight.
+        """
         return EngineStats(
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -309,7 +312,10 @@ def first_words(text: str, num_words: int) -> str:
 
 
 def word_logprobs(text: str) -> list[TokenLogprob]:
-    """Return each word, with the space before it, at log-probability -1.0 and as its own only alternative."""
+    """Return a log-probability of -1.0 for each word, with the space before it.
+
+    The word itself is its only alternative.
+    """
     return [
         TokenLogprob(token=word, logprob=-1.0, top=[(word, -1.0)]) for word in WORDS.findall(text)
     ]

@@ -1,8 +1,8 @@
 """An engine process: loads one engine and answers the worker's requests until the worker closes it or dies.
 
-`batchinfer.engines.replica` starts it as ``python -m batchinfer.engines.host FD PARENT``. FD is its end of a socket
-pair, PARENT the worker's process id. It never outlives the worker: the kernel kills it when the thread that started it
-ends, and when the socket closes it kills its own process group.
+`batchinfer.engines.replica` starts it as ``python -m batchinfer.engines.host FD PARENT``. FD is this process's end of a
+socket pair, PARENT the worker's process id. This process never outlives the worker: the kernel kills it when the thread
+that started it ends, and it kills its own process group when the socket closes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Inbox:
         self.round = 0
 
     def run(self) -> None:
-        """Read frames until the worker closes. If it vanishes instead, kill this process's group at once."""
+        """Read frames until the worker sends `Close`.
+
+        If the worker vanishes instead, kill this process's group at once.
+        """
         try:
             while not self._closing:
                 for frame in self._channel.receive(block=True):
@@ -97,7 +100,7 @@ class Inbox:
             self._interrupted = self._closing = True
 
     def config(self) -> EngineConfig | None:
-        """Wait for the configuration to load; None if the worker closes instead."""
+        """Wait for the worker's configuration of the engine; None if the worker sends `Close` instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._config is not None or self._closing)
             return None if self._closing else self._config
@@ -116,7 +119,7 @@ class Inbox:
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """Return up to `max_requests` requests. Never None: more may come until the worker closes."""
         del free_slots  # one engine
-        if not self._requests:  # read without the lock: called at every step, and mostly empty
+        if not self._requests:  # no lock: called at every step, and mostly empty
             return []
         with self._changed:
             if self._interrupted:
@@ -221,7 +224,7 @@ def main(arguments: list[str]) -> int:
     except Closed:
         return 1
     except BatchinferError as error:
-        # Without a traceback, so that vLLM's own last lines are the ones that the worker shows.
+        # Log no traceback, so that the last lines, which the worker shows, are vLLM's own.
         report(channel, error)
         return 1
     except Exception as error:
@@ -232,7 +235,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__mp_main__":
-    register()  # in a process that vLLM spawned: multiprocessing imports the parent's main module there
+    register()  # runs in a process that vLLM spawned, because multiprocessing imports the parent's main module there
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])

@@ -26,7 +26,7 @@ from batchinfer.storage.hub import hub_errors
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-# Mistral's own format, which vLLM reads as well.
+# Config of a model in Mistral's own format, which vLLM reads as well.
 MISTRAL_CONFIG_FILE = "params.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # Bytes read at each end of a weight file, to tell it from another file of equal size.
 SAMPLE_BYTES = 1 << 20
-# Entries of a config that state the longest sequence. Of several, vLLM takes the smallest.
+# Entries of a config that state the longest sequence. If there are several, vLLM takes the smallest value.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -66,7 +66,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     quantization: str = ""
     max_model_len: int = 0
     is_length_exact: bool = False
-    """Whether vLLM surely refuses more than `max_model_len`. False where the config leaves it open."""
+    """Whether vLLM surely refuses sequences longer than `max_model_len`; False if the config leaves that open."""
     parameter_bytes: int = 0
     """Bytes of all weights in memory, as an estimate: quantization while loading makes them smaller."""
     kv_bytes_per_token: int = 0
@@ -303,7 +303,9 @@ def build_info(
     heads = number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = number(values, "num_key_value_heads", "multi_query_group_num") or heads
     if number(values, LATENT_RANK):
-        kv_heads = 1  # vLLM counts so, too: each GPU of a tensor-parallel group keeps the whole latent vector
+        kv_heads = (
+            1  # as vLLM counts: each GPU of a tensor-parallel group keeps the whole latent vector
+        )
     architectures = values.get("architectures") or [""]
     return ModelInfo(
         architecture=str(architectures[0]),
@@ -341,7 +343,8 @@ def longest_length(values: Mapping[str, Any]) -> int:
 
 
 def has_other_lengths(values: Mapping[str, Any]) -> bool:
-    """Whether a part of the config scales positions or states a length, from which vLLM may derive another one."""
+    """Whether a nested part of the config scales positions or states a length; vLLM may derive another length from
+    it."""
     parts = [part for name, part in values.items() if name != "text_config"]
     return any(
         not part.keys().isdisjoint({"factor", *LENGTHS}) or has_other_lengths(part)
@@ -351,10 +354,10 @@ def has_other_lengths(values: Mapping[str, Any]) -> bool:
 
 
 def check_length(config: EngineConfig, model: ModelInfo) -> str:
-    """Refuse a --max-model-len that vLLM surely refuses, before anything is loaded.
+    """Refuse, before anything is loaded, a --max-model-len that vLLM would surely refuse.
 
     Returns:
-        A warning if the config states less but only vLLM can tell; else an empty text.
+        A warning if the config states a shorter length, but only vLLM can tell whether that one holds; else "".
 
     Raises:
         ConfigError: --max-model-len is more than the model's own.

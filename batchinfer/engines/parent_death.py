@@ -1,4 +1,4 @@
-"""Ties engine processes to their parents, so that none outlives its parent, however that ends.
+"""Ties engine processes to their parents, so that no engine process outlives its parent, however the parent ends.
 
 vLLM starts processes of its own: an engine core, and a worker per GPU. If their parent is killed by SIGKILL, they go
 on for ever and hold the GPU. So each of them asks the kernel to be killed together with its parent:
@@ -38,8 +38,8 @@ def guard_forks(release: Callable[[], object]) -> None:
     """Tie every process that this process forks from now on to its parent, and the processes that those fork as well.
 
     Args:
-        release: Called in each forked child, to close what it must not keep open. Such is the worker's connection: the
-            worker takes its end for the end of this process.
+        release: Called in each forked child, to close what the child must not keep open, such as the connection to the
+            worker: the worker takes the connection's end for the end of this process.
     """
     forking = threading.local()
 
@@ -63,8 +63,8 @@ def die_with_parent(parent: int | None = None) -> None:
     If the parent ended before the kernel could be asked, this process kills itself.
 
     Args:
-        parent: Process id of the expected parent. Another parent means that it has ended. Without this argument, only
-            process 1 as the parent means so.
+        parent: Process id of the expected parent. If the parent is another process, the expected one has ended. Without
+            this argument, only a parent with id 1 counts as a sign that it has ended.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

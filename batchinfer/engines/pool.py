@@ -48,18 +48,19 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two calls of `take` while slots are free and the source has nothing ready.
 POLL_SECONDS = 0.01
-# The same after many calls without a request: the pause doubles each time, up to this.
+# Most seconds between these calls: the pause doubles with each call that brings no request.
 SLOWEST_POLL_SECONDS = 0.1
 # Most seconds until the caller gets control again and the watchdog looks at the replicas.
 LONGEST_WAIT_SECONDS = 0.25
-# Seconds between two looks at whether the processes run. Usually a closed connection tells it earlier.
+# Seconds between two checks that the processes still run. A closed connection usually shows their end earlier.
 RUNNING_LOOK_SECONDS = 0.5
-# Seconds that replicas have to end by themselves before they are killed, and the same after a failure.
+# Seconds that replicas have to end by themselves before they are killed: in general, and after a failure.
 CLOSE_SECONDS = 8.0
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
 # If a row was in flight in this many replicas when they died, it may be the cause, and the whole pool fails.
 MAX_DEATHS = 2
-# If the watchdog's last look was this many seconds ago, this process itself did not run in between.
+# Seconds between two looks of the watchdog from which on this process itself, not an engine, stood still (a frozen
+# machine).
 FROZEN_SECONDS = 5.0
 
 
@@ -200,7 +201,7 @@ class ProcessPool:
                     elif not taken:
                         yield []
                         source.wait(1.0)
-                        self._collect(0.0)  # notices a replica that died while idle
+                        self._collect(0.0)  # needed to notice a replica that dies while it is idle
                     self._looked = time.monotonic()
                     continue
                 hungry = not exhausted and num_free > len(taken or [])
@@ -216,7 +217,7 @@ class ProcessPool:
             self._abandon()
 
     def _send(self, requests: list[Request]) -> list[Completion]:
-        """Give requests to the replicas with the fewest. Returns failures for requests that cannot be encoded."""
+        """Give requests to the replicas that hold the fewest. Returns failures for requests that cannot be encoded."""
         refused: list[Completion] = []
         requests = self._orphans + requests
         self._orphans = []
@@ -233,17 +234,18 @@ class ProcessPool:
                     packed.append(data)
             replica.note_sent(sent)
             if packed:
-                # If the replica is gone, the requests count as in flight there until `_collect` notices that.
+                # If the replica is gone, the requests count as in flight there until `_collect` notices it and gives
+                # them to others.
                 with contextlib.suppress(Closed):
                     replica.channel.send(Work(requests=packed))
         self._orphans = requests
         return refused
 
     def _shares(self, count: int) -> list[int]:
-        """Return the number of the next `count` requests that each replica gets.
+        """Return how many of the next `count` requests each replica gets.
 
-        Each replica gets neighbours in the stream: they often share a prefix, which is then computed once. A source
-        that was told the free slots gives requests in the order of the replicas.
+        A replica gets requests that follow each other in the stream, because these often share a prefix, which is then
+        computed once. A source that was told the free slots gives requests in the order of the replicas.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
         return share_out(held, self._free_slots, count)
@@ -269,7 +271,7 @@ class ProcessPool:
                 with contextlib.suppress(Closed):
                     replica.channel.flush()
             try:
-                # Read even after a failed write, for what the replica said before it ended.
+                # Read even after a failed write, because the replica may have sent a reason before it ended.
                 frames = replica.channel.receive()
             except Closed:
                 yield replica, None
@@ -320,7 +322,7 @@ class ProcessPool:
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > FROZEN_SECONDS:
-            # This process itself stood still, as on a frozen machine. The engines are not to blame.
+            # This process itself stood still, as on a frozen machine, so the engines did not stall.
             for replica in self.replicas:
                 replica.forgive(gap)
         for replica in list(self.replicas):
@@ -342,7 +344,7 @@ class ProcessPool:
         """End a replica and give its rows to the others.
 
         Raises:
-            EngineError: of class `kind`: no replica is left, or a row was in flight at `MAX_DEATHS` deaths.
+            EngineError: no replica is left, or a row was in flight at `MAX_DEATHS` deaths. Its class is `kind`.
         """
         # If the engine said which rows it was working on, only those may be the cause of its death.
         rows = dict(replica.in_flight)
@@ -391,7 +393,7 @@ class ProcessPool:
 
 
 def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:
-    """Return why a replica did not load: its own error, or what it wrote last if that is none of ours."""
+    """Return why a replica did not load: the error that it reported, or its last lines if that is no error of ours."""
     kind = getattr(errors, frame.kind, None)
     if kind is EngineLoadError:
         return EngineLoadError(f"{replica.name}: {frame.message}", hint=frame.hint)

@@ -21,9 +21,9 @@ from batchinfer.engines.channel import Channel, to_worker_decoder
 
 logger = logging.getLogger(__name__)
 
-# Number of lines of its output that are kept.
+# Number of lines of the process's output that are kept.
 LAST_LINES = 200
-# Number of lines that a reason shows.
+# Number of these lines that an error's reason shows.
 REASON_LINES = 6
 # Bytes for the send buffer of each end of the connection.
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -63,9 +63,9 @@ class Replica:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # With a process group of its own, Ctrl-C does not reach it, and it can be killed with its children.
-                # It gets no session of its own: Linux may share the processor among sessions first (autogroup), and a
-                # busy engine core would then leave its worker without processor time for seconds.
+                # With a process group of its own, the process is not reached by Ctrl-C, and can be killed with its
+                # children. A session of its own would be harmful: Linux may share the processor among sessions
+                # (autogroup), and a busy engine core would then leave its worker without processor time for seconds.
                 process_group=0,
                 env=child_environment(environment),
             )
@@ -80,7 +80,7 @@ class Replica:
 
     @property
     def free_slots(self) -> int:
-        """Number of further requests that it should get; 0 before it is loaded."""
+        """Number of further requests that the replica should get; 0 before it is loaded."""
         return max(0, self.info.max_in_flight - len(self.in_flight)) if self.info else 0
 
     def is_running(self) -> bool:
@@ -148,12 +148,12 @@ class Replica:
         self._reader.join(0.5)
 
     def last_lines(self) -> str:
-        """Return the lines that it wrote last, to be appended to a reason; empty if there are none."""
+        """Return the last lines that the process wrote, to be appended to a reason; empty if there are none."""
         lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
         return "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def has_written(self, text: str) -> bool:
-        """Whether one of its recent lines contains a text, such as the name of an exception."""
+        """Whether one of the process's last lines contains a text, such as the name of an exception."""
         return any(text in line for line in self._lines)
 
     def end(self, grace_seconds: float) -> None:

@@ -130,7 +130,10 @@ class VllmEngine:
         )
 
     def generated_tokens(self) -> int:
-        """Return the number of tokens generated so far, those of unfinished requests included, for the watchdog."""
+        """Return the number of tokens generated so far, including those of unfinished requests.
+
+        The watchdog needs it.
+        """
         return self._completion_tokens + unfinished_tokens(self._engine)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
@@ -196,7 +199,7 @@ class VllmEngine:
         ids = list(self._in_flight)
         self._in_flight.clear()
         self._recorder.forget_all()
-        # A dead engine core raises here, and has nothing left to abort.
+        # Aborting raises if the engine core is dead, and then nothing is left to abort.
         with contextlib.suppress(Exception):
             self._engine.abort_request(ids)
 

@@ -119,7 +119,7 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM collects garbage several times while it loads, which is quick once the imported modules are left out.
+    # vLLM collects garbage several times while it loads. Freezing the objects of imported modules makes that quick.
     gc.collect()
     gc.freeze()
     arguments = engine_arguments(config, is_cpu=is_cpu)
@@ -139,7 +139,7 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     """Return our error for an exception from vLLM's check of a configuration."""
     reason = last_line(error)
     if isinstance(error, OSError):
-        # Raised by transformers for a config or tokenizer that it cannot find.
+        # transformers raises this for a config or tokenizer that it cannot find.
         return ConfigError(
             f"--model: {config.model} cannot be read: {reason}",
             hint="--tokenizer and --hf-config-path take the missing files from elsewhere",

@@ -16,9 +16,9 @@ import msgspec
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
-# vLLM's finish reasons of a request that ended without an answer. Another try may succeed.
+# vLLM's finish reasons that mean that a request ended without an answer. Another attempt may succeed.
 UNFINISHED_REASONS = frozenset({"abort", "error"})
-# Parameters that this module sets itself, or that only concern vLLM's inside.
+# Parameters that a request must not set: this module sets them, or they concern only vLLM's inside.
 RESERVED_PARAMETERS = frozenset({"output_kind", "skip_clone", "n", "detokenize", "flat_logprobs"})
 # Parameters with the same name in our Sampling and in vLLM's SamplingParams.
 SHARED_PARAMETERS = (
@@ -76,7 +76,7 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
 
 
 def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
-    """Return the number of answers that vLLM generates: `n` or `best_of`; one at temperature 0, where all are equal."""
+    """Return how many answers vLLM generates: `n` or `best_of`, but 1 at temperature 0, where all would be equal."""
     if sampling.best_of is not None and sampling.best_of < sampling.n:
         raise RowError(
             "invalid_parameter",
@@ -187,7 +187,9 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         failure = Failure(code="engine_error", message=message, transient=True)
         return Completion(key=request.key, failure=failure, prompt_tokens=len(prompt_ids))
     num_tokens = sum(len(each.token_ids) for each in outputs)
-    if len(outputs) == 1 < sampling.n:  # at temperature 0, where the others would be equal
+    if (
+        len(outputs) == 1 < sampling.n
+    ):  # at temperature 0, vLLM generated only one answer, since all would be equal
         outputs *= sampling.n
         num_tokens *= sampling.n
     if keeps_best(sampling):

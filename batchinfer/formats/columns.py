@@ -145,7 +145,7 @@ class OutputBlock:
         return (bytes(line.source) for line in self.lines)
 
     def num_unshown(self) -> int:
-        """Number of lines with reasoning, if there is no column for it; else 0."""
+        """Number of lines whose reasoning the table leaves out; 0 if the table has a column for it."""
         if self._shape.has_reasoning or not self._may_reason:
             return 0
         return sum(

@@ -334,9 +334,9 @@ def find_target(
     """Find out which job a run is of, and which chunks it must have done. Read-only.
 
     Args:
-        store: The run's.
+        store: The run's store.
         inventory: What is stored under the run.
-        open_store: Opens the job's.
+        open_store: Opens the job's store from a URL.
         usage: Command line for hints, with {} in place of the option and the run.
         job_url: URL of the job; by default the folder above the run, or what run.json says.
         manifests: Lists of chunks, for a run made from a list without a job.json.

@@ -109,7 +109,7 @@ class Segments:
     segment that does not begin with this chunk's sha256 and the run's fingerprint is left out as a whole.
 
     Args:
-        store: The run's.
+        store: The run's store.
         name: The chunk's.
         chunk_sha256: Checksum of the chunk as it is stored now.
         fingerprint: Returns the run's fingerprint, "" while it has none. Called only once a segment is found, since

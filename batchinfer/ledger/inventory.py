@@ -195,7 +195,7 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     """List a run and read its markers, claims and workers.
 
     Args:
-        store: The run.
+        store: The run's store.
         now: Unix seconds.
         patience_seconds: Seconds; a worker with a younger record counts as alive, whatever its lease.
     """

@@ -281,7 +281,7 @@ def find_job(
     Args:
         run: run.json, None while there is none.
         run_url: URL of the run.
-        open_store: Opens the job's place.
+        open_store: Opens the job's store from a URL.
         asked_url: The only place to look in; by default those of `job_places`.
         on_error: Takes the error of a place that cannot be read, and the next place is tried; by default it is raised.
 

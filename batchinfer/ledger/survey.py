@@ -68,7 +68,7 @@ def look_at_owners(
     """Find out which chunks are done, and who holds the others.
 
     Args:
-        store: The run's.
+        store: The run's store.
         claims: Tells which owners are alive; None where the store cannot keep claims, then nobody holds anything.
         generations: The chunks to ask for, each with the generation of the marker that makes it done.
         own: Chunks of these that this worker has open: their claims are not looked at.

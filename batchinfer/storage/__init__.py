@@ -31,9 +31,9 @@ class Object(NamedTuple):
 
 
 class Store(Protocol):
-    """The verbs over one root URL.
+    """The operations on objects below one URL.
 
-    All raise StorageError after retries, AccessDenied where permissions are refused.
+    All raise StorageError after retries, and AccessDenied if access is refused.
     """
 
     url: str
@@ -51,19 +51,21 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object below `prefix` (a string prefix of keys), recursive, in key order, never from a cache."""
+        """List every object whose key starts with `prefix`, in key order, never from a cache."""
         ...
 
     def create(self, key: str, data: bytes) -> str:
         """Create an object that must not exist and return its etag. Raises AlreadyExists. `data` is not empty.
 
-        If the object exists with the very bytes of `data`, the call succeeds: an earlier try of it may have got through
-        with only its reply lost. A caller that must tell its own create from another's puts a nonce into `data`.
+        If the object exists and holds exactly `data`, the call succeeds, because an earlier attempt may have succeeded
+        and only its reply was lost. A caller that must tell its own create from another's puts a nonce into `data`.
         """
         ...
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """`create` from a local file, in bounded memory. Same rule for lost replies, comparing by sha256.
+        """Create an object from a local file, in bounded memory.
+
+        See `create` for lost replies; here sha256 is compared.
 
         `is_final`: the file will not be written to again, though it may be removed. A local store then links it
         instead of copying.
@@ -73,12 +75,12 @@ class Store(Protocol):
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Overwrite an object if it still has `etag`; return the new etag. Raises PreconditionFailed (also if absent).
 
-        Same rule for lost replies as `create`.
+        See `create` for lost replies.
         """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, many at a time. An absent one is no error. Not atomic."""
+        """Remove objects, many at a time. Absent objects are no error. Not atomic."""
         ...
 
 
@@ -90,7 +92,7 @@ class Preconditions(NamedTuple):
 
     @property
     def is_safe(self) -> bool:
-        """Claims and create-only publishing can be relied on."""
+        """Whether claims and create-only publishing can be relied on."""
         return self.create and self.replace
 
 

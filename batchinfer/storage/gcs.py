@@ -39,7 +39,7 @@ from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 
 RESUMABLE_BYTES = 64 << 20
-"""Bytes from which on a file goes up in pieces of `PIECE_BYTES`; only the last piece makes it an object."""
+"""Bytes of the smallest file that is uploaded in pieces of `PIECE_BYTES`; only the last piece creates the object."""
 PIECE_BYTES = 16 << 20
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
@@ -90,8 +90,8 @@ class GcsStore:
         self._resumable_bytes = resumable_bytes
         self._is_bucket_seen = False
         with self._errors(root):
-            # The base class, since the package's default one asks a second API about the bucket's kind. Only making
-            # buckets needs a project, but gcsfs warns if there is none.
+            # This base class is used because the package's default class asks a second API about the bucket's kind.
+            # Only making buckets needs a project, but gcsfs warns if there is none.
             self._fs = gcsfs.core.GCSFileSystem(
                 project="",
                 use_listings_cache=False,
@@ -225,10 +225,10 @@ class GcsStore:
         return str(answer["generation"])
 
     def _upload(self, path: str, file: Path) -> None:
-        """Upload a file in pieces; only the last one makes it an object, if there is none.
+        """Upload a file in pieces; the last piece creates the object unless it exists already.
 
         Raises:
-            TransientError: The upload is gone without having become an object; start again.
+            TransientError: The service has lost the upload without creating the object; start again.
         """
         try:
             with self._errors(path):
@@ -262,7 +262,10 @@ class GcsStore:
             yield self._call("GET", path, alt="media", generation=info.etag, headers=span)[1]
 
     def _find(self, path: str, **parameters: str) -> tuple[Any, bytes]:
-        """GET an object that may be absent. The first time one is, a listing tells whether its bucket exists."""
+        """GET an object that may be absent.
+
+        The first time that an object is absent, check by a listing that its bucket exists.
+        """
         try:
             return self._call("GET", path, **parameters)
         except ObjectNotFound:
@@ -274,7 +277,7 @@ class GcsStore:
 
     @contextmanager
     def _missing_bucket(self) -> Iterator[None]:
-        """Report "not found" as a missing bucket: an upload needs nothing else to exist."""
+        """Report "not found" as a missing bucket, because an upload needs nothing but the bucket to exist."""
         try:
             yield
         except ObjectNotFound as error:
@@ -287,7 +290,7 @@ class GcsStore:
         return headers, data
 
     def _request(self, method: str, *address: str, about: str, **parameters: Any) -> Any:
-        """Send one request and return gcsfs's answer. `about`: object or prefix that errors name."""
+        """Send one request and return gcsfs's answer. Errors name `about`, an object or a prefix."""
 
         def send() -> Any:
             with self._errors(about):
@@ -350,10 +353,11 @@ def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether credentials could not be checked just now, as opposed to refused. gcsfs makes both a 401 with a cause."""
+    """Whether a 401 with a cause, by which gcsfs also reports refused credentials, says that they could not be
+    checked."""
     cause: BaseException | None = error
     while cause is not None:
-        # A second argument is the metadata server's answer, which makes it a refusal.
+        # If the cause has a second argument, the metadata server has answered, so this is a refusal.
         if isinstance(cause, google.auth.exceptions.TransportError) and len(cause.args) < 2:
             return True
         if isinstance(cause, google.auth.exceptions.GoogleAuthError) and cause.retryable:

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub and the web: a store that is only read, publishing a data set, and what their errors mean.
+"""The Hugging Face Hub and the web: a read-only store, publishing a data set, and the translation of errors.
 
 huggingface_hub and fsspec take their time to load, so only the functions that use them import them.
 """
@@ -35,7 +35,7 @@ _CLIENTS = {
     *("aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
     *("requests", "urllib3"),
 }
-"""Packages below which the Hub's client and fsspec send requests, each with a tree of errors of its own."""
+"""Packages with which the Hub's client and fsspec send requests; each has error classes of its own."""
 _ACCESS_HINT = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
@@ -54,7 +54,7 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
 
     Args:
         subject: What is read or written; messages start with it.
-        otherwise: What else to do where the server cannot be asked, for the hint.
+        otherwise: What the hint suggests if the server cannot be reached.
 
     Raises:
         AccessDenied: The repository is gated, or the token is missing, refused or lacks the rights.
@@ -103,14 +103,14 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
 
 
 def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Our error for one that huggingface_hub defines, else None. A package that is not loaded has raised nothing."""
+    """Translate an error that huggingface_hub defines; None for any other, and if that package was never loaded."""
     hub: Any = sys.modules.get("huggingface_hub.errors")
     if hub is None:
         return None
     if isinstance(error, hub.GatedRepoError | hub.LocalTokenNotFoundError):
         return AccessDenied(f"{subject}: needs a token with access", hint=_ACCESS_HINT)
     if isinstance(error, hub.RepositoryNotFoundError):
-        # The Hub also answers so where the repository exists but the token may not see it.
+        # The Hub gives the same answer if the repository exists but the token may not see it.
         return InputError(
             f"{subject}: no such repository on the Hub, or a private one",
             hint=f"check the name; for a private one {_ACCESS_HINT}",
@@ -293,7 +293,7 @@ class HubRepository:
         return f"hf://datasets/{self._address.repo}{branch}"
 
     def files(self) -> list[str]:
-        """Paths of the repository's files; none also where there is no repository. Read-only.
+        """Paths of the repository's files; no paths if there is no repository. Read-only.
 
         Raises:
             AccessDenied: The token is missing or refused.

@@ -3,13 +3,13 @@
 How an object becomes visible whole or not at all:
 
 1. its bytes go to a hidden temporary file in the same folder, which is then fsynced,
-2. a create gives that file its second name with link(2), which fails where the name is taken; a replace
-   renames it over the old one, under a lock, after comparing the etag,
+2. a create gives that file its final name with link(2), which fails if the name is taken; a replace compares the etag
+   and renames the file over the old one, both under a lock,
 3. the folder is fsynced, so that the name survives a power cut.
 
 A process killed in between leaves one hidden ``.<name>.<nonce>.tmp``, which no verb shows and `sweep_temps` removes.
-Locks are flock(2) on the folder itself, released by the kernel when their owner dies. Where a filesystem cannot lock
-a folder, the lock is a hidden ``.lock`` file in it; where it has no hard links, a create takes the lock too.
+Locks are flock(2) on the folder itself, released by the kernel when their owner dies. On a filesystem that cannot lock
+a folder, the lock is a hidden ``.lock`` file in the folder; on one without hard links, a create takes the lock too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
 LOCK_SECONDS = 60.0
-"""Seconds that a replace or delete waits for the lock of another, which holds it for microseconds, before it fails."""
+"""Seconds that a replace or delete waits for a folder's lock before it fails. Others hold it for microseconds only."""
 
 _COPY_BYTES = 1 << 17  # stays in the processor's cache between reading and writing
 _COARSEST_MTIME_NS = 2_000_000_000
-"""Nanoseconds between two times that every filesystem tells apart: the step is 1 s on some, 2 s on FAT."""
+"""Nanoseconds of the coarsest step of file times on any filesystem: 1 s on some, 2 s on FAT."""
 
 
 class LocalStore:
@@ -60,7 +60,7 @@ class LocalStore:
     Safe for threads and for processes of one machine; across machines as far as the filesystem's link and flock are.
 
     Args:
-        root: The folder; a relative one is taken from the current folder now.
+        root: The folder. A relative path is resolved now, against the current folder.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -121,7 +121,7 @@ class LocalStore:
         return self._create(key, lambda temp: _copy(path, temp, may_link=is_final), is_same)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """See `Store.replace`. The comparison and the rename are one step for every process that locks."""
+        """See `Store.replace`. The lock makes the comparison and the rename one step for all processes."""
         path = self._path(key, writes=True)
         changed = PreconditionFailed(f"{path}: is not the version that was read")
         with self._errors(key):
@@ -159,7 +159,7 @@ class LocalStore:
         """Temporary files that killed processes left.
 
         Args:
-            older_than_seconds: Younger ones may still be written by a live process and are left out.
+            older_than_seconds: Age of the youngest file to return; a live process may still be writing younger ones.
         """
         limit = time.time() - older_than_seconds
         for folder, _, names in os.walk(self.root):
@@ -219,7 +219,7 @@ class LocalStore:
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
-            # A parent is a file, or a system folder that takes no folders. No object is missing.
+            # A parent of the path is a file, or a system folder that takes no folders. This is not a missing object.
             raise AccessDenied(
                 f"{folder}: cannot be made ({error.strerror}), expected a place for a folder",
                 hint=f"check {self.root}, or use another folder",
@@ -283,12 +283,12 @@ def _etag(found: os.stat_result) -> str:
 
 
 def _sort_name(entry: os.DirEntry[str]) -> str:
-    """A folder sorts with its slash, so that a depth-first walk comes in key order ("a.x" before "a/b")."""
+    """Sort key of an entry. A folder's ends in "/", so that a depth-first walk is in key order ("a.x" before "a/b")."""
     return entry.name + "/" if entry.is_dir() else entry.name
 
 
 def _touch(temp: Path, *, after_ns: int = 0) -> str:
-    """Give a temporary file its final times and return its etag, which no earlier version of the object had.
+    """Set a temporary file's times, so that its etag differs from all earlier versions of the object; return the etag.
 
     The kernel's own times advance in ticks of some milliseconds, within which an inode number can be reused. The time
     set here is finer, and later than that of the previous version.
@@ -305,8 +305,8 @@ def _touch(temp: Path, *, after_ns: int = 0) -> str:
 
 @contextmanager
 def _temp(path: Path) -> Iterator[Path]:
-    """Name a fresh temporary file next to `path`; it is gone afterwards."""
-    # The name is cut so that the temporary name is never too long where the key is not.
+    """Provide a name for a temporary file next to `path`, and remove the file afterwards."""
+    # The name is cut, so that the temporary name is short enough wherever the key itself is.
     temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
     try:
         yield temp
@@ -322,7 +322,7 @@ def _write(temp: Path, data: bytes) -> None:
 
 
 def _copy(source: Path, temp: Path, *, may_link: bool) -> None:
-    """Make `temp` hold the bytes of `source`, durably: with `may_link` as the same file by a second name."""
+    """Make `temp` hold the bytes of `source`, durably. With `may_link`, `temp` becomes a hard link if possible."""
     try:
         file = source.open("rb")
     except OSError as error:
@@ -376,7 +376,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_FOLDER_LOCKS:
                 raise
-            # NFS locks only files that are open for writing, which a folder cannot be.
+            # NFS locks only files that are open for writing, and a folder cannot be opened for writing.
             os.close(handle)
             handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
             _flock(handle, folder)
@@ -386,7 +386,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _flock(handle: int, folder: Path) -> None:
-    """Wait for a lock, but not for ever: its holder may be a process that someone has frozen."""
+    """Wait for a lock, but not for ever, because its holder may be a frozen process."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

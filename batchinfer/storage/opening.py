@@ -1,4 +1,4 @@
-"""From a URL to a store, and whether that store honours preconditions.
+"""Opens the store for a URL, and tests whether the store honours preconditions.
 
 The adapters, and the packages that they import, load only when their scheme is used.
 """
@@ -103,7 +103,7 @@ def fsspec_options(scheme: str) -> dict[str, Any]:
     For code that reads through fsspec and needs no `Store`. Only gs:// has its package imported here.
     """
     if scheme in {"hf", "memory"}:
-        return {}  # hf:// paths name a commit by then, and what a commit holds does not change
+        return {}  # hf:// paths name a commit here, and the content of a commit never changes
     if scheme in GCS_SCHEMES:
         from batchinfer.storage.gcs import patience
 
@@ -196,9 +196,9 @@ def _require(package: str, url: str, command: str) -> None:
 
 
 def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
-    """Try a second create and a replace with an outdated etag on an object of its own, which is removed again.
+    """Find out whether a store refuses a second create, and a replace with an outdated etag. Uses a test object.
 
-    About six requests. A process killed half way leaves one small object below `prefix`.
+    Costs about six requests. A process killed half way leaves one small object below `prefix`.
 
     Raises:
         AccessDenied: The store is read-only, or its credentials do not allow writing.
@@ -216,7 +216,7 @@ def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
 
 
 def _refuses_second_create(store: Store, key: str) -> bool:
-    # Different bytes: the same bytes again count as the reply to the first try that got lost.
+    # The second create has other bytes, because equal bytes would count as a repetition of the first create.
     try:
         store.create(key, b"probe: first create\n")
         store.create(key, b"probe: second create\n")

@@ -38,8 +38,8 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
     """Run `action` until it succeeds, fails for good, or the policy ends it.
 
     Raises:
-        StorageError: The last try failed with a TransientError; the message says how often was tried.
-        BatchinferError: Whatever else `action` raises, at once.
+        StorageError: The last attempt failed with a TransientError; the message gives the number of attempts.
+        BatchinferError: Any other error that `action` raises; it is not tried again.
     """
     tries = 0
     try:

@@ -2,7 +2,8 @@
 
 Each verb is one or few requests of botocore's synchronous client, which finds credentials, region and endpoint.
 A small file goes up in one conditional put; a large one in parts, several at a time, and only the last request, which
-is conditional too, makes them an object. No library completes an upload in parts on a condition, hence our own here.
+is conditional too, makes them an object. This module has its own code for uploads in parts because no library completes
+them on a condition.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MULTIPART_BYTES = 64 << 20
-"""Bytes from which on a file goes up in parts."""
+"""Bytes of the smallest file that is uploaded in parts."""
 PART_BYTES = 16 << 20
-"""Bytes of every part but the last (R2 wants them equal)."""
+"""Bytes of every part but the last; all are equal because R2 requires it."""
 PART_CONCURRENCY = 4
 MAX_PARTS = 10_000
 MAX_PUT_BYTES = 4_900_000_000
-"""Bytes of the largest object that goes up in one piece; AWS takes 5 GiB, R2 a little less."""
+"""Bytes of the largest object that may be uploaded in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
 _CONNECTION_SECONDS = 30.0
 """Seconds after which idle connections are closed. Some routers forget connections that are idle for minutes and tell
 neither end; a request on such a connection hangs for `read_timeout`."""
 _CONFIG = botocore.config.Config(
-    # Repeating is this module's own work: botocore's tries would multiply with it.
+    # This module repeats requests itself; retries by botocore would multiply with ours.
     retries={"total_max_attempts": 1},
     connect_timeout=10,
     read_timeout=60,
@@ -83,7 +84,7 @@ class S3Store:
     Args:
         url: ``s3://bucket`` or ``s3://bucket/prefix``.
         retries: How each request is repeated.
-        part_bytes: As `PART_BYTES`. At least 5 MiB, says S3.
+        part_bytes: As `PART_BYTES`. S3 requires at least 5 MiB.
         multipart_bytes: As `MULTIPART_BYTES`.
     """
 
@@ -146,9 +147,10 @@ class S3Store:
             return etag
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - sent either way
-        """See `Store.create_file`. Killed half way it leaves at most an unfinished upload, which nobody sees.
+        """See `Store.create_file`.
 
-        The first large file costs eight requests more, for `_check_parts`.
+        A process that is killed half way leaves at most an unfinished upload, which readers do not see. The first large
+        file costs eight more requests, for `_check_parts`.
         """
         name = self._path(key)
         with scratch_errors(path.parent):
@@ -212,8 +214,8 @@ class S3Store:
         """Abort unfinished multipart uploads, which cost storage although nobody sees them. Returns how many.
 
         Args:
-            older_than_seconds: Younger ones may belong to a live worker and stay. Compares the store's clock with
-                this machine's.
+            older_than_seconds: Age of the youngest upload to abort; younger ones may belong to a live worker. Ages are
+                the difference between the store's clock and this machine's.
         """
         limit = time.time() - older_than_seconds
         old = [upload for upload in self.list_multipart_uploads() if upload.started < limit]
@@ -262,11 +264,12 @@ class S3Store:
             return str(self._call("put_object", Key=path, Body=source, IfNoneMatch="*")["ETag"])
 
     def _put_parts(self, path: str, file: Path, size: int) -> str:
-        """Upload a file in parts; only the last request makes it an object, if there is none. Returns the etag.
+        """Upload a file in parts; the last request creates the object unless it exists already. Returns the etag.
 
         Raises:
-            PreconditionFailed: There is one, perhaps this very upload's, completed with its reply lost.
-            TransientError: The upload is gone without having become an object; start again.
+            PreconditionFailed: The object exists, perhaps from this very upload, if the reply to its last request was
+                lost.
+            TransientError: The store has dropped the upload without creating the object; start again.
         """
         part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
 
@@ -278,7 +281,7 @@ class S3Store:
         return self._send_parts(path, read, -(-size // part_bytes))
 
     def _send_parts(self, path: str, read: Callable[[int], bytes], num_parts: int) -> str:
-        """As `_put_parts`. `read` gives a part by its number, from 1."""
+        """Do the requests of `_put_parts`. `read` returns the bytes of a part by its number, from 1."""
         upload_id = self._call("create_multipart_upload", Key=path)["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
@@ -322,7 +325,10 @@ class S3Store:
         self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
 
     def _check_parts(self) -> bool:
-        """Whether uploads in parts create only, as single puts do: some stores overwrite with the last request."""
+        """Whether an upload in parts refuses to overwrite, as a single put does.
+
+        On some stores its last request overwrites.
+        """
         with self._parts_lock:
             if self._are_parts_safe is None:
                 self._are_parts_safe = self._try_parts()
@@ -334,12 +340,12 @@ class S3Store:
             return self._are_parts_safe
 
     def _try_parts(self) -> bool:
-        """Complete an upload in parts onto an object of its own, which is removed again.
+        """Find out by uploading in parts over a test object, which is removed again.
 
-        True also where single puts overwrite: on such a store every output has a name of its own, so that parts
-        overwrite nothing.
+        True also for a store where single puts overwrite: every output there has a name of its own, so nothing can be
+        overwritten.
         """
-        # Readers of a whole folder skip names that begin with "_", should this object ever be left behind.
+        # The name begins with "_", which readers of whole folders skip, in case this object is left behind.
         key = f"{layout.PROBES}_{secrets.token_hex(8)}"
         path, held = self._path(key), b"probe: an object\n"
         self.create(key, held)
@@ -362,7 +368,8 @@ class S3Store:
     def _delete_batch(self, paths: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         for failure in self._call("delete_objects", Delete=wanted).get("Errors", ()):
-            # Given the shape of a single request's answer, so that `of_answer` alone decides what a code means.
+            # Bring the error into the shape of a single request's answer, so that only `of_answer` decides what a code
+            # means.
             code = failure.get("Code", "")
             answer = {
                 "Error": failure,
@@ -371,7 +378,7 @@ class S3Store:
             raise of_answer(answer, self._url(failure.get("Key", "")), self.bucket)
 
     def _etag_if_equal(self, path: str, data: bytes) -> str | None:
-        """Etag of an object that holds exactly `data`; None if it holds something else, or is gone."""
+        """Etag of an object if it holds exactly `data`; None if it holds something else, or is gone."""
         try:
             held = self._retry(partial(self._read, path))
         except ObjectNotFound:
@@ -379,7 +386,7 @@ class S3Store:
         return held.etag if held.data == data else None
 
     def _etag_if_same_file(self, path: str, file: Path, size: int) -> str | None:
-        """Etag of an object that holds exactly the bytes of `file`, else None. In bounded memory."""
+        """Etag of an object if it holds exactly the bytes of `file`, else None. Uses bounded memory."""
         try:
             found = self._retry(partial(self._call, "head_object", Key=path))
             if found["ContentLength"] != size:
@@ -425,7 +432,7 @@ class S3Store:
             return getattr(self._connect(), method)(Bucket=self.bucket, **arguments)
 
     def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
-        """Send one GET and pass the body on piece by piece, whole or with an error. Returns the etag."""
+        """Send one GET and pass its body to `write` piece by piece; raises if bytes are missing. Returns the etag."""
         with s3_errors(self._url(path), self.bucket):
             answer = self._connect().get_object(Bucket=self.bucket, Key=path)
             with contextlib.closing(answer["Body"]) as body:
@@ -436,7 +443,10 @@ class S3Store:
             return str(answer["ETag"])
 
     def _connect(self) -> Any:
-        """The client, made by the first request: making it may ask for credentials, which can fail for a moment."""
+        """Return the client.
+
+        The first request makes it, since that may ask for credentials, which can fail for a moment.
+        """
         with self._client_lock:
             now = time.monotonic()
             if self._client is not None and now - self._connected >= _CONNECTION_SECONDS:
@@ -451,7 +461,10 @@ class S3Store:
             return self._client
 
     def _check_bucket(self) -> None:
-        """Raise InputError if the bucket is missing. Asks only the first time an object is not found."""
+        """Raise InputError if the bucket is missing.
+
+        Sends a request only the first time that an object is not found.
+        """
         if self._is_bucket_seen:
             return
         with contextlib.suppress(AccessDenied):

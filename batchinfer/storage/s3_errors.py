@@ -1,4 +1,4 @@
-"""From botocore's errors to ours, by HTTP status and error code. Apart from `s3` only because of its length."""
+"""Translates botocore's errors to ours, by HTTP status and code. Kept apart from `s3` only because of its length."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
             hint=CREDENTIALS_HINT,
         )
     if isinstance(error, botocore.exceptions.CredentialRetrievalError):
-        # A metadata server that is down for a moment looks like this too, in the middle of a run.
+        # A transient error, because a metadata server that is down for a moment looks like this too, in the middle of a
+        # run.
         return TransientError(f"{url}: {_first_line(error)}", hint=CREDENTIALS_HINT)
     if isinstance(error, botocore.exceptions.ParamValidationError):
         return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")

@@ -1,7 +1,7 @@
-"""Local scratch space: where chunks are read from and outputs are built before they are published whole.
+"""Local scratch space, where downloaded chunks are read and outputs are built before they are published whole.
 
-One folder a worker process, removed at the end. A killed worker leaves its folder; the next one on the same machine
-sees that nobody holds its lock and removes it.
+Each worker process has a folder here and removes it at its end. A killed worker leaves its folder; the next worker on
+the machine sees that nobody holds the folder's lock, and removes it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def _making(base: Path) -> Iterator[None]:
-    """Turn errors of making the folder that a new start would meet again into ConfigError."""
+    """Turn errors of making the folder into ConfigError if a new start would fail in the same way."""
     try:
         yield
     except OSError as error:

@@ -2,8 +2,8 @@
 
 An engine keeps the computed beginnings of prompts in a prefix cache, and each replica has a cache of its own. Rows
 whose prompts begin alike are therefore sorted next to each other (`PrefixWindow`), and the sorted rows are cut into as
-many runs as there are replicas (`ReplicaQueues`). Dealt out one by one, every replica would compute every prefix.
-The order of the outputs, and the answers themselves, do not depend on any of this.
+many runs as there are replicas (`ReplicaQueues`). If rows were dealt out one by one, every replica would compute every
+prefix. The order of the outputs, and the answers themselves, do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def prefix_key(request: Request) -> bytes:
     """Return bytes that sort requests with a common prefix next to each other.
 
     Any order of the tokens will do, so a token counts as its four bytes in memory: comparing bytes is fast. A request
-    without such a form gets the empty key, because no worker may end for the sake of a better order.
+    that cannot be written as bytes gets the empty key: it is sorted badly, but does not end the worker.
     """
     try:
         if request.token_ids is not None:
