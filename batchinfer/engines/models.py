@@ -303,9 +303,7 @@ def build_info(
     heads = number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = number(values, "num_key_value_heads", "multi_query_group_num") or heads
     if number(values, LATENT_RANK):
-        kv_heads = (
-            1  # as vLLM counts: each GPU of a tensor-parallel group keeps the whole latent vector
-        )
+        kv_heads = 1  # each GPU of a tensor-parallel group keeps the whole latent vector
     architectures = values.get("architectures") or [""]
     return ModelInfo(
         architecture=str(architectures[0]),
@@ -343,8 +341,7 @@ def longest_length(values: Mapping[str, Any]) -> int:
 
 
 def has_other_lengths(values: Mapping[str, Any]) -> bool:
-    """Whether a nested part of the config scales positions or states a length; vLLM may derive another length from
-    it."""
+    """Whether a nested part of the config scales positions or states a length, from which vLLM may derive its limit."""
     parts = [part for name, part in values.items() if name != "text_config"]
     return any(
         not part.keys().isdisjoint({"factor", *LENGTHS}) or has_other_lengths(part)

@@ -187,9 +187,7 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         failure = Failure(code="engine_error", message=message, transient=True)
         return Completion(key=request.key, failure=failure, prompt_tokens=len(prompt_ids))
     num_tokens = sum(len(each.token_ids) for each in outputs)
-    if (
-        len(outputs) == 1 < sampling.n
-    ):  # at temperature 0, vLLM generated only one answer, since all would be equal
+    if len(outputs) == 1 < sampling.n:  # at temperature 0 all answers are equal
         outputs *= sampling.n
         num_tokens *= sampling.n
     if keeps_best(sampling):

@@ -42,7 +42,7 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         with scratch_errors(stored.parent):
             store.download(ref.key, stored)
     except BaseException as error:
-        # The next try takes a new name, so this file would stay until the worker ends.
+        # Removed here because the next attempt uses another name, so that this file would stay until the worker ends.
         remove_quietly(stored)
         if isinstance(error, ObjectNotFound):
             hint = "split again, or restore it"
@@ -87,7 +87,8 @@ def _scan(path: Path) -> tuple[str, int]:
     ):
         while size := file.readinto(buffer):
             digest.update(view[:size])
-            # find() jumps from newline to newline; count() looks at every byte, which takes a third of the hash's time.
+            # find() is used because it jumps from newline to newline. count() looks at every byte, and would add a
+            # third to the time of hashing.
             at = buffer.find(b"\n", 0, size)
             while at >= 0:
                 num_lines += 1

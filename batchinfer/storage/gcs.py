@@ -353,11 +353,10 @@ def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether a 401 with a cause, by which gcsfs also reports refused credentials, says that they could not be
-    checked."""
+    """Whether credentials could not be checked just now, rather than refused. gcsfs reports both cases as a 401."""
     cause: BaseException | None = error
     while cause is not None:
-        # If the cause has a second argument, the metadata server has answered, so this is a refusal.
+        # A second argument is an answer of the metadata server, which means that it refused.
         if isinstance(cause, google.auth.exceptions.TransportError) and len(cause.args) < 2:
             return True
         if isinstance(cause, google.auth.exceptions.GoogleAuthError) and cause.retryable:

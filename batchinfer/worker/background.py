@@ -1,8 +1,8 @@
-"""Work beside the main thread: threads in production, a deterministic scheduler in the simulation; and stop requests.
+"""Background work and stop requests. Background work runs on threads, in the simulation on a deterministic scheduler.
 
-The worker's state belongs to its main thread alone. What runs here is a plain function of its arguments whose result
-(or exception) the main thread collects later, so nothing needs a lock. Signal handlers and background work only set
-the `Stopper`; the main loop reads it.
+Only the main thread reads and writes the worker's state. Background work is a plain function of its arguments, and the
+main thread collects its result or exception later, so nothing needs a lock. Signal handlers and background work only
+set the `Stopper`, which the main loop reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stopper:
         self.error: BatchinferError | None = None
 
     def request(self, error: BatchinferError) -> None:
-        """Ask the worker to end with `error`, after its period of grace."""
+        """Ask the worker to end with `error`, at the latest after its grace period."""
         if self.error is None:
             self._deadline = self._clock.monotonic() + self._grace_seconds
             self.error = error
@@ -123,7 +123,7 @@ class Repeating(Protocol):
     """Work that runs again and again until cancelled."""
 
     def cancel(self) -> None:
-        """Run no more; does not wait for a run under way."""
+        """Start no further run of the work. Does not wait for the present run."""
         ...
 
 
@@ -156,8 +156,8 @@ def unless_stopped(
 ) -> T:
     """Do work in the background and wait for it, unless the worker is asked to stop.
 
-    For requests to storage, which may never be answered. Work that is given up goes on and may still take effect, but
-    its result is lost, as if the process had been killed.
+    Used for requests to storage, which may never be answered. Work that is not waited for goes on and may still take
+    effect, but its result is lost, as if the process had been killed.
 
     Args:
         background: Where the work is done.
@@ -166,7 +166,7 @@ def unless_stopped(
         may_finish: Whether to wait through the grace period, so that the result of a write is known.
 
     Raises:
-        BatchinferError: the stopper's error, if the work was not begun or is given up; or what the work raises.
+        BatchinferError: the stopper's error, if the work was not begun or not waited for; else the error of the work.
     """
     stopper.raise_if_requested()
     pending = background.submit(work)
@@ -224,7 +224,7 @@ class _Timer:
             try:
                 self._work()
             except Exception:
-                # Go on: without further heartbeats a bug in one of them would end the whole worker.
+                # Go on after an error: if a bug in one heartbeat stopped all further ones, the whole worker would end.
                 logger.exception("work that is repeated every %g s failed", self._interval_seconds)
 
     def cancel(self) -> None:
@@ -234,8 +234,8 @@ class _Timer:
 class ThreadBackground:
     """A few daemon threads.
 
-    Daemons on purpose: the interpreter must not wait at exit for an upload that hangs
-    (concurrent.futures joins its threads).
+    The threads are daemons because the interpreter must not wait at exit for an upload that hangs, as it would with
+    concurrent.futures.
     """
 
     def __init__(self, num_threads: int = 8) -> None:

@@ -94,7 +94,7 @@ def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files from the usual 1024: hundreds of small chunks may be open, each with two."""
+    """Raise the limit of open files from the usual 1024: hundreds of small chunks may be open, with two files each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -104,7 +104,7 @@ def _raise_file_limit() -> None:
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
     """Turn parsed options into the worker's configuration.
 
-    Reads the small files that options name, and job.json where the manifests go by rank.
+    Reads the small files that options name, and job.json if the manifests are chosen by rank.
 
     Raises:
         ConfigError: an option cannot work, alone or with another one.
@@ -198,7 +198,7 @@ def _default_worker_id(environment: dict[str, str]) -> str:
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:
     """Describe the machine by SkyPilot's variables: cloud, region, GPUs, spot or not. Never by the host's name.
 
-    A machine cannot find out in every cloud whether it is a spot machine, so BATCHINFER_SPOT=1 or 0 says it. Without
+    Not every cloud lets a machine find out whether it is a spot machine, so BATCHINFER_SPOT=1 or 0 says so. Without
     BATCHINFER_ACCELERATOR the record shows the GPU's name as the driver gives it.
     """
     host: dict[str, Any] = {}

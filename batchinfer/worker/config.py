@@ -37,7 +37,7 @@ class Limits(Record, frozen=True, kw_only=True):
     max_build_bytes: int = 8 << 20
     """Bytes of input rows whose prompts are built in one background job."""
     max_waiting_tokens: int = 4 << 20
-    """Tokens of prompts that are built and not yet in the engine; a token takes about 36 bytes of memory here."""
+    """Tokens of prompts that are built but not yet in the engine. A token takes about 36 bytes of memory here."""
     row_attempts: int = 3
     storage_attempts: int = 4
     """Attempts to open or publish a chunk; more are made while there are other rows to generate."""
@@ -101,7 +101,7 @@ class RunAccess:
     store: Store
     lease: Lease
     claims: Claims | None
-    """None where the store ignores preconditions or claims are switched off."""
+    """Claims of this worker; None if the store ignores preconditions or claims are switched off."""
     publisher: Publisher
     scratch: Scratch
 

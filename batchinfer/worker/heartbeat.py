@@ -56,11 +56,11 @@ class Heartbeat:
     def start(
         self, background: Background, stack: contextlib.ExitStack, *, max_attempts: int
     ) -> None:
-        """Take this worker's record, and keep it fresh until `stack` unwinds, which writes it for the last time.
+        """Take this worker's record and keep it fresh. When `stack` unwinds, the record is written for the last time.
 
         Raises:
             NoProgress: this would be one start too many in a row without a new row.
-            BatchinferError: the stopper's, if the record could not be taken within the grace.
+            BatchinferError: the stopper's error, if the record could not be taken within the grace period.
         """
         telemetry = self._telemetry
         take = partial(self.lease.take, telemetry.begin)

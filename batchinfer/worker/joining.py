@@ -1,4 +1,4 @@
-"""How a worker joins its run, whose configuration its own must equal (promise P6), and the result it ends with."""
+"""How a worker joins its run, which requires an equal configuration (promise P6), and the result that it ends with."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Membership:
         self.assignment = assignment
         self._model_identity = ""
         self.config = config
-        """The configuration; after `check` with the run's revision of the model if none was asked for."""
+        """The configuration. If it names no revision of the model, `check` adds the run's revision."""
         self.run: Run | None = None
-        """The run's configuration on storage; None before it was created."""
+        """The content of run.json; None before it was created."""
 
     def check(self) -> None:
-        """Refuse what cannot work before a GPU waits for it and before run.json is written. Read-only.
+        """Refuse what cannot work, before a GPU has to wait and before run.json is written. Read-only.
 
         Raises:
-            RunMismatch: the run has another configuration, as far as it can be known without an engine.
+            RunMismatch: the run has another configuration. Only what is known without an engine is compared.
             ConfigError: options that cannot work with this engine or these chunks.
         """
         self.run = read_run(self._store)
@@ -62,7 +62,7 @@ class Membership:
         self.make_builder(None, None)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
-        """Create run.json, or check that the one there has the same fingerprint. See ledger.runs.join_run."""
+        """Create run.json, or check that the existing one has the same fingerprint. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),
@@ -75,7 +75,7 @@ class Membership:
     def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
         """Make the builder of requests. Refuses templates and options that no row could be built with."""
         config = self.config
-        # Until the engine has loaded, its option counts, or vLLM's default.
+        # Until the engine has loaded, use the limit of the option, or vLLM's default.
         most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
         prompt = config.prompt
         if isinstance(most, int):
@@ -96,7 +96,8 @@ class Membership:
 
         Args:
             done: Chunks that have a marker, with their highest generation.
-            goal: The generation that a repair is to reach, which finished chunks have; 0 without a repair.
+            goal: The generation that a repair brings every chunk to; 0 without a repair. A chunk of this generation is
+                done.
         """
         # Chunks without error rows are passed over later, when they are opened in the background.
         return [
@@ -172,7 +173,7 @@ def read_work(config: WorkerConfig, environment: Environment, store: Store) -> A
     """Read what the manifests assign to this worker. Read-only.
 
     Raises:
-        ConfigError: the output would lie in the job's own place.
+        ConfigError: the output's URL is the job's own.
     """
     assignment = read_assignment(
         config.manifests,
@@ -198,7 +199,7 @@ def make_result(
     info: EngineInfo | None,
     error: BatchinferError | None,
 ) -> dict[str, Any]:
-    """Make the JSON object of the last line. Names follow older batch tools where they have one."""
+    """Make the JSON object of the last line. A name that older batch tools use is kept."""
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
         "status": "SUCCESS" if error is None else "FAILED",

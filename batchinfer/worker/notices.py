@@ -1,8 +1,8 @@
-"""Preemption notices from the cloud's metadata service, half a minute to two minutes ahead.
+"""Preemption notices from the cloud's metadata service, which come half a minute to two minutes ahead.
 
 AWS tells of the end of a spot machine under spot/instance-action (with a session token, IMDSv2), Google under
-instance/preempted. Elsewhere nothing is asked at all. A notice lets a worker lose even less, but nothing relies on
-it: errors here are silent, and machines may vanish without a notice.
+instance/preempted. Elsewhere no request is sent. A notice lets a worker lose even less work, but nothing relies on
+notices: errors here are silent, and a machine may vanish without one.
 
 Sources: "Spot Instance interruption notices" in Amazon's EC2 user guide; "Preemptible VM instances" in Google's
 Compute Engine documentation.
@@ -30,7 +30,7 @@ GCP = "gcp"
 POLL_SECONDS = 2.0
 TIMEOUT_SECONDS = 1.0
 FAILURES_BEFORE_SILENCE = 10
-"""Failed questions in a row, without any answer yet, after which the service counts as unreachable."""
+"""Failed requests in a row, before any answer, after which the service counts as unreachable."""
 DMI = Path("/sys/class/dmi/id")
 
 _TOKEN_SECONDS = 21600
@@ -46,13 +46,13 @@ class Service(Protocol):
         """Return what the cloud announces, None if nothing.
 
         Raises:
-            OSError, http.client.HTTPException, ValueError: it did not answer, or not as it should.
+            OSError, http.client.HTTPException, ValueError: the service did not answer, or gave an unexpected answer.
         """
         ...
 
 
 class AwsService:
-    """Amazon's, by its second version: every question needs a token."""
+    """Amazon's metadata service, version 2 (IMDSv2): every request needs a token."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -71,7 +71,7 @@ class AwsService:
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
-            self._token = ""  # expired, or the machine was resumed elsewhere
+            self._token = ""  # the token has expired, or the machine was resumed elsewhere
             raise
         found = json.loads(text)
         details = found if isinstance(found, dict) else {}
@@ -80,7 +80,7 @@ class AwsService:
 
 
 class GcpService:
-    """Google's."""
+    """Google's metadata service."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -96,12 +96,12 @@ class GcpService:
 def find_service(
     host: dict[str, Any], environment: dict[str, str], *, dmi: Path = DMI
 ) -> Service | None:
-    """Choose the service by what SkyPilot says, else by the machine's maker. None outside both clouds. Sends nothing.
+    """Choose the service by SkyPilot's variables, else by the machine's maker. None outside both clouds. Sends nothing.
 
     Args:
         host: As `worker.describe_host` gives it.
         environment: BATCHINFER_METADATA_URL replaces the service's well-known address.
-        dmi: Where the kernel shows the machine's maker.
+        dmi: Folder in which the kernel shows the machine's maker.
     """
     cloud = str(host.get("cloud") or "").lower()
     if cloud not in _URLS:
@@ -125,7 +125,7 @@ def watch(
 
     Args:
         service: The cloud's metadata service.
-        background: Asks on a thread of its own; a question takes at most a second.
+        background: Runs the requests on a thread of their own; each takes at most a second.
         request: Takes the stop request (`Stopper.request`). Called at most once.
         poll_seconds: Seconds between two questions.
     """
@@ -176,13 +176,13 @@ def _vendor(dmi: Path) -> str:
 
 
 def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str:
-    # The address is link-local: a proxy, were one configured, could only answer for its own machine.
+    # No proxy is used, because the address is link-local: a proxy would answer for its own machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     question = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - http(s), see find_service
     try:
         with opener.open(question, timeout=TIMEOUT_SECONDS) as answer:
             body: bytes = answer.read(4096)
     except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
+        error.close()  # because the error holds the connection
         raise
     return body.decode()

@@ -1,11 +1,11 @@
-"""Open chunks: an `OpenChunks` owns each chunk of a worker from its opening until it is published or given back.
+"""Open chunks; an `OpenChunks` owns each chunk of a worker from its opening until it is published or given back.
 
     schedule -> opening -> open -> (all rows done) -> publishing -> closed
 
-Opening, checkpointing and publishing run in the background; `tick`, which the worker's loop calls, collects what they
-came to and starts what is due. Everything here runs on the main thread, and only `release_all` blocks. A chunk that
-cannot be opened or published stops neither the other chunks nor generation: it is tried again, then kept in `failures`
-until the end.
+Opening, checkpointing and publishing run in the background; `tick`, which the worker's loop calls, collects their
+results and starts new ones that are due. All methods run on the main thread, and only `release_all` blocks. A chunk
+that cannot be opened or published stops neither the other chunks nor generation: it is tried again, then kept in
+`failures` until the end.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class _Retry:
 
 
 class Demand(NamedTuple):
-    """The rows that the engine needs of the open chunks, as of one round of the worker's loop."""
+    """How many rows the engine needs from the open chunks, as of one round of the worker's loop."""
 
     rows_ahead: int = 0
     """Rows of open chunks that the engine has not taken yet."""
     rows_wanted: int = 0
-    """Rows ahead that keep the engine busy; more chunks are opened until there are so many."""
+    """Rows ahead that suffice to keep the engine busy; while there are fewer, more chunks are opened."""
     rows_per_second: float = 0.0
     """Rows that the engine finishes per second now."""
     own_rate: float | None = None
-    """Rows per second of this start on the average. Owners that are slower are helped; None helps nobody."""
+    """Average rows per second of this start. Slower workers are helped with their chunks; with None, nobody is."""
     is_building: bool = False
-    """Whether a background job may be reading the files of chunks, closed ones included."""
+    """Whether a background job that builds prompts may be reading files of chunks, even of closed ones."""
 
 
 class OpenChunks:
-    """See the module."""
+    """The open chunks of one worker; see the module's docstring."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class OpenChunks:
 
     @property
     def is_closing(self) -> bool:
-        """Whether no chunk is opened, and no row handed out, any more."""
+        """Whether no further chunk is opened, and no further row is handed out."""
         return self._is_closing
 
     @property
@@ -162,12 +162,13 @@ class OpenChunks:
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in lost:
             chunk = self.open.get(name)
-            # A chunk that is being published finds the other marker itself, and needs its files until then.
+            # A chunk that is being published stays open: its publishing will find the other worker's marker, and needs
+            # its files until then.
             if chunk is not None and not self._publish_queue.is_publishing(chunk):
                 self._close(chunk, "lost")
         self._retry_openings()
         self._publish_queue.start()
-        # The engine finishes this many rows while a chunk opens. Twice as many, in case the bucket is slow.
+        # Twice the rows that the engine finishes while a chunk is being opened, in case the bucket is slow.
         cushion = int(2 * demand.rows_per_second * self._opening_seconds)
         self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
         if not demand.is_building:
@@ -190,7 +191,7 @@ class OpenChunks:
         self._checkpointer.ask(self.open.values())
 
     def begin_saving(self) -> None:
-        """Prepare an early end: from now on every finished row goes into a checkpoint, those of complete chunks too."""
+        """Prepare an early end: from now on every finished row is checkpointed, also those of complete chunks."""
         self._is_saving = True
         self.close()
 
@@ -203,7 +204,7 @@ class OpenChunks:
             return False
         if self._is_saving:
             return True
-        # A complete chunk needs no checkpoint, because it is published next, unless the worker ends first or publishing
+        # A complete chunk is published next, so it needs a checkpoint only if the worker is about to end, or publishing
         # has failed.
         is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
         return is_wanted and not self._publish_queue.is_publishing(chunk)
@@ -218,14 +219,14 @@ class OpenChunks:
         self._checkpointer.ask([chunk])
 
     def note_deaths(self, rows: dict[str, list[int]]) -> None:
-        """Write down which rows were in flight when an engine died."""
+        """Write to the chunks' segments which rows were in flight when an engine died."""
         for name, lines in rows.items():
             chunk = self.open.get(name)
             if chunk is not None:
                 self._checkpointer.note_deaths(chunk, lines)
 
     def release_all(self, deadline: float) -> None:
-        """Release the claims of unfinished chunks, until `deadline` at the latest; the other claims lapse."""
+        """Release the claims of unfinished chunks. Claims that are not released by `deadline` will lapse."""
         pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
             self._close(chunk, "released")
@@ -295,7 +296,8 @@ class OpenChunks:
             self._openings.remove(entry)
             name = entry.candidate.ref.name
             took = self._clock.monotonic() - entry.started
-            # A slow opening counts in full at once and fades slowly: the next one may be slow as well.
+            # The estimate follows a slow opening at once and falls slowly afterwards, since the next opening may be
+            # slow as well.
             self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
             try:
                 opened = entry.pending.result()
@@ -365,7 +367,7 @@ class OpenChunks:
 
     def _add(self, chunk: OpenChunk) -> None:
         if self.is_closing:
-            self.open[chunk.name] = chunk  # release_all gives it back
+            self.open[chunk.name] = chunk  # `release_all` gives the chunk back
             return
         self._rows_per_chunk = max(1, chunk.num_rows)
         self.open[chunk.name] = chunk
@@ -376,7 +378,7 @@ class OpenChunks:
     def _expected_rows(self, candidate: Candidate) -> int:
         has_checkpoints = candidate.ref.name in self._opener.chunks_with_checkpoints
         if candidate.ref.generation or has_checkpoints:
-            return 1  # most rows may be done already
+            return 1  # few rows may be left, since most may be done already
         return candidate.ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:
@@ -402,7 +404,7 @@ class OpenChunks:
         if outcome in ("done", "lost"):
             self._schedule.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
-            # Publishing removed only the segments that were known when it began.
+            # Remove these segments here, since publishing removed only those that were known when it began.
             keys = list(chunk.segment_keys)
             self._background.submit(partial(_delete_quietly, self._run.store, keys))
         self._telemetry.chunk_closed(chunk, outcome)

@@ -58,8 +58,8 @@ class Opener:
         self._publisher = run.publisher
         self._scratch = run.scratch
         self.chunks_with_checkpoints = chunks_with_checkpoints
-        """Chunks with checkpoints at start-up. A chunk not in this set whose claim is new cannot have any, so it is not
-        listed again."""
+        """Chunks with checkpoints at start-up. A chunk outside this set whose claim is new cannot have any checkpoint,
+        so its checkpoints need not be listed."""
         self.fingerprint = ""
         """Fingerprint of the run whose segments are adopted; "" while unknown."""
 
@@ -91,7 +91,7 @@ class Opener:
                 for a different file of the same name.
         """
         if ref.generation:
-            # Most chunks of a finished run need no repair, which shows without a claim.
+            # Most chunks of a finished run need no repair. Their markers show it, so no claim is taken.
             before = self._current_marker(ref, ref.generation - 1)
             if before is None:
                 ref = ref._replace(generation=ref.generation - 1)
@@ -151,14 +151,16 @@ class Opener:
             fingerprint=self._run_fingerprint,
             num_lines=chunk.num_rows,
         )
-        # Segments of the generation before may be left; the error rows in them are to be done again.
+        # Segments of the previous generation may be left. Their error rows are not adopted, since they are to be done
+        # again.
         chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
         if segments.has_vanished:
             marker = self._current_marker(chunk.ref, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
-        # Rows that were read from storage are safe there until the marker: no segment repeats them.
+        # Rows that were read from segments stay on storage until the chunk has its marker, so no new segment repeats
+        # them.
         chunk.adopt_segments(
             segments.keys, segments.deaths, holds_every_row=not segments.has_vanished
         )
@@ -179,7 +181,7 @@ class Opener:
         return self.fingerprint
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
-        """Adopt the good rows of the generation before (``--retry-errors``)."""
+        """Adopt the good rows of the previous generation (``--retry-errors``)."""
         before = self._current_marker(chunk.ref, chunk.generation - 1)
         if before is None:
             raise InputError(
@@ -196,7 +198,7 @@ class Opener:
             self._run.download(layout.output_key(before.output), path)
             with scratch_errors(path.parent), path.open("rb") as file:
                 if codec.sha256_file(file) != before.output_sha256:
-                    # Rows are adopted by line number, and the lines may have moved.
+                    # Refused because rows are adopted by line number, and the lines may have moved.
                     raise InputError(
                         f"{chunk.name}: {before.output} is not what its marker vouches for",
                         hint="restore it, or do the chunk again from the start: "
@@ -210,7 +212,8 @@ class Opener:
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:
         if take_over is not None:
-            # Time has passed since the claim lapsed: a frozen owner may be back, with its claims unchanged.
+            # Look again, because time has passed since the claim lapsed: a frozen owner may be back, with its claims
+            # unchanged.
             if take_over.claim.worker and claims.look(take_over) is not None:
                 return take_over
             taken = claims.take_over(name, take_over.etag)

@@ -6,8 +6,8 @@ A `PublishQueue` owns complete chunks until they are published or given up:
                    ^            |
                    +--- failed -+-> given up
 
-A `Checkpointer` owns the segments that are being written. A segment that cannot be written loses nothing yet: the
-next segment of its chunk holds the rows. Everything here runs on the main thread, and nothing blocks.
+A `Checkpointer` owns the segments that are being written. If a segment cannot be written, nothing is lost yet: the next
+segment of its chunk will hold the rows. Everything here runs on the main thread, and nothing blocks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from batchinfer.worker.config import Environment, Limits, RunAccess
 logger = logging.getLogger(__name__)
 
 _MAX_WRITING = 4
-"""Segments written at the same time. A bucket that hangs must leave threads for everything else."""
+"""Segments that are written at the same time. If a bucket hangs, threads must be left for other work."""
 _SEGMENT_BYTES = 32 << 20
-"""Bytes of the largest segment. More rows become several segments, because each is in memory as a whole."""
+"""Bytes of the largest segment, since a segment is held in memory as a whole. More rows become several segments."""
 _NO_ROWS = -1
 """The `end` of a segment that holds engine deaths and no rows."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A chunk that waits to be published at `due` or later, after so many failed attempts."""
+    """A chunk that waits to be published at `due` or later. `attempts` counts the attempts that failed."""
 
     chunk: OpenChunk
     due: float
@@ -62,7 +62,7 @@ class PublishQueue:
         environment: The clock and the background.
         run: The publisher, the lease and the scratch folder.
         limits: The number of attempts for a chunk, and the wait between them.
-        may_give_up: Whether a chunk may be given up after the last attempt: not while the engine has work.
+        may_give_up: Says whether a chunk may be given up after the last attempt: not while the engine has work.
         must_wait: Whether a chunk must not be published yet, for example while a segment of it is being written.
         save: Called with a chunk that could not be published.
     """
@@ -114,7 +114,9 @@ class PublishQueue:
         self._waiting = [entry for entry in self._waiting if entry.chunk is not chunk]
 
     def collect(self) -> Iterator[tuple[OpenChunk, Published | StorageError]]:
-        """Yield chunks with their marker, or with the error that they are given up for. Other failures are tried again.
+        """Yield each chunk that was published, or that was given up because of an error.
+
+        Other failures are tried again.
 
         Raises:
             BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
@@ -206,11 +208,11 @@ class _Writing:
     pending: Pending[int]
     key: str
     end: int
-    """Bytes of the chunk's spool that are safe with this segment, or _NO_ROWS."""
+    """Bytes at the beginning of the chunk's spool that are on storage once this segment is, or _NO_ROWS."""
     rows_done: int
     """Rows of the chunk that were finished when the segment was begun."""
     is_cut: bool
-    """Whether some of these rows are left for the next segment."""
+    """Whether the segment was cut at its largest size, so that some of these rows are left for the next one."""
 
     def describe(self, num_records: int) -> str:
         """Say what the segment holds, for the log."""
@@ -224,12 +226,12 @@ class _Writing:
 class Checkpointer:
     """Writes segments of chunks on request, never two of the same chunk at the same time.
 
-    While `is_writing_of` a chunk is true, its spool is being read, and not all its segments are known.
+    While `is_writing_of(chunk)` is true, the chunk's spool is being read, and not all its segments are known.
 
     Args:
         run: The run's store and the lease.
         background: Writes the segments.
-        may_write: Asked right before a segment of a chunk is begun: whether it is still wanted.
+        may_write: Called right before a segment of a chunk is begun; says whether the segment is still wanted.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class Checkpointer:
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
         self._fingerprint = ""
-        """Fingerprint of the run; known before the first row is finished."""
+        """Fingerprint of the run; it is known before the first row is finished."""
 
     def join(self, fingerprint: str) -> None:
         """Learn the fingerprint of the run that the worker has joined."""
@@ -272,7 +274,7 @@ class Checkpointer:
         self._start()
 
     def note_deaths(self, chunk: OpenChunk, lines: list[int]) -> None:
-        """Write a segment at once that says which rows were in flight when an engine died."""
+        """Write a segment at once that notes which rows were in flight when an engine died."""
         self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker would do, without an engine: its first prompts, and the named templates."""
+"""Shows, without an engine, what a worker would do: its first prompts, and the named templates."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def make_preview_builder(
     tokenizer: Tokenizer | None,
     max_model_len: int | None,
 ) -> PromptBuilder:
-    """The worker's own builder, but for keeping every prompt to show it."""
+    """Make the worker's own prompt builder, except that it keeps every prompt, to show it."""
     prompt = msgspec.structs.replace(prompt, keep_prompt=True)
     return PromptBuilder(prompt, sampling, run_seed, tokenizer, max_model_len)
 
@@ -123,7 +123,7 @@ def run_preview(
     """Render the first `count` prompts of a worker's manifests. Read-only: nothing is claimed, no engine is loaded.
 
     Raises:
-        BatchinferError: whatever the worker would have raised up to here.
+        BatchinferError: every error that a worker would raise before its engine loads.
     """
     assignment = read_assignment(
         config.manifests,

@@ -25,7 +25,7 @@ def progress_for(stream: TextIO) -> ShowProgress:
 
 
 def describe(telemetry: Telemetry) -> str:
-    """Describe the progress in one line: rows of all (resumed), rates, errors, time left.
+    """Describe the progress in one line: finished and resumed rows, rates, errors, time left.
 
     The time left is estimated from the rate of this start and covers its own manifests only.
     """
@@ -79,7 +79,7 @@ class _ProgressBar:
 
     @cached_property
     def _bar(self) -> Any:
-        """The bar, made when it is first shown, so that a failed set-up shows none."""
+        """Return the bar. It is made when it is first shown, so that a failed set-up shows none."""
         from tqdm import tqdm
 
         return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)

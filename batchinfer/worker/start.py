@@ -1,7 +1,7 @@
 """One start of a worker, the owner of its main loop: run a model over chunks until every one has a marker.
 
-A worker may end at any instant, SIGKILL included, and be started again anywhere: what is on storage then is all that
-the next one needs.
+A worker may end at any instant, by SIGKILL too, and be started again anywhere: the next start needs only what is on
+storage.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _NUM_LOOKS = 4
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
-    """Do every chunk of the manifests. Idempotent, and restartable at any point.
+    """Process every chunk of the manifests. Idempotent, and restartable at any point.
 
     Returns:
         The result object: counts, tokens and rates of this start.
@@ -84,7 +84,7 @@ def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]
 
 
 class _Start:
-    """One start of a worker. `run` is the whole story; the other methods are its paragraphs."""
+    """One start of a worker. `run` shows all steps in order; the other methods are these steps."""
 
     def __init__(self, config: WorkerConfig, environment: Environment) -> None:
         self.config = config
@@ -130,7 +130,10 @@ class _Start:
                 raise
 
     def _look(self) -> Membership:
-        """Find out what there is to do, whether it may be done, and what the store can do. Leaves nothing behind."""
+        """Find out what there is to do, whether it may be done, and what the store supports.
+
+        Leaves nothing on storage.
+        """
         assignment = self._unless_stopped(
             partial(read_work, self.config, self.environment, self.store)
         )
@@ -200,7 +203,9 @@ class _Start:
             return
         self.info = info
         run = self._join(membership, info, opener, open_chunks)
-        environment.background.submit(heartbeat.beat)  # so that `status` shows it as running
+        environment.background.submit(
+            heartbeat.beat
+        )  # so that `status` shows this worker as running
         builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
         stream = self._make_stream(builder, open_chunks, info, run)
         self._answer(engine, stream, open_chunks)
@@ -270,7 +275,7 @@ class _Start:
             )
             raise
         except Exception:
-            # Also after a bug of batchinfer: finished rows are worth keeping.
+            # Save also after a bug of batchinfer, since finished rows are worth keeping.
             self._save(open_chunks, deaths={})
             raise
 
@@ -290,7 +295,7 @@ class _Start:
         assignment = membership.assignment
         roots = {ref.root for ref in assignment.chunks}
         if assignment.job is not None:
-            # A worker without chunks of its own still helps with those of others.
+            # A worker without chunks of its own still helps other workers with theirs.
             roots.add(assignment.job_url)
         return {root: self.environment.open_store(root) for root in roots}
 
@@ -346,9 +351,9 @@ class _Start:
     def _select(
         self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
     ) -> list[T]:
-        """Return the items that `check` is true for, in no order. Runs in the background, on a few items at once.
+        """Return the items for which `check` is true, in no order.
 
-        With `most`, stops once it has found so many.
+        Runs in the background, on a few items at once. With `most`, the search ends when so many are found.
         """
         found: list[T] = []
 
@@ -380,7 +385,8 @@ class _Start:
                 open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
-        # First of all: an engine that was stopped while it loaded fails as well, but does not know why.
+        # Raise a stop request first: an engine that is stopped while it loads fails as well, but with an error that
+        # does not tell why.
         self.environment.stopper.raise_if_requested()
         return pending.result()
 
@@ -411,7 +417,7 @@ class _Start:
                             extra=event("stop_requested", reason=str(stopper.error)),
                         )
                         open_chunks.close()
-                        # At once: the machine may be gone before the rows in flight are finished.
+                        # Checkpoint at once, because the machine may be gone before the rows in flight are finished.
                         open_chunks.checkpoint()
                     if not stream.num_in_flight or stopper.is_set():
                         break
@@ -457,7 +463,7 @@ class _Start:
         check_error_rate(self.config, self.telemetry)
 
     def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
-        """Before an early end: checkpoint the finished rows and release the claims, within the grace period."""
+        """Prepare an early end: checkpoint the finished rows and release the claims, within the grace period."""
         open_chunks.begin_saving()
         deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
@@ -478,7 +484,7 @@ class _Start:
             raise
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
-        # Again, because rows may have finished while the last segment of their chunk was being written.
+        # Checkpoint again, because rows may have finished while the last segment of their chunk was being written.
         open_chunks.checkpoint()
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
@@ -516,7 +522,7 @@ def _num_rows(refs: list[ChunkRef]) -> int:
 
 
 def _close(batches: Iterator[object]) -> None:
-    """Let a generator's own clean-up run now."""
+    """Close a generator, so that its clean-up code runs now."""
     close = getattr(batches, "close", None)
     if close is not None:
         close()

@@ -1,4 +1,4 @@
-"""The rows of a worker between its open chunks and its engine: a `RowStream` owns every row that is under way.
+"""The rows of a worker between its open chunks and its engine; a `RowStream` owns all rows that are on this way.
 
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
@@ -36,7 +36,7 @@ _RATE_SECONDS = 5.0
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False):
-    """A row with its request, and how often it was tried before."""
+    """A row with its request, and the number of failed attempts at it."""
 
     chunk: OpenChunk
     prepared: Prepared
@@ -106,7 +106,7 @@ class RowStream:
         return requests
 
     def wait(self, timeout_seconds: float) -> None:
-        """See engines.RequestSource. Returns at once if `take` has something to say already."""
+        """See engines.RequestSource. Returns at once if `take` would return requests or None now."""
         if not self._num_waiting and not self._open_chunks.is_closing:
             self._background.wait(timeout_seconds)
 
@@ -119,7 +119,7 @@ class RowStream:
             key = completion.key
             flight = self._in_flight.pop(key, None)
             if flight is None:
-                continue  # somebody else has published its chunk meanwhile
+                continue  # another worker has published the row's chunk meanwhile
             failure = completion.failure
             if (
                 failure is not None
@@ -143,7 +143,7 @@ class RowStream:
 
     @property
     def demand(self) -> Demand:
-        """The rows that the engine needs of the open chunks."""
+        """How many rows the engine needs from the open chunks."""
         return Demand(
             rows_ahead=self._num_waiting + self._num_building + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
@@ -153,7 +153,7 @@ class RowStream:
         )
 
     def drop(self, names: Collection[str]) -> None:
-        """Drop the rows of these chunks, because somebody else has published them."""
+        """Drop the rows of these chunks, because another worker has published the chunks."""
         if not names:
             return
         self._in_flight = {
@@ -165,15 +165,18 @@ class RowStream:
             self._alone = None
 
     def prepare(self) -> None:
-        """Get the next rows ready for `take`: build prompts; once none is left, run suspect rows alone, then close."""
+        """Get the next rows ready for `take`: build prompts.
+
+        When no prompt is left to build, run suspect rows alone; then close.
+        """
         self._build_more()
         if self._open_chunks.is_closing or self._in_flight or self._num_waiting:
             return
         if self._building is not None or self._open_chunks.num_unread:
             return
         if not self._prepare_alone() and not self._open_chunks.may_grow:
-            # From now on `take` answers None, "never", and that is for good: a chunk that were opened after this would
-            # be claimed, and no engine would do its rows.
+            # From now on `take` returns None, which tells the engine to end. So no chunk may be opened any more: no
+            # engine would process its rows.
             self._open_chunks.close()
 
     @property
@@ -206,7 +209,7 @@ class RowStream:
         return len(self._ready) + len(self._window)
 
     def _release(self, free_slots: Sequence[int]) -> None:
-        """Make the rows of the window ready once it is full, or when the engine would get no row otherwise."""
+        """Make the rows of the window ready, once the window is full or the engine would get no row otherwise."""
         self._ready.set_number(len(free_slots))
         if self._ready.has(free_slots) or not len(self._window):
             return
@@ -226,7 +229,8 @@ class RowStream:
         try:
             line = self._encoder.encode(prepared, completion)
         except RecursionError:
-            # The line repeats JSON of the row that is nested too deeply to be written, though it could be read.
+            # The output line cannot be encoded: it repeats a part of the row that is nested too deeply to be written,
+            # though it could be read.
             message = "JSON of the row is nested too deep to be written"
             completion = Completion(
                 key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
@@ -300,7 +304,10 @@ class RowStream:
         return self._encode(prepared, Completion(key=prepared.key, failure=failure))
 
     def _prepare_alone(self) -> bool:
-        """Get the next row that may kill the engine ready, now that the engine is empty. False if there is none."""
+        """Get ready the next row that may kill the engine.
+
+        Called when the engine is empty; returns False if there is none.
+        """
         for chunk in list(self._open_chunks.open.values()):
             for line in chunk.rows_to_run_alone():
                 row = chunk.take_row(line)
@@ -343,7 +350,7 @@ class RowStream:
 
 
 def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int) -> Batch:
-    """Read the next rows and build their requests. Runs in the background and touches unread rows only."""
+    """Read the next rows of the chunks and build their requests. Runs in the background."""
     batch: Batch = []
     for chunk in chunks:
         rows = chunk.read_rows(max_rows, max_bytes)

@@ -1,4 +1,7 @@
-"""Sums over the finished rows of a worker's start, and their addition to those of earlier starts. Bounded in size."""
+"""Sums over the rows that one start of a worker finished, and their addition to the sums of earlier starts.
+
+Bounded in size.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from batchinfer.ledger.checkpoints import FinishedRow
 
 MAX_MINUTES = 1440
 RECENT_MINUTES = 60
-"""Minutes kept at full detail; then they join the thinned series."""
+"""Minutes for which the series keeps each minute; older minutes are joined into longer stretches."""
 MAX_CODES = 50
 MAX_MESSAGE = 500
 OTHER = "other"
-"""The code under which all codes after the first MAX_CODES are counted."""
+"""Error code under which all codes after the first MAX_CODES are counted."""
 
 
 def length_bucket(tokens: int) -> str:
@@ -102,7 +105,7 @@ class Tally:
 
 
 def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
-    """Join two series. If there are too many points, neighbours in the older half are joined. Pure."""
+    """Merge two series. If there are too many points, neighbours in the older half are joined. Pure."""
     recent = (
         Minute(
             minute=number,

@@ -1,4 +1,4 @@
-"""What a worker counts for its record on storage, its log and its last line. Bounded in size."""
+"""Counters of a worker for its record on storage, its log and its last line of output. Bounded in size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 
 WAITING_SECONDS = 30.0
-"""Seconds without any chunk, since the engine was ready, after which a start counts as waiting for other workers."""
+"""Seconds that a start may be without a chunk, its engine being ready, before it counts as waiting for other
+workers."""
 
 
 class Telemetry:
@@ -39,7 +40,7 @@ class Telemetry:
         self.num_chunks = 0
         """Chunks of the own manifests."""
         self.num_rows = 0
-        """Rows of the own manifests, where known."""
+        """Rows of the own manifests; 0 if not known."""
         self.rows_skipped = 0
         """Rows of the own manifests in chunks that were done before this start."""
         self.rows_resumed = 0
@@ -51,9 +52,9 @@ class Telemetry:
         self.chunks_skipped = 0
         """Chunks that somebody else had done, or an earlier start."""
         self.attempts = 1
-        """Starts, this one included, since one finished a new row."""
+        """Starts since the last one that finished a new row, this one included."""
         self.stats = EngineStats()
-        """The engine's counters when last asked."""
+        """The engine's counters, as of the last time they were read."""
         self._base = Worker(
             id=worker_id,
             epoch=0,
@@ -225,11 +226,11 @@ class Telemetry:
     # -- events, told on the main thread
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
-        """Count a chunk that is open now; its resumed rows are in `chunk.counts`."""
+        """Count a chunk that has just been opened, and its resumed rows."""
         self._open[chunk.name] = chunk
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
-            # If this chunk crashes the worker, the attempt must already be on storage.
+            # Write the record now: if this chunk crashes the worker, the attempt must already be on storage.
             self.snapshot()
             self._write_now()
         self.rows_resumed += chunk.counts.resumed
@@ -245,7 +246,10 @@ class Telemetry:
         )
 
     def chunk_closed(self, chunk: OpenChunk, outcome: str) -> None:
-        """Count a chunk that ended here as `done`, `lost` (somebody else published it) or `released`."""
+        """Count a chunk that this worker has closed.
+
+        `outcome` is `done`, `lost` (another worker published it) or `released`.
+        """
         self._open.pop(chunk.name, None)
         if outcome == "done":
             self.chunks_done += 1
@@ -307,7 +311,7 @@ class Telemetry:
         self.rows_skipped = rows
 
     def when_urgent(self, write_now: Callable[[], object]) -> None:
-        """Have this called when `latest` must not wait for the next heartbeat."""
+        """Set the function that is called when `latest` must be written before the next heartbeat."""
         self._write_now = write_now
 
     @property
@@ -326,7 +330,7 @@ class Telemetry:
     # -- the record
 
     def snapshot(self) -> Worker:
-        """Make and keep the record as of now: the sums of this start on top of those of earlier starts."""
+        """Make the record as of now, with the sums of this start and of all earlier ones, and keep it as `latest`."""
         base = self.tally.on_top_of(self._base)
         self.latest = msgspec.structs.replace(
             base,
@@ -369,7 +373,7 @@ class Telemetry:
 
 
 def _killed(before: Worker) -> list[Span]:
-    """Return the spans of the chunks that a killed start had open."""
+    """Return the spans of the chunks that were open when a start was killed."""
     return [
         msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
         for span in before.open_spans
