@@ -39,7 +39,10 @@ check: setup ## lint, format, types, import layers, generated docs
 	.venv/bin/lint-imports
 	$(PY) scripts/write_cli_docs.py --check
 
-bench: setup ## measure everything, in a quick form (minutes); docs/performance.md has the full one
+bench: setup ## measure everything, in a quick form; one script: make bench ARGS="split --rows 1000"
+ifneq ($(strip $(ARGS)),)
+	$(PY) benchmarks/$(firstword $(ARGS)).py $(wordlist 2,$(words $(ARGS)),$(ARGS))
+else
 	$(PY) benchmarks/split.py --rows 20000 --repeats 1
 	$(PY) benchmarks/pipeline.py --quick
 	$(PY) benchmarks/startup.py --quick
@@ -49,6 +52,7 @@ bench: setup ## measure everything, in a quick form (minutes); docs/performance.
 	$(PY) benchmarks/bookkeeping.py --quick
 	$(PY) benchmarks/recovery.py --quick
 	$(PY) benchmarks/collect.py
+endif
 
 simulate: setup ## the real worker on simulated time, storage and failures, SEEDS of them
 	PYTHONPATH=tests $(PY) -m simulation --seeds $(SEEDS) $(ARGS)

@@ -2,12 +2,12 @@
 
 Real workers over an S3 stub that counts requests by method and place (s3_stub.py).
 
-* claims: two calm workers, a manifest each, with claims and without; heartbeats and looks for a stop request are
-  counted apart, by quarter of a lease, since both come with time and not with chunks.
-* checkpoints: an `echo` engine answers as many rows a second, and in such steps, as a GPU would (stepped_worker.py);
-  the worker's CPU with the default interval and without checkpoints, over chunks that are done within an interval
-  (few of their rows are ever written to a checkpoint) and chunks that take longer (nearly all are). The engine computes
-  in the worker's process here, and its few microseconds a row are among the figures.
+* claims: two workers that nothing disturbs, a manifest each, with claims and without. Heartbeats and looks for a stop
+  request are counted apart, by quarter of a lease, since both come with time and not with chunks.
+* checkpoints: the worker's CPU with the default interval and without checkpoints. An `echo` engine answers as many rows
+  a second, and in such steps, as a GPU would (stepped_worker.py). Chunks of one size are done within an interval, so
+  that few of their rows are ever written to a checkpoint; chunks of the other take longer, and nearly all rows are
+  written. The engine computes in the worker's process here; its few microseconds a row are among the figures.
 * steps: real vLLM on the CPU, with checkpoints every few seconds and without.
 
 The last line is one JSON object. In full about half an hour.
@@ -29,9 +29,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import s3_stub
 import workload
-from repeats import Spread, alternate, spread
+from harness import Spread, alternate, print_table, spread
 
 from batchinfer.core import layout
 
@@ -41,7 +42,7 @@ CLAIM_SEQS = 8
 CLAIM_LATENCY_SECONDS = 0.05
 ECHO_SEQS = 256
 ECHO_WORDS = "50,250"
-"""Of an answer, least and most: about 1 KB."""
+"""Words of an answer, least and most: about 1 KB."""
 STEPPED_WORKER = str(Path(__file__).with_name("stepped_worker.py"))
 DEFAULT_SECONDS = 30.0
 """The default of --checkpoint-seconds."""
@@ -51,76 +52,138 @@ ECHO = ("--engine", "echo")
 COMPLETIONS = ("--request-format", "completions")
 
 
-# --------------------------------------------------------------------------- claims
+# --------------------------------------------------------------------------- runs
+
+
+class Measured(NamedTuple):
+    """One run: CPU microseconds of the worker a row, engine steps, seconds, checkpoint objects that were written."""
+
+    worker_us: float
+    steps: int
+    seconds: float
+    segments: int
 
 
 class Requests(NamedTuple):
-    """What a run asked of the store. `quarters`: of a lease, summed over the workers."""
+    """Requests that a run sent to the store by method and place; quarters of a lease, summed over the workers."""
 
     came: Counter[str]
     quarters: float
 
 
-def run_workers(scratch: Path, num_chunks: int, lease_seconds: float, *options: str) -> Requests:
-    """Two workers over a job of their own, each with half of its chunks."""
-    with s3_stub.serving(num_chunks, 0, CLAIM_CHUNK_ROWS) as endpoint:
-        env = workload.environment(**s3_stub.variables(endpoint))
+class Runs:
+    """Runs workers over jobs on one stub, each run under a name of its own."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._numbers = count()
+
+    def pair(self, num_chunks: int, lease_seconds: float, *options: str) -> Requests:
+        """Run two echo workers over a job of their own, each with half of its chunks."""
+        number = next(self._numbers)
+        job, output = f"s3://stub/job-{number}", f"s3://stub/run-{number}"
+        harness.write_job(
+            job,
+            num_chunks * CLAIM_CHUNK_ROWS,
+            lambda row: harness.as_line({"prompt": f"row {row}"}, row),
+            per_chunk=CLAIM_CHUNK_ROWS,
+            num_workers=NUM_WORKERS,
+        )
+        before = s3_stub.read_counts(self._endpoint)
 
         def work(index: int) -> float:
-            manifest = scratch / f"half-{index}.txt"
-            names = [layout.chunk_name(each, num_chunks) for each in range(num_chunks)]
-            own = names[index * num_chunks // NUM_WORKERS : (index + 1) * num_chunks // NUM_WORKERS]
-            lines = [layout.chunk_file(name, "none") for name in own]
-            manifest.write_text("".join(f"{line}\n" for line in lines))
             result, _ = workload.run_worker(
-                "s3://stub/job", "s3://stub/job/runs/default", Path("echo"), {}, *ECHO,
-                "--manifest", str(manifest), "--worker-id", f"w{index}", "--prompt-column", "prompt",
+                job, output, Path("echo"), {}, *ECHO,
+                "--manifest", f"{job}/{layout.worker_manifest(index, NUM_WORKERS)}",
+                "--worker-id", f"w{index}", "--prompt-column", "prompt",
                 "--echo-latency-seconds", str(CLAIM_LATENCY_SECONDS), "--max-num-seqs", str(CLAIM_SEQS),
-                "--lease-seconds", str(lease_seconds), *options, env=env,
+                "--lease-seconds", str(lease_seconds), *options, env=harness.environment(),
             )  # fmt: skip
             return float(result["run_time_sec"])
 
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             seconds = sum(pool.map(work, range(NUM_WORKERS)))
-        return Requests(s3_stub.read_counts(endpoint), seconds / (lease_seconds / 4))
+        came = s3_stub.read_counts(self._endpoint) - before
+        return Requests(came, seconds / (lease_seconds / 4))
+
+    def echo(self, job: str, rate: float, seconds: float) -> Measured:
+        """Run one worker over the echo engine at `rate` rows a second, with `seconds` between checkpoints."""
+        options = (
+            *ECHO, "--max-num-seqs", str(ECHO_SEQS), "--echo-tokens", ECHO_WORDS,
+            "--echo-latency-seconds", str(ECHO_SEQS / rate), "--checkpoint-seconds", str(seconds),
+        )  # fmt: skip
+        return self._work(job, Path("echo"), {}, *options, program=[STEPPED_WORKER])
+
+    def vllm(self, job: str, model: Path, seconds: float) -> Measured:
+        """Run one worker over vLLM, with `seconds` between checkpoints."""
+        options = ("--checkpoint-seconds", str(seconds))
+        return self._work(job, model, workload.CPU_ENGINE, *options)
+
+    def _work(
+        self, job: str, model: Path, engine: dict[str, Any], *options: str, **how: Any
+    ) -> Measured:
+        before = s3_stub.read_counts(self._endpoint)
+        env = harness.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        output = f"s3://stub/run-{next(self._numbers)}"
+        result, ended = workload.run_worker(
+            job, output, model, engine, *COMPLETIONS, *options, env=env, **how
+        )
+        came = s3_stub.read_counts(self._endpoint) - before
+        cpu = sum(seconds for name, seconds in ended.cpu.items() if name != "engine host")
+        return Measured(
+            1e6 * cpu / result["request_count"],
+            result["engine_steps"],
+            result["generate_time_sec"],
+            came[f"PUT {layout.CHECKPOINTS}"],
+        )
+
+
+# --------------------------------------------------------------------------- claims
 
 
 def measure_claims(
-    scratch: Path, num_chunks: int, lease_seconds: float, repeats: int
+    runs: Runs, num_chunks: int, lease_seconds: float, repeats: int
 ) -> dict[str, Any]:
-    """With claims and without, turn and turn about; print the requests by method and place."""
+    """Count requests with claims and without, in turns; print them by method and place."""
     ways = {
-        "claims": partial(run_workers, scratch, num_chunks, lease_seconds),
-        "no claims": partial(run_workers, scratch, num_chunks, lease_seconds, "--no-claims"),
+        "claims": partial(runs.pair, num_chunks, lease_seconds),
+        "no claims": partial(runs.pair, num_chunks, lease_seconds, "--no-claims"),
     }
-    runs = alternate(ways, repeats)
-    names = sorted({name for each in runs.values() for run in each for name in run.came})
+    found = alternate(ways, repeats)
+    names = sorted({name for each in found.values() for run in each for name in run.came})
     timed = {name for name in names if name.endswith((layout.WORKERS, layout.STOP_KEY))}
     per_chunk = {
-        way: {name: spread(run.came[name] / num_chunks for run in runs[way]) for name in names}
+        way: {name: spread(run.came[name] / num_chunks for run in found[way]) for name in names}
         for way in ways
     }
     print(
         f"{num_chunks} chunks, {NUM_WORKERS} workers: requests a chunk, medians of {repeats} runs"
     )
-    print(f"{'request':24}{'claims':>18}{'no claims':>18}")
-    for name in names:
-        cells = [f"{format(per_chunk[way][name], '.2f'):>18}" for way in ways]
-        print(f"{name:24}" + "".join(cells) + ("   (by time)" if name in timed else ""))
+    print_table(
+        ("request", *ways, ""),
+        [
+            (
+                name,
+                *(format(per_chunk[way][name], ".2f") for way in ways),
+                "(by time)" if name in timed else "",
+            )
+            for name in names
+        ],
+    )
     totals = {
         way: spread(
             sum(number for name, number in run.came.items() if name not in timed) / num_chunks
-            for run in runs[way]
+            for run in found[way]
         )
         for way in ways
     }
-    own = spread(_ending(run.came, layout.CLAIMS) / num_chunks for run in runs["claims"])
-    # Each worker takes its record when it starts and writes it a last time when it ends.
+    own = spread(_ending(run.came, layout.CLAIMS) / num_chunks for run in found["claims"])
+    # Each worker creates its record when it starts and writes it for the last time when it ends.
     beats = spread(
         (run.came[f"PUT {layout.WORKERS}"] - 2 * NUM_WORKERS) / run.quarters
-        for run in runs["claims"]
+        for run in found["claims"]
     )
-    looks = spread(_ending(run.came, layout.STOP_KEY) / run.quarters for run in runs["claims"])
+    looks = spread(_ending(run.came, layout.STOP_KEY) / run.quarters for run in found["claims"])
     added = totals["claims"].median - totals["no claims"].median
     print(
         f"all but those by time: {totals['claims']:.2f} with claims, {totals['no claims']:.2f} without; "
@@ -133,7 +196,7 @@ def measure_claims(
         "chunks": num_chunks,
         "workers": NUM_WORKERS,
         "requests_per_chunk": {
-            way: {name: round(found.median, 4) for name, found in figures.items()}
+            way: {name: round(figure.median, 4) for name, figure in figures.items()}
             for way, figures in per_chunk.items()
         },
         **totals["claims"].entries("with_claims_per_chunk"),
@@ -152,93 +215,50 @@ def _ending(came: Counter[str], place: str) -> int:
 # --------------------------------------------------------------------------- checkpoints
 
 
-class Measured(NamedTuple):
-    """One run. `segments`: checkpoint objects that were written."""
-
-    worker_us: float
-    steps: int
-    seconds: float
-    segments: int
-
-
-class Runs:
-    """Runs workers over jobs on one stub, each run under a name of its own."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._numbers = count()
-
-    def write_job(self, name: str, requests: list[workload.Request], per_chunk: int) -> str:
-        """Write a job; returns its URL."""
-        workload.write_job(f"s3://stub/{name}", requests, per_chunk=per_chunk)
-        return f"s3://stub/{name}"
-
-    def echo(self, job: str, rate: float, seconds: float) -> Measured:
-        """Run one worker over the echo engine at so many rows a second, so many seconds between checkpoints."""
-        options = (
-            *ECHO, "--max-num-seqs", str(ECHO_SEQS), "--echo-tokens", ECHO_WORDS,
-            "--echo-latency-seconds", str(ECHO_SEQS / rate), "--checkpoint-seconds", str(seconds),
-        )  # fmt: skip
-        return self._work(job, Path("echo"), {}, *options, program=[STEPPED_WORKER])
-
-    def vllm(self, job: str, model: Path, seconds: float) -> Measured:
-        """Run one worker over vLLM, so many seconds between checkpoints."""
-        options = ("--checkpoint-seconds", str(seconds))
-        return self._work(job, model, workload.CPU_ENGINE, *options)
-
-    def _work(
-        self, job: str, model: Path, engine: dict[str, Any], *options: str, **how: Any
-    ) -> Measured:
-        before = s3_stub.read_counts(self._endpoint)
-        env = workload.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        output = f"s3://stub/run-{next(self._numbers)}"
-        result, ended = workload.run_worker(
-            job, output, model, engine, *COMPLETIONS, *options, env=env, **how
-        )
-        came = s3_stub.read_counts(self._endpoint) - before
-        cpu = sum(seconds for name, seconds in ended.cpu.items() if name != "engine host")
-        return Measured(
-            1e6 * cpu / result["request_count"],
-            result["engine_steps"],
-            result["generate_time_sec"],
-            came[f"PUT {layout.CHECKPOINTS}"],
-        )
-
-
 def measure_checkpoints(
     runs: Runs, seconds: float, rate: float, sizes: list[int], repeats: int
 ) -> dict[str, Any]:
-    """The worker's CPU a row at a steady rate, by rows a chunk, with the default interval and without."""
+    """Measure the worker's CPU a row at a steady rate, by rows a chunk, with the default interval and without."""
     requests = [
         {**each, "max_tokens": 256} for each in workload.make_requests(round(seconds * rate))
     ]
     ways: dict[str, Callable[[], Measured]] = {}
     for rows in sizes:
-        job = runs.write_job(f"job-{rows}", requests, rows)
+        job = workload.write_job(f"s3://stub/job-of-{rows}", requests, per_chunk=rows)
         for title, interval in (("none", NEVER_SECONDS), ("every 30 s", DEFAULT_SECONDS)):
             ways[f"{rows} {title}"] = partial(runs.echo, job, rate, interval)
     found = alternate(ways, repeats)
     print(f"{len(requests)} rows at {rate:g} a second, medians of {repeats} runs")
-    print(
-        f"{'rows a chunk':>12}{'checkpoints':>14}{'segments':>10}{'seconds':>20}{'worker CPU us/row':>24}"
-    )
+    table = []
     result: dict[str, Any] = {"rows": len(requests), "rate": rate, "chunk_rows": {}}
     for rows in sizes:
         none, every = found[f"{rows} none"], found[f"{rows} every 30 s"]
         for title, measured in (("none", none), ("every 30 s", every)):
-            cells = (
-                format(spread(each.seconds for each in measured), ".1f"),
-                format(spread(each.worker_us for each in measured), ".1f"),
-            )
-            print(f"{rows:12}{title:>14}{measured[0].segments:10}{cells[0]:>20}{cells[1]:>24}")
-        ratio = paired(every, none)
-        print(f"{'':12}of the CPU without: {ratio:.3f}")
+            seconds_cell = format(spread(each.seconds for each in measured), ".1f")
+            cpu_cell = format(spread(each.worker_us for each in measured), ".1f")
+            table.append((str(rows), title, str(measured[0].segments), seconds_cell, cpu_cell, ""))
+        # The ratio within each turn: what the machine did to both cancels out.
+        ratio = spread(
+            our.worker_us / other.worker_us for our, other in zip(every, none, strict=True)
+        )
+        table[-1] = (*table[-1][:-1], f"{ratio:.3f}")
         result["chunk_rows"][str(rows)] = {
             **spread(each.worker_us for each in none).entries("worker_us_without", 2),
             **spread(each.worker_us for each in every).entries("worker_us_with", 2),
             **ratio.entries("cpu_ratio"),
             "segments": every[0].segments,
         }
+    print_table(
+        (
+            "rows a chunk",
+            "checkpoints",
+            "segments",
+            "seconds",
+            "worker CPU us/row",
+            "of that without",
+        ),
+        table,
+    )
     return result
 
 
@@ -250,9 +270,10 @@ def paired(ours: list[Measured], others: list[Measured]) -> Spread:
 def measure_steps(
     runs: Runs, scratch: Path, prompts: int, interval: float, repeats: int
 ) -> dict[str, Any]:
-    """Engine steps of real vLLM with checkpoints and without."""
+    """Count the engine steps of real vLLM with checkpoints and without."""
     model = workload.write_model(scratch / "model")
-    job = runs.write_job("job-steps", workload.make_requests(prompts), STEPS_CHUNK_ROWS)
+    requests = workload.make_requests(prompts)
+    job = workload.write_job("s3://stub/job-steps", requests, per_chunk=STEPS_CHUNK_ROWS)
     ways = {
         title: partial(runs.vllm, job, model, seconds)
         for title, seconds in (("none", NEVER_SECONDS), (f"every {interval:g} s", interval))
@@ -260,11 +281,18 @@ def measure_steps(
     found = alternate(ways, repeats)
     none, every = found.values()
     print(f"vLLM on the CPU, {prompts} requests, medians of {repeats} runs")
-    print(f"{'checkpoints':>14}{'segments':>10}{'steps':>20}{'seconds':>22}")
-    for title, measured in found.items():
-        steps = format(spread(each.steps for each in measured), ".0f")
-        seconds_cell = format(spread(each.seconds for each in measured), ".1f")
-        print(f"{title:>14}{measured[0].segments:10}{steps:>20}{seconds_cell:>22}")
+    print_table(
+        ("checkpoints", "segments", "steps", "seconds"),
+        [
+            (
+                title,
+                str(measured[0].segments),
+                format(spread(each.steps for each in measured), ".0f"),
+                format(spread(each.seconds for each in measured), ".1f"),
+            )
+            for title, measured in found.items()
+        ],
+    )
     with_, without = (spread(each.steps for each in measured) for measured in (every, none))
     return {
         "prompts": prompts,
@@ -300,12 +328,11 @@ def main() -> None:
     sizes = [int(text) for text in arguments.chunk_rows.split(",")]
     result: dict[str, Any] = {"benchmark": "bookkeeping", "repeats": repeats, "reached": {}}
     reached = result["reached"]
-    with tempfile.TemporaryDirectory() as folder, s3_stub.serving(0, 0) as endpoint:
-        scratch = Path(folder)
+    with tempfile.TemporaryDirectory() as folder, s3_stub.serving() as endpoint:
         os.environ |= s3_stub.variables(endpoint)
         runs = Runs(endpoint)
         if arguments.only in {None, "claims"}:
-            claims = measure_claims(scratch, arguments.chunks, lease_seconds, repeats)
+            claims = measure_claims(runs, arguments.chunks, lease_seconds, repeats)
             result["claims"] = claims
             reached["claims_at_most_2_requests_a_chunk"] = claims["added_per_chunk"] <= 2
             reached["heartbeats_at_most_1_a_quarter_lease"] = (
@@ -318,7 +345,7 @@ def main() -> None:
                 each["cpu_ratio"] < 1.05 for each in found["chunk_rows"].values()
             )
         if arguments.only in {None, "steps"}:
-            steps = measure_steps(runs, scratch, arguments.prompts, interval, repeats)
+            steps = measure_steps(runs, Path(folder), arguments.prompts, interval, repeats)
             result["steps"] = steps
             reached["steps_unchanged_within_1_percent"] = abs(steps["steps_ratio"] - 1) <= 0.01
     print(json.dumps(result))

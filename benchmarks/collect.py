@@ -11,29 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-WORDS = (
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "in",
-    "an",
-    "old",
-    "house",
-)
+import harness
+from harness import print_table
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "in", "an", "old", "house")  # fmt: skip
 
 
 def main() -> None:
@@ -57,17 +46,15 @@ def main() -> None:
         small = folder / "small"
         if not small.exists():
             make_run(small, max(1, options.rows // 4), options.chunk_rows, options.words)
-        tries: dict[str, list[dict[str, float]]] = {"collect": [], "datasets": []}
-        for _ in range(options.repeat):  # turn and turn about, as a busy machine changes its mind
-            for name, done in tries.items():
-                done.append(measure(name, folder))
+        ways = {name: partial(measure, name, folder) for name in ("collect", "datasets")}
+        tries = harness.alternate(ways, options.repeat)
         figures = {name: min(done, key=lambda one: one["seconds"]) for name, done in tries.items()}
         figures["collect, a quarter of the rows"] = measure("collect", small)
     show(figures, size)
 
 
 def make_run(folder: Path, rows: int, chunk_rows: int, words: int) -> None:
-    """A finished run of the echo engine: answers repeat the prompts, of differing lengths."""
+    """Make a finished run of the echo engine, whose answers repeat the prompts; these differ in length."""
     source = folder / "rows.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
@@ -87,28 +74,19 @@ def make_run(folder: Path, rows: int, chunk_rows: int, words: int) -> None:
 
 def batchinfer(*arguments: str) -> None:
     """Run a command that must succeed."""
-    subprocess.run(
-        [sys.executable, "-m", "batchinfer", *arguments, "--log-level", "warning"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    harness.run([sys.executable, "-m", "batchinfer", *arguments, "--log-level", "warning"])
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
-    """One run of one side in a fresh process."""
+    """Run one side once, in a process of its own."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        done = subprocess.run(
-            [sys.executable, __file__, "--part", name, str(folder), temporary],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "HF_DATASETS_CACHE": f"{temporary}/cache", "HF_HUB_OFFLINE": "1"},
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        command = [sys.executable, __file__, "--part", name, str(folder), temporary]
+        env = harness.environment(HF_DATASETS_CACHE=f"{temporary}/cache")
+        return harness.run(command, env=env).last_object
 
 
 def run_part(name: str, folder: str, temporary: str) -> None:
-    """Do one side and print what it took: first a small run, so that imports are not what is measured."""
+    """Run one side and print what it took. A small run comes first, so that imports are not measured."""
     side = by_collect if name == "collect" else by_datasets
     small = Path(folder) / "small"
     if small.exists():
@@ -125,14 +103,14 @@ def run_part(name: str, folder: str, temporary: str) -> None:
 
 
 def by_collect(run: Path, target: Path) -> None:
-    """One side."""
+    """Collect the run with batchinfer."""
     from batchinfer.cli.main import main as command
 
     command(["collect", str(run), str(target), "--log-level", "warning"])
 
 
 def by_datasets(run: Path, target: Path) -> None:
-    """The other: as the documentation of `datasets` has it."""
+    """Collect the run as the documentation of `datasets` shows it."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -143,7 +121,7 @@ def by_datasets(run: Path, target: Path) -> None:
 
 
 def count_rows(folder: Path) -> int:
-    """Rows in a folder of parquet files."""
+    """Return the rows in a folder of parquet files."""
     from pyarrow import parquet
 
     return sum(parquet.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
@@ -151,35 +129,37 @@ def count_rows(folder: Path) -> int:
 
 def show(figures: dict[str, dict[str, float]], size: int) -> None:
     """Print the table, and the JSON object last."""
-    print(
-        f"{'':32}{'rows':>9}{'s':>8}{'CPU s':>8}{'rows/s':>10}{'peak MiB':>10}{'parquet MiB':>13}"
+    print_table(
+        ("", "rows", "s", "CPU s", "rows/s", "peak MiB", "parquet MiB"),
+        [
+            (
+                name,
+                str(found["rows"]),
+                f"{found['seconds']:.2f}",
+                f"{found['cpu_seconds']:.2f}",
+                f"{found['rows'] / found['seconds']:.0f}",
+                f"{found['peak_bytes'] / 2**20:.0f}",
+                f"{found['parquet_bytes'] / 2**20:.1f}",
+            )
+            for name, found in figures.items()
+        ],
     )
-    for name, found in figures.items():
-        rate = found["rows"] / found["seconds"]
-        print(
-            f"{name:32}{found['rows']:>9}{found['seconds']:>8.2f}{found['cpu_seconds']:>8.2f}{rate:>10.0f}"
-            f"{found['peak_bytes'] / 2**20:>10.0f}{found['parquet_bytes'] / 2**20:>13.1f}"
-        )
     collect, other = figures["collect"], figures["datasets"]
-    print(
-        json.dumps(
-            {
-                "benchmark": "collect",
-                "rows": collect["rows"],
-                "jsonl_bytes": size,
-                "collect_seconds": round(collect["seconds"], 3),
-                "datasets_seconds": round(other["seconds"], 3),
-                "times_as_fast": round(other["seconds"] / collect["seconds"], 2),
-                "collect_cpu_seconds": round(collect["cpu_seconds"], 3),
-                "datasets_cpu_seconds": round(other["cpu_seconds"], 3),
-                "collect_peak_bytes": collect["peak_bytes"],
-                "collect_peak_bytes_quarter": figures["collect, a quarter of the rows"][
-                    "peak_bytes"
-                ],
-                "datasets_peak_bytes": other["peak_bytes"],
-            }
-        )
-    )
+    quarter = figures["collect, a quarter of the rows"]
+    result = {
+        "benchmark": "collect",
+        "rows": collect["rows"],
+        "jsonl_bytes": size,
+        "collect_seconds": round(collect["seconds"], 3),
+        "datasets_seconds": round(other["seconds"], 3),
+        "times_as_fast": round(other["seconds"] / collect["seconds"], 2),
+        "collect_cpu_seconds": round(collect["cpu_seconds"], 3),
+        "datasets_cpu_seconds": round(other["cpu_seconds"], 3),
+        "collect_peak_bytes": collect["peak_bytes"],
+        "collect_peak_bytes_quarter": quarter["peak_bytes"],
+        "datasets_peak_bytes": other["peak_bytes"],
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

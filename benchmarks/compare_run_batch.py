@@ -33,15 +33,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import ROOT, environment
+
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from demo_data import Example, draw_examples, expected_answer  # noqa: E402
+from demo_data import Example, draw_examples, expected_answer
 
-from batchinfer.core import layout  # noqa: E402
-from batchinfer.core.errors import ObjectNotFound  # noqa: E402
-from batchinfer.storage.opening import open_store  # noqa: E402
-from batchinfer.worker.schedule import finished_chunks  # noqa: E402
+from batchinfer.core import layout
+from batchinfer.core.errors import ObjectNotFound
+from batchinfer.ledger.survey import finished_chunks
+from batchinfer.storage.opening import open_store
 
 MODEL = "examples/demo-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -57,13 +58,6 @@ SCHEMA = {
     "required": ["name", "item", "quantity", "order"],
     "additionalProperties": False,
 }
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    # Several threads wait for each other without end where anything else is running.
-    "OMP_NUM_THREADS": "1",
-}
 SIGKILLED = -signal.SIGKILL
 KILL_SECONDS = 4.0
 """How long run_batch may generate before it is killed."""
@@ -73,7 +67,7 @@ KILL_SECONDS = 4.0
 
 
 def request(index: int, example: Example) -> dict[str, Any]:
-    """One good request; eight kinds in turn, each with its own parameters."""
+    """Return a good request; eight kinds in turn, each with its own parameters."""
     user = {"role": "user", "content": example.prompt}
     chat: dict[str, Any] = {"model": MODEL, "messages": [user], "temperature": 0}
     if example.task == "extract":
@@ -97,7 +91,7 @@ def request(index: int, example: Example) -> dict[str, Any]:
 
 
 def bad_line(index: int) -> tuple[str, str]:
-    """A line that no answer can be given to, and batchinfer's code for it; eleven kinds in turn."""
+    """Return a line that has no answer, and batchinfer's error code for it; eleven kinds in turn."""
     messages = [{"role": "user", "content": "What is 2 plus 7?"}]
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     frames: list[tuple[dict[str, Any], str]] = [
@@ -151,7 +145,7 @@ def run(
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-            env={**ENVIRONMENT, **os.environ},
+            env=environment(VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "INFO")),
         )  # fmt: skip
         try:
             while process.poll() is None:
@@ -173,7 +167,7 @@ def run(
 
 
 def num_lines(path: Path) -> int | None:
-    """Lines of a file, None if there is no such file."""
+    """Return the number of lines of a file, None if there is no such file."""
     return len(path.read_bytes().splitlines()) if path.exists() else None
 
 
@@ -181,7 +175,7 @@ def num_lines(path: Path) -> int | None:
 
 
 def engine_options(style: str) -> list[str]:
-    """The same small engine for both, in each one's words."""
+    """Return the options of one small engine, as batchinfer or vLLM spells them."""
     if style == "batchinfer":
         memory = "kv_cache_memory_bytes=67108864,block_size=32"
         return ["--max-model-len", "256", "--max-num-seqs", "16", "--engine-arg", memory]
@@ -202,7 +196,7 @@ def run_batch(requests: Path, work: Path, name: str, *, kill: bool = False) -> d
     began: list[float] = []
 
     def is_under_way() -> bool:
-        # Its bar stands at 0 until all is done.
+        # The progress bar of run_batch shows 0 until all is done, so only its first appearance tells something.
         if not began and b"Running batch" in log.read_bytes():
             began.append(time.monotonic())
         return bool(began) and time.monotonic() - began[0] >= KILL_SECONDS
@@ -268,7 +262,7 @@ def batchinfer(requests: Path, work: Path, num_rows: int) -> dict[str, Any]:
 
 
 def output_lines(out: Path) -> list[dict[str, Any]]:
-    """Every line that a marker vouches for, in order."""
+    """Return every line that a marker vouches for, in order."""
     store = open_store(str(out))
     found: list[dict[str, Any]] = []
     for name, generation in sorted(finished_chunks(store).items()):

@@ -14,24 +14,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from repeats import Spread, alternate, spread
+import harness
+from harness import Spread, Usage, alternate, as_line, entries, print_table, spread
 
-from batchinfer.core import codec, layout
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
+from batchinfer.core import layout
 
 BASE_ROWS = 20_000
-"""So many rows are made; larger jobs repeat them under new numbers."""
+"""Rows that are made; larger jobs repeat them under new numbers."""
 MILLION = 1_000_000
 
 BARE = """
@@ -54,14 +52,6 @@ COMPLETIONS = ("--request-format", "completions")
 BATCH = ("--request-format", "openai-batch")
 
 
-class Measured(NamedTuple):
-    """One run of one command. `peak_bytes` is its resident memory at most."""
-
-    cpu_seconds: float
-    wall_seconds: float
-    peak_bytes: int
-
-
 def main() -> None:
     """Make the jobs, run every way, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -76,6 +66,7 @@ def main() -> None:
     big = 100_000 if arguments.quick else MILLION
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         scratch = Path(folder)
+        tempfile.tempdir = folder  # the rows of one chunk may take a GB
         result: dict[str, Any] = {"benchmark": "pipeline", "reached": {}}
         if arguments.only != "memory":
             base, wide = make_base(scratch, columns=COLUMNS), make_base(scratch, columns="")
@@ -91,202 +82,125 @@ def main() -> None:
 
 
 def make_base(scratch: Path, *, columns: str) -> Path:
-    """Write a file of lines as `batchinfer split` does; empty `columns` means all.
+    """Write the lines that all jobs are made of, as `batchinfer split` does; empty `columns` means all.
 
-    They are not kept in memory: what this process holds would count as its children's peak.
+    The lines are not kept in memory: what this process holds would count as its children's peak.
     """
     data, job = scratch / "data", scratch / f"base-{len(columns)}"
     if not data.exists():
         maker = str(Path(__file__).with_name("lmsys.py"))
-        run([sys.executable, maker, str(data), "--rows", str(BASE_ROWS)])
+        harness.run([sys.executable, maker, str(data), "--rows", str(BASE_ROWS)])
     if not job.exists():
         split = [sys.executable, "-m", "batchinfer.split", str(data), "--output", str(job)]
-        run([*split, "--num-chunks", "1", *(["--columns", columns] if columns else [])])
+        harness.run([*split, "--num-chunks", "1", *(["--columns", columns] if columns else [])])
     return job / layout.chunk_file("part-00000", "none")
 
 
+Convert = Callable[[bytes, int], bytes]
+"""Makes the line of a job's row, whose number is given, from a line of the base."""
+
+
+def as_rows(line: bytes, row: int) -> bytes:
+    """Keep the line; only the number of the row is another."""
+    return line[: line.rindex(b',"_row":')] + b',"_row":%d,"_id":"%d"}\n' % (row, row)
+
+
+def as_completions(line: bytes, row: int) -> bytes:
+    """Make a request of the completions format from the first turn."""
+    prompt = json.loads(line)["conversation"][0]["content"]
+    return as_line({"prompt": prompt, "max_tokens": 2000, "temperature": 0.0}, row)
+
+
+def as_kilobyte(line: bytes, row: int) -> bytes:
+    """Make a row of about 1 KB: the begin of the conversation's text as the prompt, more of it as another column."""
+    text = "".join(turn["content"] for turn in json.loads(line)["conversation"])
+    return as_line({"prompt": text[:300] or "-", "context": text[300:950]}, row)
+
+
+def as_batch(line: bytes, row: int) -> bytes:
+    """Make a line of an OpenAI batch file from the first turn."""
+    body = {"model": "m", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
+    frame = {"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions"}
+    return as_line({**frame, "body": body}, row)
+
+
 def read_for_ever(base: Path) -> Iterator[bytes]:
-    """Its lines again and again."""
+    """Yield the lines of the base again and again."""
     while True:
         with base.open("rb") as file:
             yield from file
 
 
-def as_rows(line: bytes, row: int) -> bytes:
-    """The line as the job's row of that number."""
-    return line[: line.rindex(b',"_row":')] + b',"_row":%d,"_id":"%d"}\n' % (row, row)
-
-
-def as_completions(line: bytes, row: int) -> bytes:
-    """The first turn as a request of the completions format."""
-    prompt = json.loads(line)["conversation"][0]["content"]
-    request = {
-        "prompt": prompt,
-        "max_tokens": 2000,
-        "temperature": 0.0,
-        "_row": row,
-        "_id": str(row),
-    }
-    return codec.encode(request) + b"\n"
-
-
-def as_kilobyte(line: bytes, row: int) -> bytes:
-    """About 1 KB: the first of the conversation's text, and the rest of that as another column."""
-    text = "".join(turn["content"] for turn in json.loads(line)["conversation"])
-    record = {"prompt": text[:300] or "-", "context": text[300:950], "_row": row, "_id": str(row)}
-    return codec.encode(record) + b"\n"
-
-
-def as_batch(line: bytes, row: int) -> bytes:
-    """The first turn as a line of an OpenAI batch file."""
-    body = {"model": "m", "messages": json.loads(line)["conversation"][:1], "max_tokens": 2000}
-    request = {
-        "custom_id": f"r{row}",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": body,
-    }
-    return codec.encode({**request, "_row": row, "_id": str(row)}) + b"\n"
-
-
-def make_job(folder: Path, base: Path, *, rows: int, chunks: int, convert: Any = as_rows) -> Path:
-    """Write a job of so many rows, a chunk at a time; job.json last."""
-    (folder / "chunks").mkdir(parents=True)
-    (folder / "manifests").mkdir()
+def make_job(folder: Path, base: Path, *, rows: int, per_chunk: int, convert: Convert) -> Path:
+    """Write a job of any number of rows."""
     lines = read_for_ever(base)
-    found, keys = [], []
-    for index in range(chunks):
-        name = layout.chunk_name(index, chunks)
-        keys.append(layout.chunk_file(name, "none"))
-        first, end = index * rows // chunks, (index + 1) * rows // chunks
-        with (folder / keys[-1]).open("wb") as file:
-            for row in range(first, end):
-                file.write(convert(next(lines), row))
-        with (folder / keys[-1]).open("rb") as file:
-            digest = codec.sha256_file(file)
-        size = (folder / keys[-1]).stat().st_size
-        found.append(Chunk(name=name, first_row=first, rows=end - first, bytes=size, sha256=digest))
-    (folder / layout.ALL_MANIFEST).write_text("".join(f"{key}\n" for key in keys))
-    job = Job(
-        format_version=FORMAT_VERSION,
-        sources=[],
-        columns=[],
-        rows=rows,
-        chunks=found,
-        num_workers=1,
-    )
-    (folder / layout.JOB_KEY).write_bytes(codec.encode_pretty(job))
+    harness.write_job(str(folder), rows, lambda row: convert(next(lines), row), per_chunk=per_chunk)
     return folder
 
 
 # --------------------------------------------------------------------------- running
 
 
-def run(command: list[str]) -> tuple[Measured, str]:
-    """Run a command to its end; what it printed comes too."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-    }
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
-        begin = time.monotonic()
-        process = subprocess.Popen(command, stdout=output, stderr=log, env=environment)
-        # wait4 counts the process and every child that it waited for, and nobody else's.
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.monotonic() - begin
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        log.seek(0)
-        if process.returncode:
-            sys.exit(f"{command}: exit {process.returncode}\n{log.read().decode()[-3000:]}")
-        text = output.read().decode()
-    return Measured(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024), text
-
-
-def run_worker(job: Path, options: tuple[str, ...]) -> Measured:
+def run_worker(job: Path, options: tuple[str, ...]) -> Usage:
     """Run an echo worker over the whole job, and remove its run."""
     output = job / "runs" / "benchmark"
-    command = [
-        sys.executable,
-        "-m",
-        "batchinfer.worker",
-        "--engine",
-        "echo",
-        "--job",
-        str(job),
-    ]
-    measured, text = run([*command, "--output", str(output), "--max-tokens", "2000", *options])
-    result = json.loads(text.splitlines()[-1])
+    command = [sys.executable, "-m", "batchinfer.worker", "--engine", "echo", "--job", str(job)]
+    ended = harness.run([*command, "--output", str(output), "--max-tokens", "2000", *options])
+    result = ended.last_object
     if result["status"] != "SUCCESS" or result["error_count"]:
-        sys.exit(f"{job}: {text}")
+        sys.exit(f"{job}: {result}")
     shutil.rmtree(output)
-    return measured
+    return ended.usage
 
 
-def run_bare(job: Path) -> Measured:
-    """Decode and encode every line of a job; CPU seconds are those of that alone."""
+def run_bare(job: Path) -> Usage:
+    """Decode and encode every line of a job; the CPU seconds are those of that alone."""
     begin = time.monotonic()
     runs = [
-        run([sys.executable, "-c", BARE, str(path)]) for path in sorted((job / "chunks").iterdir())
+        harness.run([sys.executable, "-c", BARE, str(path)])
+        for path in sorted((job / "chunks").iterdir())
     ]
-    return Measured(
-        sum(float(text) for _, text in runs),
+    return Usage(
+        sum(float(each.stdout) for each in runs),
         time.monotonic() - begin,
-        max(measured.peak_bytes for measured, _ in runs),
+        max(each.usage.peak_bytes for each in runs),
     )
 
 
 def make_ways(
     base: Path, wide: Path, scratch: Path, rows: int
 ) -> Iterator[tuple[str, Path, Path, tuple[str, ...]]]:
-    """Each way: name, job, a job of one row, and the worker's options."""
-    for name, lines, convert, options in (
-        ("rows", base, as_rows, CHAT),
-        ("wide", wide, as_rows, CHAT),
-        ("completions", base, as_completions, COMPLETIONS),
-        ("openai-batch", base, as_batch, BATCH),
-    ):
-        job = make_job(
-            scratch / name, lines, rows=rows, chunks=max(1, rows // 10_000), convert=convert
-        )
-        one = make_job(scratch / f"{name}-one", lines, rows=1, chunks=1, convert=convert)
-        if name == "rows":
-            yield "rows -> native", job, one, options
-            yield (
-                "rows -> native, prompt and columns kept",
-                job,
-                one,
-                (*options, "--keep-prompt", "--keep", "model,turn"),
-            )
-            yield "rows -> openai-batch", job, one, (*options, "--output-format", "openai-batch")
-        elif name == "wide":
-            yield "rows, all columns -> native", job, one, options
-        elif name == "completions":
-            yield (
-                "completions -> completions",
-                job,
-                one,
-                (*options, "--output-format", "completions"),
-            )
-        else:
-            yield (
-                "openai-batch -> openai-batch",
-                job,
-                one,
-                (*options, "--output-format", "openai-batch"),
-            )
+    """Yield each way: name, job, a job of one row, and the worker's options. A job is removed after its last way."""
+    batch_output = ("--output-format", "openai-batch")
+    completions_output = ("--output-format", "completions")
+    kept = ("--keep-prompt", "--keep", "model,turn")
+    for folder, lines, convert, ways in (
+        ("rows", base, as_rows, {
+            "rows -> native": CHAT,
+            "rows -> native, prompt and columns kept": (*CHAT, *kept),
+            "rows -> openai-batch": (*CHAT, *batch_output),
+        }),
+        ("wide", wide, as_rows, {"rows, all columns -> native": CHAT}),
+        ("completions", base, as_completions, {
+            "completions -> completions": (*COMPLETIONS, *completions_output),
+        }),
+        ("batch", base, as_batch, {"openai-batch -> openai-batch": (*BATCH, *batch_output)}),
+    ):  # fmt: skip
+        make = partial(make_job, base=lines, per_chunk=10_000, convert=convert)
+        job = make(scratch / folder, rows=rows)
+        one = make(scratch / f"{folder}-one", rows=1)
+        for name, options in ways.items():
+            yield name, job, one, options
         shutil.rmtree(job)
 
 
 def measure_ways(
     base: Path, wide: Path, scratch: Path, *, rows: int, repeats: int
 ) -> dict[str, dict[str, Spread]]:
-    """CPU per row of every format, and bare."""
+    """Measure CPU per row of every way, and of bare decoding and encoding."""
     table = {}
     for name, job, one, options in make_ways(base, wide, scratch, rows):
-        sides: dict[str, Callable[[], Measured]] = {
+        sides: dict[str, Callable[[], Usage]] = {
             "bare": partial(run_bare, job),
             "worker": partial(run_worker, job, options),
             "worker, one row": partial(run_worker, one, options),
@@ -312,7 +226,7 @@ def measure_ways(
 
 
 def measure_memory(base: Path, scratch: Path, rows: int, repeats: int) -> dict[str, Spread]:
-    """Peak memory in MB by number of rows and chunks."""
+    """Measure peak memory in MB by number of rows and chunks."""
     with contextlib.ExitStack() as stack:
         ways = {}
         for name, count, chunks in (
@@ -322,7 +236,7 @@ def measure_memory(base: Path, scratch: Path, rows: int, repeats: int) -> dict[s
             (f"{rows} rows, 1000 chunks", rows, 1000),
         ):
             folder = scratch / f"memory-{count}-{chunks}"
-            job = make_job(folder, base, rows=count, chunks=chunks, convert=as_kilobyte)
+            job = make_job(folder, base, rows=count, per_chunk=count // chunks, convert=as_kilobyte)
             stack.callback(shutil.rmtree, job)
             ways[name] = partial(run_worker, job, PROMPT)
         runs = alternate(ways, repeats)
@@ -339,29 +253,25 @@ def report_ways(
 ) -> None:
     """Print the table of the formats, and enter its figures into the result."""
     print(f"{rows} rows, medians of {repeats} runs (least-most)")
-    columns = (
-        ("row_bytes", "bytes", 7, ".0f"),
-        ("bare_us", "bare us", 18, ".1f"),
-        ("cpu_us", "CPU us", 19, ".1f"),
-        ("times_bare", "x bare", 19, ".2f"),
-        ("rows_per_second", "rows/s", 22, ".0f"),
-        ("peak_mb", "peak MB", 14, ".0f"),
+    columns = {
+        "row_bytes": ("bytes", ".0f"),
+        "bare_us": ("bare us", ".1f"),
+        "cpu_us": ("CPU us", ".1f"),
+        "times_bare": ("x bare", ".2f"),
+        "rows_per_second": ("rows/s", ".0f"),
+        "peak_mb": ("peak MB", ".0f"),
+    }
+    print_table(
+        ["way", *(title for title, _ in columns.values())],
+        [
+            [name, *(format(way[key], spec) for key, (_, spec) in columns.items())]
+            for name, way in ways.items()
+        ],
     )
-    print(f"{'way':42}" + "".join(f"{title:>{width}}" for _, title, width, _ in columns))
-    for name, way in ways.items():
-        cells = [f"{format(way[key], spec):>{width}}" for key, _, width, spec in columns]
-        print(f"{name:42}" + "".join(cells))
     result |= {
         "rows": rows,
         "repeats": repeats,
-        "ways": {
-            name: {
-                key: value
-                for figure, found in way.items()
-                for key, value in found.entries(figure, 2).items()
-            }
-            for name, way in ways.items()
-        },
+        "ways": {name: entries(way, 2) for name, way in ways.items()},
     }
     result["reached"] |= {
         "third_of_bare_all_columns": ways["rows, all columns -> native"]["times_bare"].median <= 3,
@@ -371,11 +281,10 @@ def report_ways(
 
 def report_memory(memory: dict[str, Spread], result: dict[str, Any]) -> None:
     """Print the table of peak memory, and enter its figures into the result."""
-    for name, peak in memory.items():
-        print(f"peak memory, {name:28}{format(peak, '.0f'):>18} MB")
+    print_table(("job", "peak MB"), [(name, format(peak, ".0f")) for name, peak in memory.items()])
     small, large, few_chunks, many_chunks = (peak.median for peak in memory.values())
     result["peak_memory"] = {name: peak.entries("mb", 1) for name, peak in memory.items()}
-    # Where each row of an open chunk lies is remembered; the rest must not grow.
+    # The worker remembers the place of each row of an open chunk; nothing else may grow.
     added_rows = 0.9 * int(list(memory)[1].split()[0])
     result["bytes_a_row_of_an_open_chunk"] = round(1e6 * (large - small) / added_rows, 1)
     print(

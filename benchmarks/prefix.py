@@ -1,10 +1,10 @@
 """Measure `--prefix-window`: prompt tokens that an engine has to compute when prefixes are scattered over a data set.
 
 20,000 rows draw one of 500 prefixes of 512 tokens at random, each with a tail of its own. The worker is the real one;
-the engine is a model of vLLM's prefix cache: full blocks, kept until the space is needed, the one longest unused going
-first, those of running requests never. With --vllm a smaller set goes through real vLLM. The least possible is every
-distinct full block once per window, and once in all. A quarter of an hour in full, one run of each window five
-minutes. The last line is one JSON object.
+the engine is a model of vLLM's prefix cache. It holds full blocks until the space is needed; the block that was unused
+for the longest time goes first, and blocks of running requests never go. With --vllm a smaller set goes through real
+vLLM. The least possible is every distinct full block once per window, and once in all. The full form takes a quarter of
+an hour, one run of each window five minutes. The last line is one JSON object.
 
     python benchmarks/prefix.py [--quick] [--vllm] [--rows 20000] [--windows 0,2000,5000] [--repeats 3] [--replicas 1]
 """
@@ -26,8 +26,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import workload
-from repeats import alternate, spread
+from harness import alternate, print_table, spread
 
 from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Request, Sampling
 from batchinfer.engines import RequestSource, Stop, share_out
@@ -41,7 +42,7 @@ PREFIX_TOKENS = 512
 VOCABULARY = 32_000
 BLOCK_TOKENS = 16
 CACHE_TOKENS = 40_000
-"""What is left on a 24 GB GPU beside an 8B model: less than a sixth of the prefixes."""
+"""Room for tokens on a 24 GB GPU beside an 8B model: less than a sixth of the prefixes."""
 MAX_NUM_SEQS = 32
 MAX_IN_FLIGHT = MAX_NUM_SEQS * 3 // 2
 ROWS_PER_CHUNK = 500
@@ -50,7 +51,7 @@ Prompt = list[int]
 
 
 def make_prompts(rows: int, num_prefixes: int, prefix_tokens: int, vocabulary: int) -> list[Prompt]:
-    """Each a prefix drawn at random and 16 to 64 tokens of its own."""
+    """Return prompts: each a prefix drawn at random and 16 to 64 tokens of its own."""
     rng = random.Random(0)
     prefixes = [rng.choices(range(10, vocabulary), k=prefix_tokens) for _ in range(num_prefixes)]
     return [
@@ -60,7 +61,7 @@ def make_prompts(rows: int, num_prefixes: int, prefix_tokens: int, vocabulary: i
 
 
 def block_keys(prompt: Prompt, block_tokens: int) -> list[int]:
-    """One key for each full block, equal where all tokens up to its end are."""
+    """Return one key for each full block; two keys are equal if all tokens up to the blocks' ends are."""
     keys: list[int] = []
     key = 0
     for start in range(0, len(prompt) - block_tokens + 1, block_tokens):
@@ -70,7 +71,7 @@ def block_keys(prompt: Prompt, block_tokens: int) -> list[int]:
 
 
 def least_possible(prompts: list[Prompt], block_tokens: int, window: int) -> int:
-    """Tokens to compute when every distinct full block is computed once per window."""
+    """Return the tokens to compute when every distinct full block is computed once per window."""
     computed = 0
     for start in range(0, len(prompts), window):
         part = prompts[start : start + window]
@@ -81,10 +82,9 @@ def least_possible(prompts: list[Prompt], block_tokens: int, window: int) -> int
 
 
 class CacheModel:
-    """Engines that answer nothing but count as vLLM's block cache would, filled as by a pool. Implements Engine.
+    """Replicas that answer with nothing but count what vLLM's block cache would lack. Implements Engine.
 
-    A step, which all replicas take together, takes `step_seconds`; a request runs for a number of steps that depends on
-    its row.
+    All replicas step together, which takes `step_seconds`. The number of steps of a request depends on its row.
     """
 
     def __init__(self, step_seconds: float, num_replicas: int = 1) -> None:
@@ -146,7 +146,7 @@ class ReplicaModel:
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, int] = OrderedDict()
-        """How many running requests use a block; those of none, longest unused first, may go."""
+        """Number of running requests by block that they use; the block that was used last comes last."""
         self._free = CACHE_TOKENS // BLOCK_TOKENS
         self.computed = 0
         self.waiting: list[Request] = []
@@ -158,14 +158,14 @@ class ReplicaModel:
         return len(self.waiting) + len(self.running)
 
     def admit(self, step: int) -> None:
-        """Let as many run as there are sequences."""
+        """Start waiting requests while there are free sequences."""
         while self.waiting and len(self.running) < MAX_NUM_SEQS:
             request = self.waiting.pop(0)
             steps = 10 + request.key[1] % 40
             self.running.append((step + steps, request, self._admit(request)))
 
     def finish(self, step: int) -> list[Completion]:
-        """End those whose last step this is."""
+        """End the requests whose last step this is."""
         done = [each for each in self.running if each[0] <= step]
         self.running = [each for each in self.running if each[0] > step]
         return [self._finish(request, keys) for _, request, keys in done]
@@ -211,8 +211,8 @@ class ReplicaModel:
 class Measured(NamedTuple):
     """One run: prompt tokens computed, engine steps, seconds, and CPU of the processes beside the engine's.
 
-    Of the model of a cache only the tokens and steps say something: it runs in the worker's process, and its seconds
-    are made up.
+    Runs of the cache's model have tokens and steps only: it computes in the worker's process, and its seconds are made
+    up.
     """
 
     computed: int
@@ -246,7 +246,7 @@ def run_vllm(job: Path, runs: Iterator[int], model: Path, window: int) -> Measur
     options = ["--prompt-column", "prompt", "--max-tokens", "4", "--temperature", "0"]
     options += ["--prefix-window", str(window)]
     output = f"{job}/runs/{next(runs)}"
-    env = workload.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    env = harness.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
     result, ended = workload.run_worker(str(job), output, model, engine, *options, env=env)
     outputs = Path(output, "outputs").glob("*.jsonl")
     usages = [json.loads(line)["usage"] for path in outputs for line in path.open()]
@@ -317,18 +317,15 @@ def report(
     total = sum(map(len, prompts))
     overall = least_possible(prompts, block_tokens, len(prompts))
     print(f"{name}: {len(prompts)} rows, {total} prompt tokens, least possible in all {overall}")
-    print(
-        f"{'window':>8}{'computed':>32}{'of all':>8}{'least in window':>17}{'x least':>9}{'steps':>22}"
-    )
-    table = {}
+    table, shown = {}, []
     for window, measured in runs.items():
         least = least_possible(prompts, block_tokens, int(window) or 1)
         computed = spread(each.computed for each in measured)
         steps = spread(each.steps for each in measured)
         ratio = computed.median / least
-        print(
-            f"{window:>8}{format(computed, '.0f'):>32}{computed.median / total:8.2f}{least:17}{ratio:9.2f}"
-            f"{format(steps, '.0f'):>22}"
+        of_all = f"{computed.median / total:.2f}"
+        shown.append(
+            (window, f"{computed:.0f}", of_all, str(least), f"{ratio:.2f}", f"{steps:.0f}")
         )
         table[window] = {
             **computed.entries("computed", 0),
@@ -337,6 +334,7 @@ def report(
             "of_least_in_window": round(ratio, 3),
             "of_least_in_all": round(computed.median / overall, 3),
         }
+    print_table(("window", "computed", "of all", "least in window", "x least", "steps"), shown)
     return table
 
 

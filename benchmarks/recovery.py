@@ -21,14 +21,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+from harness import ROOT, as_line, print_table, write_job
 
-from batchinfer.core import layout  # noqa: E402
-from batchinfer.storage.opening import open_store  # noqa: E402
-from batchinfer.worker.schedule import finished_chunks  # noqa: E402
-from making import ECHO, make_job  # noqa: E402
+from batchinfer.core import layout
+from batchinfer.ledger.survey import finished_chunks
+from batchinfer.storage.opening import open_store
 
+ECHO = ("--engine", "echo", "--prompt-column", "prompt")
 SEQS = 8
 WORKERS = 4
 CHUNKS_PER_WORKER = 8
@@ -48,7 +47,7 @@ def counted(self, source, stop):
 EchoEngine.generate = counted
 sys.exit(main(sys.argv[2:]))
 """
-"""A worker that writes one byte for every completion its engine gives: what it did is known even after SIGKILL."""
+"""A worker that writes one byte to a file for every completion of its engine: SIGKILL does not lose the count."""
 
 
 def start(
@@ -78,24 +77,29 @@ def echo(
     )  # fmt: skip
 
 
+def hello(row: int) -> bytes:
+    """Return the line of a row; its length differs from row to row."""
+    return as_line({"prompt": f"hello row {row} " + "x " * (row % 17)}, row)
+
+
 def records(run: Path) -> list[dict[str, Any]]:
-    """Every worker's record."""
+    """Return every worker's record."""
     store = open_store(str(run))
     return [json.loads(store.get(info.key).data) for info in store.list(layout.WORKERS)]
 
 
 def num_markers(run: Path) -> int:
-    """Chunks done so far."""
+    """Return the number of chunks done so far."""
     return len(finished_chunks(open_store(str(run))))
 
 
 def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[str, Any]:
-    """Four workers; one is four times slower, or is killed for good at half the time. Until the last one has ended."""
+    """Measure the time of four workers, one of which is four times slower, or killed for good at half the time."""
     rows = WORKERS * CHUNKS_PER_WORKER * CHUNK_ROWS
     rate = SEQS / latency
     job, run = folder / "job", folder / f"run-{case}-{steal}"
     if not job.exists():
-        make_job(job, rows=rows, per_chunk=CHUNK_ROWS, workers=WORKERS)
+        write_job(str(job), rows, hello, per_chunk=CHUNK_ROWS, num_workers=WORKERS)
     calm = rows / (WORKERS * rate)
     ideal = (
         rows / ((WORKERS - 1 + 0.25) * rate)
@@ -109,7 +113,7 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
         own = latency * 4 if case == "slow" and index == 0 else latency
         options = echo(own, lease, 0.01 * ideal) + (() if steal else ("--no-steal",))
         processes.append(start(job, run, f"w{index}", f"worker-{index:05d}.txt", *options))
-    # A process needs a moment to start; the clock runs from the first row's possible start.
+    # A process needs a moment to start; the time counts from when all workers have a chunk.
     started = wait_for_first_rows(run, began)
     if case == "dead":
         time.sleep(max(0.0, calm / 2 - (time.monotonic() - started)))
@@ -135,7 +139,7 @@ def makespan(folder: Path, *, case: str, steal: bool, latency: float) -> dict[st
 
 
 def wait_for_first_rows(run: Path, began: float) -> float:
-    """When the last worker took up its first chunk: before that there is only the start of processes."""
+    """Wait until every worker has taken its first chunk; return the time."""
     store = open_store(str(run))
     while time.monotonic() - began < 60:
         states = [
@@ -149,7 +153,7 @@ def wait_for_first_rows(run: Path, began: float) -> float:
 
 
 def rows_with_kills(folder: Path, *, latency: float, seed: int) -> dict[str, Any]:
-    """Two workers, each killed once at a random point and started again: rows generated against one pass."""
+    """Kill each of two workers once at a random time and start it again; compare the rows generated with one pass."""
     rows, chunk_rows, workers = 1600, 100, 2
     rate = SEQS / latency
     calm = rows / (workers * rate)
@@ -159,7 +163,7 @@ def rows_with_kills(folder: Path, *, latency: float, seed: int) -> dict[str, Any
         folder / f"run-kills-{seed}",
         folder / f"tally-{seed}",
     )
-    make_job(job, rows=rows, per_chunk=chunk_rows, workers=workers)
+    write_job(str(job), rows, hello, per_chunk=chunk_rows, num_workers=workers)
     chance = random.Random(seed)
     options = echo(latency, 0.05 * calm, checkpoint)
 
@@ -178,7 +182,7 @@ def rows_with_kills(folder: Path, *, latency: float, seed: int) -> dict[str, Any
     for process in processes:
         process.wait()
     generated = tally.stat().st_size
-    # In flight: up to one and a half times the engine's places. Since the last checkpoint: its interval's rows.
+    # A kill loses at most the rows of one checkpoint interval, and those in flight: 1.5 times the engine's sequences.
     unavoidable = workers * (checkpoint * rate + 1.5 * SEQS)
     return {
         "seed": seed,
@@ -192,13 +196,13 @@ def rows_with_kills(folder: Path, *, latency: float, seed: int) -> dict[str, Any
 
 
 def time_to_first_row(folder: Path, *, engine: str) -> dict[str, Any]:
-    """From SIGKILL and an immediate restart to the first new finished row."""
+    """Measure the time from SIGKILL and an immediate restart to the first new finished row."""
     job, run = folder / f"job-first-{engine}", folder / f"run-first-{engine}"
-    make_job(
-        job,
-        rows=4000,
+    write_job(
+        str(job),
+        4000,
+        lambda row: as_line({"prompt": f"What is {row % 90} + {row % 7}?"}, row),
         per_chunk=500,
-        make_row=lambda row: {"prompt": f"What is {row % 90} + {row % 7}?"},
     )
     options = echo(0.5, 4, 0.5)
     if engine == "vllm":
@@ -226,7 +230,7 @@ def time_to_first_row(folder: Path, *, engine: str) -> dict[str, Any]:
 
 
 def wait_for_segments(run: Path, number: int, before: Collection[str] = ()) -> None:
-    """Until so many new segments lie in the run."""
+    """Wait until the run has that number of new segments."""
     store = open_store(str(run))
     deadline = time.monotonic() + 180
     while len({info.key for info in store.list(layout.CHECKPOINTS)}.difference(before)) < number:
@@ -269,14 +273,17 @@ def report(
 ) -> None:
     """Print the tables and the last JSON line."""
     if spans:
-        print(
-            f"{'4 workers, one':<18}{'helping':>8}{'seconds':>9}{'ideal':>7}{'ratio':>7}{'rows generated a row':>22}"
-        )
-    for span in spans:
-        case = "4 times slower" if span["case"] == "slow" else "dead at half"
-        print(
-            f"{case:<18}{'yes' if span['steal'] else 'no':>8}{span['seconds']:>9}{span['ideal_seconds']:>7}"
-            f"{span['ratio']:>7}{span['rows_generated_per_row']:>22}"
+        figures = ("seconds", "ideal_seconds", "ratio", "rows_generated_per_row")
+        print_table(
+            ("4 workers, one", "helping", "seconds", "ideal", "ratio", "rows generated a row"),
+            [
+                (
+                    "4 times slower" if span["case"] == "slow" else "dead at half",
+                    "yes" if span["steal"] else "no",
+                    *(str(span[name]) for name in figures),
+                )
+                for span in spans
+            ],
         )
     for kill in kills:
         print(f"one kill a worker: {kill}")

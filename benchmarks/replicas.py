@@ -1,7 +1,7 @@
 """Measure two replicas against one on rows of very uneven length, and whether both have work to the end.
 
 With the echo engine (a random latency for each row) on every run; with --vllm also two real engines on the CPU, each
-with one thread. Rows in flight are looked up in the pool a hundred times a second. The last line is one JSON object.
+with one thread. The rows in flight are read from the pool a hundred times a second. The last line is one JSON object.
 
     python benchmarks/replicas.py [--quick] [--vllm] [--rows 8000] [--repeats 3]
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import workload
-from repeats import alternate, spread
+from harness import alternate, spread
 
 from batchinfer.core.records import Sampling
 from batchinfer.engines.config import EngineConfig
@@ -37,7 +37,7 @@ VLLM_SEQS = 32
 
 
 class Sampler:
-    """How many rows each replica holds, again and again, from the first row to the last."""
+    """Reads again and again how many rows each replica holds."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool
@@ -51,7 +51,7 @@ class Sampler:
             self._samples.append([len(each.in_flight) for each in list(self._pool.replicas)])
 
     def share_busy(self, num_replicas: int, last_rows: int) -> float:
-        """Share of the time in which every replica had a row, until so many rows were left in flight at the end."""
+        """Return the share of time in which every replica had a row, without the end with `last_rows` or fewer."""
         self._ended.set()
         self._thread.join()
         samples = [each for each in self._samples if len(each) == num_replicas]
@@ -98,7 +98,7 @@ def measure(job: str, output: str, engine: EngineConfig, last_rows: int) -> Meas
 
 
 def compare(name: str, job: str, engine: EngineConfig, seqs: int, repeats: int) -> dict[str, Any]:
-    """One replica and two, turn and turn about."""
+    """Measure one replica and two, in turns."""
     runs = count()
 
     def measure_with(replicas: int) -> Measured:
@@ -130,7 +130,7 @@ def compare(name: str, job: str, engine: EngineConfig, seqs: int, repeats: int) 
 
 
 def with_replicas(engine: EngineConfig, replicas: int) -> EngineConfig:
-    """The same engine with another number of replicas."""
+    """Return the same engine with another number of replicas."""
     return msgspec.structs.replace(engine, replicas=replicas)
 
 
@@ -149,13 +149,12 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "replicas", "rows": rows, "repeats": repeats}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        job = f"{folder}/job"
-        workload.write_job(job, workload.make_requests(rows), per_chunk=200)
+        job = workload.write_job(f"{folder}/job", workload.make_requests(rows), per_chunk=200)
         echo = EngineConfig(engine="echo", max_num_seqs=ECHO_SEQS, echo_latency_seconds=0.1)
         result["echo"] = compare("echo", job, echo, 2 * ECHO_SEQS, repeats)
         if arguments.vllm:
-            few = f"{folder}/few"
-            workload.write_job(few, workload.make_requests(min(400, rows)), per_chunk=50)
+            requests = workload.make_requests(min(400, rows))
+            few = workload.write_job(f"{folder}/few", requests, per_chunk=50)
             model = workload.write_model(Path(folder) / "model")
             own = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
             values = {**workload.CPU_ENGINE, "max_num_seqs": VLLM_SEQS}

@@ -1,10 +1,10 @@
-"""An S3 server that is quick at large listings: it knows its keys and no more. For `startup.py`, `bookkeeping.py`.
+"""The S3 server of the benchmarks: it counts requests, and is quick at large listings since it knows only its keys.
 
-    python benchmarks/s3_stub.py CHUNKS MARKERS [ROWS]
+    python benchmarks/s3_stub.py CHUNKS MARKERS
 
-Serves s3://stub/job, a job of CHUNKS chunks of ROWS rows (1), and its run, in which MARKERS of them are done.
-Prints its port.
-``GET /stub-counts`` tells how many requests came, by method and place: "PUT claims/", "LIST outputs/", "GET run.json".
+Serves the bucket s3://stub. Unless CHUNKS is 0, the bucket holds s3://stub/job, a job of CHUNKS chunks of one row each,
+and its run, in which MARKERS of the chunks are done. Prints its port.
+``GET /stub-counts`` answers with the number of requests by method and place: "PUT claims/", "GET run.json".
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import bisect
 import contextlib
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,12 +21,13 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import unescape
 
-from batchinfer.core import codec, layout
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
+import harness
+
+from batchinfer.core import layout
+from batchinfer.storage.opening import open_store
 
 PAGE = 1000
 RUN = "job/runs/default/"
@@ -46,15 +46,16 @@ objects: dict[str, bytes] = {}
 keys: list[str] = []
 counts: Counter[str] = Counter()
 lock = threading.Lock()
-"""Held by whoever changes one of the three: every request has a thread of its own."""
+"""Guards the three above: every request has a thread of its own."""
 
 
 @contextlib.contextmanager
-def serving(num_chunks: int, num_markers: int, num_rows: int = 1) -> Iterator[str]:
+def serving(num_chunks: int = 0, num_markers: int = 0) -> Iterator[str]:
     """Run the server in a process of its own. Yields its endpoint."""
-    command = [sys.executable, __file__, str(num_chunks), str(num_markers), str(num_rows)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as server:
+    command = [sys.executable, __file__, str(num_chunks), str(num_markers)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=harness.environment()
+    ) as server:
         assert server.stdout
         try:
             yield f"http://127.0.0.1:{int(server.stdout.readline())}"
@@ -63,7 +64,7 @@ def serving(num_chunks: int, num_markers: int, num_rows: int = 1) -> Iterator[st
 
 
 def variables(endpoint: str) -> dict[str, str]:
-    """What a client's environment needs."""
+    """Return the variables that lead a client to the server."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -74,13 +75,13 @@ def variables(endpoint: str) -> dict[str, str]:
 
 
 def read_counts(endpoint: str) -> Counter[str]:
-    """Requests that came so far, by method and place."""
+    """Return the number of requests so far, by method and place."""
     with urllib.request.urlopen(f"{endpoint}/stub-counts") as answer:
         return Counter(json.load(answer))
 
 
 def place(key: str) -> str:
-    """What a key is for: "claims/", "markers", "run.json".
+    """Return what a key is for: "claims/", "markers", "run.json".
 
     >>> place("job/runs/default/claims/part-00000.json"), place("job/chunks/part-00000.jsonl")
     ('claims/', 'chunks/')
@@ -94,46 +95,30 @@ def place(key: str) -> str:
 
 
 def count(method: str, key: str) -> None:
-    """One more request."""
+    """Count a request."""
     with lock:
         counts[f"{method} {place(key)}"] += 1
 
 
-def fill(num_chunks: int, num_markers: int, num_rows: int) -> None:
+def fill(num_chunks: int, num_markers: int) -> None:
     """Make the job and its run."""
-    chunks, names = [], []
-    for index in range(num_chunks):
-        name = layout.chunk_name(index, num_chunks)
-        file = layout.chunk_file(name, "none")
-        names.append(file)
-        first = index * num_rows
-        data = b"".join(
-            b'{"prompt":"row %d","_row":%d,"_id":"%d"}\n' % (row, row, row)
-            for row in range(first, first + num_rows)
-        )
-        objects[f"job/{file}"] = data
-        digest = codec.sha256(data)
-        chunks.append(
-            Chunk(name=name, first_row=first, rows=num_rows, bytes=len(data), sha256=digest)
-        )
-        if index < num_markers:
-            objects[RUN + layout.output_key(layout.output_file(name))] = b"{}\n"
-            objects[RUN + layout.marker_key(name)] = b"x" * 700
-    job = Job(
-        format_version=FORMAT_VERSION,
-        sources=[],
-        columns=["prompt"],
-        rows=num_chunks * num_rows,
-        chunks=chunks,
-        num_workers=1,
+    harness.write_job(
+        "memory://stub/job",
+        num_chunks,
+        lambda row: harness.as_line({"prompt": f"row {row}"}, row),
+        per_chunk=1,
     )
-    objects[f"job/{layout.JOB_KEY}"] = codec.encode_pretty(job)
-    objects[f"job/{layout.ALL_MANIFEST}"] = "".join(f"{each}\n" for each in names).encode()
+    store = open_store("memory://stub")
+    objects.update({info.key: store.get(info.key).data for info in store.list()})
+    for index in range(num_markers):
+        name = layout.chunk_name(index, num_chunks)
+        objects[RUN + layout.output_key(layout.output_file(name))] = b"{}\n"
+        objects[RUN + layout.marker_key(name)] = b"x" * 700
     keys.extend(sorted(objects))
 
 
 def list_page(query: dict[str, list[str]]) -> bytes:
-    """One page of a listing as XML."""
+    """Return one page of a listing as XML."""
     prefix = query.get("prefix", [""])[0]
     after = query.get("continuation-token", query.get("start-after", [""]))[0]
     start = bisect.bisect_right(keys, after) if after else bisect.bisect_left(keys, prefix)
@@ -164,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        """An object or a page of a listing."""
+        """Send an object, a page of a listing, or the counts."""
         place = urlsplit(self.path)
         query = parse_qs(place.query)
         if place.path == "/stub-counts":
@@ -180,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             self._object(unquote(place.path))
 
     def do_HEAD(self) -> None:
-        """As GET, without the body."""
+        """Answer like GET, without the body."""
         self._object(unquote(urlsplit(self.path).path))
 
     def _object(self, path: str) -> None:
@@ -188,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
         count(self.command, key)
         data = objects.get(key)
         if path.strip("/") == "stub":
-            self._send(200, b"")  # is the bucket there?
+            self._send(200, b"")  # the question whether there is such a bucket
         elif data is None:
             body = b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>"
             self._send(404, body)
@@ -196,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, data, hashlib.md5(data).hexdigest())
 
     def do_PUT(self) -> None:
-        """Store an object, if what the request expects is so."""
+        """Store an object, unless a condition of the request is not met."""
         data = self._body()
         key = unquote(urlsplit(self.path).path).removeprefix("/stub/")
         count("PUT", key)
@@ -239,7 +224,7 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def do_POST(self) -> None:
-        """Delete a list of objects. One request, of the first one's place."""
+        """Delete a list of objects; counted as one request, at the place of the first object."""
         doomed = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", self._body().decode())]
         count("DELETE", doomed[0] if doomed else "")
         for key in doomed:
@@ -247,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, b"<DeleteResult></DeleteResult>")
 
     def do_DELETE(self) -> None:
-        """Delete one."""
+        """Delete one object."""
         key = unquote(urlsplit(self.path).path).removeprefix("/stub/")
         count("DELETE", key)
         self._remove(key)
@@ -271,8 +256,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until killed."""
-    num_chunks, num_markers, *num_rows = map(int, sys.argv[1:])
-    fill(num_chunks, num_markers, *(num_rows or [1]))
+    num_chunks, num_markers = map(int, sys.argv[1:])
+    if num_chunks:
+        fill(num_chunks, num_markers)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

@@ -1,8 +1,8 @@
 """Measure `batchinfer split` against `datasets`: load_dataset, then to_json of every chunk.
 
-Every way runs in a process of its own, turn and turn about, on the same parquet files; CPU seconds and peak memory are
-the kernel's for that process and its children, start-up included. "x less" is the CPU of `datasets` divided by that of
-the way, turn by turn: median of the turns, and in brackets the least and the most. The last line is one JSON object.
+Every way runs in a process of its own, in turns, on the same parquet files. CPU seconds and peak memory are the
+kernel's for that process and its children, start-up included. "x less" is the CPU of `datasets` divided by that of the
+way, within each turn: the median of the turns, in brackets the least and the most. The last line is one JSON object.
 
     python benchmarks/split.py [--rows 150000] [--mean-chars 270] [--repeats 3] [--folder DIR]
 """
@@ -10,23 +10,18 @@ the way, turn by turn: median of the turns, and in brackets the least and the mo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from repeats import Spread, alternate, spread
+import harness
+from harness import Spread, alternate, print_table, spread
 
 COLUMNS = "conversation_id,model,conversation,turn"
-"""What a prompt needs: the text, and three columns to tell rows apart by."""
+"""Columns that a prompt needs: the text, and three that tell rows apart."""
 NUM_CHUNKS = 30
 
 # As people do it with `datasets`: load everything, select a range, write it as JSON Lines.
@@ -34,23 +29,16 @@ DATASETS = """
 import sys
 import datasets
 datasets.disable_progress_bars()
-source, output, chunks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+source, output, chunks = sys.argv[1], sys.argv[2], NUM_CHUNKS
 data = datasets.load_dataset("parquet", data_files=source + "/*.parquet", split="train", cache_dir=output + "/cache")
 for index in range(chunks):
     rows = range(len(data) * index // chunks, len(data) * (index + 1) // chunks)
     data.select(rows).to_json(f"{output}/part-{index:05d}.jsonl")
-"""
-
-
-class Way(NamedTuple):
-    """One way to split: its name in the table, and its command with {source} and {output} to fill in."""
-
-    name: str
-    command: list[str]
+""".replace("NUM_CHUNKS", str(NUM_CHUNKS))
 
 
 class Measured(NamedTuple):
-    """One run of one way. `peak_bytes` is that of the largest process."""
+    """One run of one way. `peak_bytes` is the memory of the largest process."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -58,63 +46,26 @@ class Measured(NamedTuple):
     output_bytes: int
 
 
-def make_ways() -> list[Way]:
-    """Return the ways to compare; the first is what the others are measured against."""
-    split = [
-        sys.executable,
-        "-m",
-        "batchinfer.split",
-        "{source}",
-        "--output",
-        "{output}/job",
-    ]
-    split += ["--num-chunks", str(NUM_CHUNKS)]
+def make_ways() -> dict[str, list[str]]:
+    """Return the commands to compare, without source and output; the others are measured against the first."""
+    split = ["-m", "batchinfer.split", "--num-chunks", str(NUM_CHUNKS)]
     four = [*split, "--columns", COLUMNS]
-    return [
-        Way(
-            "datasets to_json",
-            [sys.executable, "-c", DATASETS, "{source}", "{output}", str(NUM_CHUNKS)],
-        ),
-        Way("split, all columns", split),
-        Way("split, 4 columns", four),
-        Way("split, 4 columns, zstd", [*four, "--compression", "zstd"]),
-        Way("split, all columns, 2 processes", [*split, "--processes", "2"]),
-    ]
+    return {
+        "datasets to_json": ["-c", DATASETS],
+        "split, all columns": split,
+        "split, 4 columns": four,
+        "split, 4 columns, zstd": [*four, "--compression", "zstd"],
+        "split, all columns, 2 processes": [*split, "--processes", "2"],
+    }
 
 
-def measure(way: Way, source: Path, scratch: Path) -> Measured:
+def measure(way: list[str], source: Path, scratch: Path) -> Measured:
     """Run one way once, in an empty output folder, and remove what it wrote."""
-    with _empty_folder(scratch) as output:
-        places = {"{source}": str(source), "{output}": str(output), "{output}/job": f"{output}/job"}
-        command = [places.get(part, part) for part in way.command]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-        }
-        start = time.monotonic()
-        with (output / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-            # wait4 counts the process and every child that it waited for, and nobody else's.
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall = time.monotonic() - start
-        if process.returncode:
-            sys.exit(
-                f"{way.name}: exit {process.returncode}\n{(output / 'log').read_text()[-3000:]}"
-            )
-        size = sum(path.stat().st_size for path in output.rglob("*.jsonl*"))
-        return Measured(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024, size)
-
-
-@contextlib.contextmanager
-def _empty_folder(scratch: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=scratch) as output:
+        places = [str(source), *(["--output"] if "-m" in way else []), f"{output}/job"]
+        usage = harness.run([sys.executable, *way, *places]).usage
+        size = sum(path.stat().st_size for path in Path(output).rglob("*.jsonl*"))
+    return Measured(*usage, size)
 
 
 def main() -> None:
@@ -128,15 +79,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         scratch = Path(folder)
         source, small = scratch / "data", scratch / "small"
-        # By processes of their own: what this one ever held would count as its children's peak memory.
+        # In processes of their own: what this process ever held would count as its children's peak memory.
         for place, rows in ((source, arguments.rows), (small, arguments.rows // 4)):
             maker = [sys.executable, str(Path(__file__).with_name("lmsys.py")), str(place)]
             maker += ["--rows", str(rows), "--mean-chars", str(arguments.mean_chars)]
-            subprocess.run(maker, check=True, stdout=sys.stderr)
+            harness.run(maker)
         ways = make_ways()
-        calls = {way.name: partial(measure, way, source, scratch) for way in ways}
+        calls = {name: partial(measure, way, source, scratch) for name, way in ways.items()}
         runs = alternate(calls, arguments.repeats)
-        quarter = measure(ways[1], small, scratch)
+        quarter = measure(ways["split, all columns"], small, scratch)
         size = sum(path.stat().st_size for path in source.iterdir())
     report(runs, quarter, rows=arguments.rows, parquet_bytes=size)
 
@@ -150,16 +101,15 @@ def report(
     print(
         f"{rows} rows of {output_bytes / rows / 1e3:.1f} KB, {parquet_bytes / 1e6:.0f} MB of parquet, {len(base)} turns"
     )
-    print(f"{'way':33}{'CPU s':>20}{'x less':>16}{'wall s':>8}{'peak MB':>9}{'out MB':>8}")
-    table = {}
+    table, rows_shown = {}, []
     for name, measured in runs.items():
         cpu = spread(run.cpu_seconds for run in measured)
         wall = spread(run.wall_seconds for run in measured)
         times_less = _times_less(base, measured)
         peak = max(run.peak_bytes for run in measured)
-        print(
-            f"{name:33}{f'{cpu:.2f}':>20}{f'{times_less:.1f}':>16}{wall.median:8.2f}"
-            f"{peak / 1e6:9.0f}{measured[0].output_bytes / 1e6:8.0f}"
+        megabytes = (f"{peak / 1e6:.0f}", f"{measured[0].output_bytes / 1e6:.0f}")
+        rows_shown.append(
+            (name, f"{cpu:.2f}", f"{times_less:.1f}", f"{wall.median:.2f}", *megabytes)
         )
         table[name] = {
             **cpu.entries("cpu_seconds", 3),
@@ -168,6 +118,7 @@ def report(
             "peak_mb": round(peak / 1e6, 1),
             "output_mb": round(measured[0].output_bytes / 1e6, 1),
         }
+    print_table(("way", "CPU s", "x less", "wall s", "peak MB", "out MB"), rows_shown)
     print(f"all columns, a quarter of the rows: peak {quarter.peak_bytes / 1e6:.0f} MB")
     all_columns, four = table["split, all columns"], table["split, 4 columns"]
     result = {
@@ -190,7 +141,7 @@ def report(
 
 
 def _times_less(base: list[Measured], measured: list[Measured]) -> Spread:
-    """How many times less CPU a way took than `base`, turn by turn: what slows the machine slows both."""
+    """Return how many times less CPU a way took than `base`, within each turn: what slows the machine slows both."""
     return spread(
         first.cpu_seconds / run.cpu_seconds for first, run in zip(base, measured, strict=True)
     )

@@ -1,8 +1,7 @@
 """Measure a worker's start over a large job: 100,000 chunks in the manifest, 99,000 of them with markers.
 
-CPU seconds of the worker, from its first instruction until its first chunk is open and its rows can be sent, and how
-many listing pages and other requests that took. Pages come from a stub (s3_stub.py), since a test S3 server is slow
-at this size.
+Measured are the CPU seconds of the worker from its first instruction until its first chunk is open and its rows can be
+sent, the listing pages and the other requests. Pages come from a stub (s3_stub.py), since moto is slow at this size.
 The last line is one JSON object.
 
     python benchmarks/startup.py [--quick] [--chunks 100000] [--markers 99000] [--repeats 3]
@@ -12,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 import s3_stub
-import workload
-from repeats import alternate, spread
+from harness import alternate, cpu_seconds, environment, print_table, spread
 
 FIRST_CHUNK = '"event": "chunk_open"', '"event":"chunk_open"'
 
@@ -40,17 +35,11 @@ class Measured(NamedTuple):
 def start(endpoint: str, number: int) -> Measured:
     """Start a worker, and end it when its first chunk is open."""
     before = s3_stub.read_counts(endpoint)
-    env = workload.environment(**s3_stub.variables(endpoint))
+    env = environment(**s3_stub.variables(endpoint))
     command = [
-        sys.executable,
-        "-m",
-        "batchinfer.worker",
-        "--engine",
-        "echo",
-        "--log-format",
-        "json",
+        *(sys.executable, "-m", "batchinfer.worker", "--engine", "echo", "--log-format", "json"),
+        *("--job", "s3://stub/job", "--prompt-column", "prompt", "--worker-id", f"w{number}"),
     ]
-    command += ["--job", "s3://stub/job", "--prompt-column", "prompt", "--worker-id", f"w{number}"]
     begin = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
@@ -67,19 +56,8 @@ def start(endpoint: str, number: int) -> Measured:
     came = s3_stub.read_counts(endpoint) - before
     process.kill()
     process.wait()
-    pages = num_pages(came)
+    pages = sum(number for name, number in came.items() if name.startswith("LIST "))
     return Measured(cpu, wall, pages, came.total() - pages)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def num_pages(came: Counter[str]) -> int:
-    """Listing pages among the requests."""
-    return sum(number for name, number in came.items() if name.startswith("LIST "))
 
 
 def main() -> None:
@@ -98,8 +76,10 @@ def main() -> None:
     wall = spread(run.wall_seconds for run in runs)
     pages, requests = runs[0].pages, runs[0].requests
     print(f"{arguments.chunks} chunks, {arguments.markers} done, medians of {repeats} starts")
-    print(f"{'CPU s':>18}{'wall s':>18}{'listing pages':>15}{'other requests':>16}")
-    print(f"{format(cpu, '.2f'):>18}{format(wall, '.2f'):>18}{pages:15}{requests:16}")
+    print_table(
+        ("CPU s", "wall s", "listing pages", "other requests"),
+        [(f"{cpu:.2f}", f"{wall:.2f}", str(pages), str(requests))],
+    )
     result = {
         "benchmark": "startup",
         "chunks": arguments.chunks,

@@ -1,10 +1,10 @@
 """Measure the worker with a real model against the ways in which vLLM is used without it.
 
-The same requests for all: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads its
-chunks from S3 on loopback and writes checkpoints, outputs, markers and claims there. Seconds do not count the loading
-of the engine, which is reported apart; what the first request costs counts for every way. On a CPU the engine computes
-in the process that drives it; the lines "own process" have it in another, as on a GPU, so that the driver's CPU seconds
-show. About 12 minutes on two quiet cores. The last line is one JSON object.
+All ways get the same requests: prompts of 6 to 30 words, answers of very uneven length, a seed each. The worker reads
+its chunks from S3 on loopback (s3_stub.py) and writes checkpoints, outputs, markers and claims there. Seconds do not
+include the loading of the engine, which is reported apart, but they do include what the first request costs. On a CPU
+the engine computes in the process that drives it; in the lines "own process" it has another, as on a GPU, so that the
+driver's CPU seconds show. About 12 minutes on two quiet cores. The last line is one JSON object.
 
     python benchmarks/throughput.py [--quick] [--gpu] [--prompts 800] [--repeats 3] [--model FOLDER]
     python benchmarks/throughput.py --ways batchinfer,characters    # or --ways all; see --help
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
+import s3_stub
 import workload
-from repeats import Spread, alternate, spread
+from harness import Spread, alternate, entries, print_table, spread
 from ways import ROWS_PER_CHUNK
 
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -48,8 +51,8 @@ DEFAULT_GPU_WAYS = "generate-own,loop-own,batchinfer-own,run_batch-own,chunks-ow
 class Measured(NamedTuple):
     """One run of one way.
 
-    `steps` is 0 where they cannot be seen. `engine_seconds`: CPU of the process in which the engine computes, 0 where
-    that is none of those that drive it; `driver_seconds`: CPU of the others.
+    `steps` is 0 if they cannot be counted. `driver_seconds`: CPU of the processes that drive the engine.
+    `engine_seconds`: CPU of the one of them in which the engine computes, 0 if the engine has a process of its own.
     """
 
     wall_seconds: float
@@ -61,20 +64,18 @@ class Measured(NamedTuple):
 
 
 class Bench:
-    """The requests, where they lie, and the engine that all ways have."""
+    """The requests, their files and their job, and the engine that all ways have."""
 
-    def __init__(self, scratch: Path, bucket: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, scratch: Path, arguments: argparse.Namespace) -> None:
         self.scratch = scratch
-        self.bucket = bucket
         self.is_gpu = arguments.gpu
         self.engine = workload.GPU_ENGINE if arguments.gpu else workload.CPU_ENGINE
         self.model = arguments.model or workload.write_model(scratch / "model", is_8b=arguments.gpu)
         longest = 1024 if arguments.gpu else 256
         self.requests = workload.make_requests(arguments.prompts, longest=longest)
-        self.job = f"{bucket}/job"
-        workload.write_job(self.job, self.requests, per_chunk=ROWS_PER_CHUNK)
+        self.job = workload.write_job("s3://stub/job", self.requests, per_chunk=ROWS_PER_CHUNK)
         self.all = self._write("all.jsonl", self.requests)
-        # Slow: of these only so many that the figure is steady.
+        # For a slow way: as few requests as give a steady figure.
         self.few = self._write("few.jsonl", self.requests[: max(100, len(self.requests) // 4)])
         self.batch = self._write(
             "batch.jsonl", [_chat(each, i) for i, each in enumerate(self.requests)]
@@ -89,19 +90,8 @@ class Bench:
         return path
 
     def plain(self, way: str, where: dict[str, str], requests: Path) -> Measured:
-        """One of ways.py."""
-        script = str(Path(__file__).with_name("ways.py"))
-        command = [
-            sys.executable,
-            script,
-            way,
-            str(requests),
-            str(self.model),
-            json.dumps(self.engine),
-        ]
-        found = workload.last_object(
-            workload.run(command, env=workload.environment(**where)).stdout
-        )
+        """Run a way of ways.py."""
+        found = self._script(sys.executable, way, requests, where)
         cpu, is_own = found["cpu_seconds"], where is OWN
         return Measured(
             found["wall_seconds"],
@@ -113,24 +103,27 @@ class Bench:
         )
 
     def ray(self, python: str) -> Measured:
-        """Ray Data LLM. What it takes for a single request is its loading."""
-        script = str(Path(__file__).with_name("ray_data_llm.py"))
+        """Run Ray Data LLM. What it takes for a single request counts as its loading."""
+        where = {"RAY_USAGE_STATS_ENABLED": "0"}
+        load, wall = (
+            self._script(python, "ray", requests, where)["wall_seconds"]
+            for requests in (self.one, self.all)
+        )
+        return Measured(wall - load, load, len(self.requests), 0, 0.0, 0.0)
 
-        def seconds(requests: Path) -> float:
-            command = [python, script, str(requests), str(self.model), json.dumps(self.engine)]
-            env = workload.environment(RAY_USAGE_STATS_ENABLED="0")
-            found = workload.last_object(workload.run(command, env=env).stdout)
-            return float(found["wall_seconds"])
-
-        load = seconds(self.one)
-        return Measured(seconds(self.all) - load, load, len(self.requests), 0, 0.0, 0.0)
+    def _script(
+        self, python: str, way: str, requests: Path, where: dict[str, str]
+    ) -> dict[str, Any]:
+        script = str(Path(__file__).with_name("ways.py"))
+        command = [python, script, way, str(requests), str(self.model), json.dumps(self.engine)]
+        return harness.run(command, env=harness.environment(**where)).last_object
 
     def worker(self, where: dict[str, str]) -> Measured:
-        """The worker, everything on."""
+        """Run the worker with checkpoints and claims."""
         self._runs += 1
         options = ["--request-format", "completions", "--checkpoint-seconds", "5"]
-        output = f"{self.bucket}/run-{self._runs}"
-        env = workload.environment(**where)
+        output = f"s3://stub/run-{self._runs}"
+        env = harness.environment(**where)
         result, ended = workload.run_worker(
             self.job, output, self.model, self.engine, *options, env=env
         )
@@ -145,7 +138,7 @@ class Bench:
         )
 
     def ways(self) -> dict[str, Callable[[], Measured]]:
-        """Every way by its name in `--ways`."""
+        """Return every way by its name in `--ways`."""
         found: dict[str, Callable[[], Measured]] = {}
         for suffix, where in (("", WITHIN), ("-own", OWN)):
             if self.is_gpu and where is WITHIN:
@@ -163,7 +156,7 @@ class Bench:
         return found
 
     def chosen(self, names: str | None) -> dict[str, Callable[[], Measured]]:
-        """The ways that were asked for, by their titles."""
+        """Return the wanted ways by their titles."""
         ways = self.ways()
         names = names or (DEFAULT_GPU_WAYS if self.is_gpu else DEFAULT_WAYS)
         wanted = list(ways) if names == "all" else names.split(",")
@@ -181,7 +174,7 @@ def _chat(request: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every way, turn and turn about, and print the table."""
+    """Run every way, in turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer prompts, one run of each")
     parser.add_argument(
@@ -198,15 +191,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.prompts, arguments.repeats = 300, 1
-    with tempfile.TemporaryDirectory() as folder, workload.s3_server() as bucket:
-        bench = Bench(Path(folder), bucket, arguments)
+    with tempfile.TemporaryDirectory() as folder, s3_stub.serving() as endpoint:
+        os.environ |= s3_stub.variables(endpoint)
+        bench = Bench(Path(folder), arguments)
         runs = alternate(bench.chosen(arguments.ways), arguments.repeats)
         tokens = sum(each["max_tokens"] for each in bench.requests)
     report(runs, len(bench.requests), tokens)
 
 
 def summarize(measured: list[Measured]) -> dict[str, Spread]:
-    """The figures of one way over its runs, per 1000 requests; loading as it is."""
+    """Return the figures of one way over its runs, per 1000 requests; only loading is not divided."""
     scale = 1000 / measured[0].requests
     return {
         "wall_seconds": spread(each.wall_seconds for each in measured) * scale,
@@ -224,33 +218,32 @@ def report(runs: dict[str, list[Measured]], prompts: int, tokens: int) -> None:
     print(
         f"{prompts} requests, {tokens} tokens, medians of {repeats} runs (least-most), per 1000 requests"
     )
-    columns = (
-        ("wall_seconds", "wall s", 22, ".2f"),
-        ("steps", "steps", 18, ".0f"),
-        ("engine_cpu_seconds", "engine CPU s", 22, ".2f"),
-        ("driver_us", "driver CPU us/request", 22, ".0f"),
-        ("load_seconds", "load s", 18, ".1f"),
+    columns = {
+        "wall_seconds": ("wall s", ".2f"),
+        "steps": ("steps", ".0f"),
+        "engine_cpu_seconds": ("engine CPU s", ".2f"),
+        "driver_us": ("driver CPU us/request", ".0f"),
+        "load_seconds": ("load s", ".1f"),
+    }
+    print_table(
+        ["way", *(title for title, _ in columns.values())],
+        [
+            [
+                name,
+                *(
+                    format(way[key], spec) if way[key].median else "-"
+                    for key, (_, spec) in columns.items()
+                ),
+            ]
+            for name, way in table.items()
+        ],
     )
-    print(f"{'way':38}" + "".join(f"{title:>{width}}" for _, title, width, _ in columns))
-    for name, way in table.items():
-        cells = [
-            f"{format(way[key], spec) if way[key].median else '-':>{width}}"
-            for key, _, width, spec in columns
-        ]
-        print(f"{name:38}" + "".join(cells))
     result = {
         "benchmark": "throughput",
         "prompts": prompts,
         "tokens": tokens,
         "repeats": repeats,
-        "ways": {
-            name: {
-                key: value
-                for figure, found in way.items()
-                for key, value in found.entries(figure).items()
-            }
-            for name, way in table.items()
-        },
+        "ways": {name: entries(way) for name, way in table.items()},
         "ratios": ratios(
             {name: {key: found.median for key, found in way.items()} for name, way in table.items()}
         ),
@@ -259,7 +252,7 @@ def report(runs: dict[str, list[Measured]], prompts: int, tokens: int) -> None:
 
 
 def ratios(table: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What the project holds itself to: each pair of ways that was measured."""
+    """Return the ratios for which the project has bounds, of each pair of ways that was measured."""
     wanted = {
         "steps_of_one_generate": ("batchinfer", "LLM.generate once", "steps"),
         "steps_of_generate_per_chunk": ("batchinfer", "LLM.generate per chunk", "steps"),

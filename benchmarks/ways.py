@@ -1,8 +1,9 @@
-"""One plain way to use vLLM, timed without its loading; `throughput.py` runs each in a process of its own.
+"""One plain way to use vLLM, timed without its loading; `throughput.py` runs each way in a process of its own.
 
     python benchmarks/ways.py WAY REQUESTS.jsonl MODEL ENGINE_ARGUMENTS_JSON
 
-The last line is one JSON object.
+WAY is all, chunks, batches, loop, run_batch, or ray (Ray Data LLM, for a Python that has both ray and vLLM; its time
+includes the loading). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 ROWS_PER_CHUNK = 200
 CHARACTERS_PER_BATCH = 2000
 IN_FLIGHT_FACTOR = 1.5
+RAY_BATCH_ROWS = 64
 
 
 def main() -> None:
@@ -28,6 +30,9 @@ def main() -> None:
         return
     with Path(path).open("rb") as file:
         requests = [json.loads(line) for line in file]
+    if way == "ray":
+        print(json.dumps(run_ray(requests, model, json.loads(arguments))))
+        return
     begin = time.monotonic()
     from vllm import LLM, SamplingParams
 
@@ -62,25 +67,25 @@ def count_steps(engine: Any) -> list[None]:
 
 
 def generate(llm: Any, prepared: list[tuple[str, Any]]) -> int:
-    """Generate the answers of these; return how many tokens."""
+    """Generate all answers with one call; return the number of tokens."""
     prompts, params = zip(*prepared, strict=True)
     outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 def generate_chunks(llm: Any, prepared: list[tuple[str, Any]]) -> int:
-    """Chunk by chunk, as a script does that reads and writes files."""
+    """Generate chunk by chunk, as a script does that reads and writes files."""
     starts = range(0, len(prepared), ROWS_PER_CHUNK)
     return sum(generate(llm, prepared[start : start + ROWS_PER_CHUNK]) for start in starts)
 
 
 def generate_batches(llm: Any, prepared: list[tuple[str, Any]]) -> int:
-    """In batches of so many characters, as the example script in SkyPilot's guide does."""
+    """Generate in batches by number of characters, as the example script in SkyPilot's guide does."""
     return sum(generate(llm, batch) for batch in batches(prepared))
 
 
 def batches(prepared: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Cut where a batch has reached its characters."""
+    """Yield batches; each ends with the prompt that brings it over CHARACTERS_PER_BATCH."""
     batch: list[tuple[str, Any]] = []
     size = 0
     for prompt, params in prepared:
@@ -94,7 +99,7 @@ def batches(prepared: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
 
 
 def loop(llm: Any, prepared: list[tuple[str, Any]]) -> int:
-    """The bare loop over add_request and step, with as many in flight as the worker keeps."""
+    """Generate with a bare loop over add_request and step, with as many requests in flight as the worker keeps."""
     from vllm.sampling_params import RequestOutputKind
 
     engine = llm.llm_engine
@@ -121,7 +126,7 @@ def loop(llm: Any, prepared: list[tuple[str, Any]]) -> int:
 
 
 def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
-    """Run vLLM's own batch runner; its engine always has a process of its own. Time counts from when that is loaded."""
+    """Run vLLM's own batch runner, whose engine always has a process of its own. Time counts once that is loaded."""
     begin = time.monotonic()
     try:
         from vllm.entrypoints.launchers import run_batch as runner
@@ -153,6 +158,42 @@ def run_batch(path: Path, model: str, engine: dict[str, Any]) -> None:
         else:
             sys.argv += [option, str(value)]
     asyncio.run(runner.main(runner.parse_args()))
+
+
+def run_ray(requests: list[dict[str, Any]], model: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Run Ray Data LLM and return its figures."""
+    begin = time.monotonic()
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    config = vLLMEngineProcessorConfig(
+        model_source=model,
+        engine_kwargs=engine,
+        batch_size=RAY_BATCH_ROWS,
+        concurrency=1,
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+        accelerator_type=None,
+        placement_group_config={"bundles": [{"CPU": 1}]},
+    )
+    rows = [{"prompt": each.pop("prompt"), "params": json.dumps(each)} for each in requests]
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {
+            "prompt": row["prompt"],
+            "sampling_params": json.loads(row["params"]),
+        },
+        postprocess=lambda row: {"num_tokens": row["num_generated_tokens"]},
+    )
+    answers = processor(ray.data.from_items(rows)).take_all()
+    return {
+        "wall_seconds": time.monotonic() - begin,
+        "requests": len(answers),
+        "tokens": sum(each["num_tokens"] for each in answers),
+    }
 
 
 WAYS: dict[str, Callable[[Any, list[tuple[str, Any]]], int]] = {

@@ -1,29 +1,21 @@
-"""What the engine benchmarks share: a random model, requests of uneven length, S3 on loopback, processes."""
+"""What the engine benchmarks share: a random model, requests of uneven length, runs of the worker."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import subprocess
 import sys
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from batchinfer.core import codec, layout
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
+import harness
+
 from batchinfer.engines.config import EngineConfig
-from batchinfer.storage.opening import open_store
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 64
-# The same for every way. One thread, and no prompt split over two steps, which vLLM's CPU build cannot seed.
+# Equal for every way. No chunked prefill: vLLM's CPU build cannot seed a prompt that is computed in two steps.
 CPU_ENGINE = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_seqs": MAX_NUM_SEQS,
@@ -33,7 +25,7 @@ CPU_ENGINE = {
     "enable_chunked_prefill": False,
     "block_size": 32,
 }
-# Stated where vLLM's defaults differ between offline use and serving, and where the worker would choose by GPUs.
+# Given are the values whose defaults differ between vLLM's offline use and serving, or depend on the GPUs.
 GPU_ENGINE = {
     "max_model_len": 4096,
     "max_num_seqs": 256,
@@ -57,9 +49,9 @@ def make_words(rng: random.Random, count: int = 2000) -> list[str]:
 
 
 def make_requests(count: int, *, seed: int = 0, longest: int = 256) -> list[Request]:
-    """Prompts of 6 to 30 words, answers of very different lengths (lognormal), a seed each.
+    """Return requests with prompts of 6 to 30 words, answers of very different lengths (lognormal) and a seed each.
 
-    Lengths are fixed by `ignore_eos`: every way generates exactly the same number of tokens.
+    `ignore_eos` fixes the lengths: every way generates exactly the same number of tokens.
     """
     rng = random.Random(seed)
     words = make_words(rng)
@@ -124,210 +116,25 @@ def write_model(folder: Path, *, is_8b: bool = False) -> Path:
     return folder
 
 
-def write_job(url: str, requests: Sequence[Request], *, per_chunk: int) -> None:
-    """Write a job of requests, as `batchinfer split` would."""
-    store = open_store(url)
-    chunks, keys = [], []
-    num_chunks = -(-len(requests) // per_chunk)
-    for index in range(num_chunks):
-        first = index * per_chunk
-        lines = [
-            codec.encode({**request, "_row": row, "_id": str(row)}) + b"\n"
-            for row, request in enumerate(requests[first : first + per_chunk], first)
-        ]
-        data = b"".join(lines)
-        name = layout.chunk_name(index, num_chunks)
-        keys.append(layout.chunk_file(name, "none"))
-        store.create(keys[-1], data)
-        digest = codec.sha256(data)
-        chunks.append(
-            Chunk(name=name, first_row=first, rows=len(lines), bytes=len(data), sha256=digest)
-        )
-    store.create(layout.ALL_MANIFEST, "".join(f"{key}\n" for key in keys).encode())
-    job = Job(
-        format_version=FORMAT_VERSION,
-        sources=[],
-        columns=[],
-        rows=len(requests),
-        chunks=chunks,
-        num_workers=1,
+def write_job(url: str, requests: Sequence[Request], *, per_chunk: int) -> str:
+    """Write a job of requests; returns its URL."""
+    harness.write_job(
+        url, len(requests), lambda row: harness.as_line(requests[row], row), per_chunk=per_chunk
     )
-    store.create(layout.JOB_KEY, codec.encode_pretty(job))
+    return url
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The variables of every measured process: one thread, no network, one GPU at most."""
-    # vLLM itself may be on the inherited path only.
-    paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
-        "PYTHONPATH": os.pathsep.join(paths),
-        **more,
-    }
-
-
-@contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server on 127.0.0.1, in memory; the environment points to it. Yields a bucket's URL."""
-    import socket
-
-    import boto3
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        os.environ |= {
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        for _ in range(300):
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(endpoint).close()
-                break
-            time.sleep(0.1)
-        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="benchmark")
-        yield "s3://benchmark"
-    finally:
-        server.kill()
-        server.wait()
-
-
-# --------------------------------------------------------------------------- processes
-
-
-class Ended(NamedTuple):
-    """A process that ended well. `cpu` is by process: name, and CPU seconds since `mark` was called."""
-
-    stdout: str
-    wall_seconds: float
-    cpu: dict[str, float]
-
-
-class Watch:
-    """CPU seconds of a process and of those below it, by name, looked up now and then while they live."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._marked: dict[int, float] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-        self._thread.start()
-
-    def mark(self) -> None:
-        """Count from here."""
-        self._look()
-        self._marked = {pid: seconds for pid, (_, seconds) in self._seen.items()}
-
-    def end(self) -> dict[str, float]:
-        """Stop looking; return the sums by name."""
-        self._ended.set()
-        self._thread.join()
-        sums: dict[str, float] = {}
-        for pid, (name, seconds) in self._seen.items():
-            sums[name] = sums.get(name, 0.0) + seconds - self._marked.get(pid, 0.0)
-        return sums
-
-    def _loop(self) -> None:
-        while not self._ended.wait(0.05):
-            self._look()
-
-    def _look(self) -> None:
-        waiting = [self._pid]
-        while waiting:
-            pid = waiting.pop()
-            folder = Path("/proc") / str(pid)
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                command = (folder / "cmdline").read_bytes().decode().split("\0")
-                seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                if any(command):  # one that is ending has none any more
-                    self._seen[pid] = (_name(command), seconds)
-                for task in (folder / "task").iterdir():
-                    with contextlib.suppress(OSError):  # a thread may end meanwhile
-                        waiting += map(int, (task / "children").read_text().split())
-
-
-def _name(command: list[str]) -> str:
-    text = " ".join(command)
-    for part, name in (
-        ("batchinfer.engines.host", "engine host"),
-        ("batchinfer", "worker"),
-        ("EngineCore", "engine core"),
-        ("Worker", "engine worker"),
-        ("spawn_main", "engine core"),
-    ):
-        if part in text:
-            return name
-    return "driver"
-
-
-def run(
-    command: Sequence[str],
-    *,
-    env: dict[str, str],
-    is_ready: Callable[[str], bool] = lambda _: False,
-) -> Ended:
-    """Run a command to its end. `is_ready` tells by a line of its stderr from when on CPU seconds count."""
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
-    assert process.stdout
-    assert process.stderr
-    watch = Watch(process.pid)
-    lines: list[str] = []
-
-    def read() -> None:
-        assert process.stderr
-        for line in process.stderr:
-            lines.append(line)
-            if is_ready(line):
-                watch.mark()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    stdout = process.stdout.read()
-    status = process.wait()
-    wall = time.monotonic() - begin
-    reader.join(5)
-    cpu = watch.end()
-    if status:
-        sys.exit(f"{' '.join(command)}: exit {status}\n{''.join(lines)[-4000:]}")
-    return Ended(stdout, wall, cpu)
-
-
-def last_object(text: str) -> dict[str, Any]:
-    """The JSON object of the last line."""
-    found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-    return found
-
-
-def engine_options(engine: dict[str, Any]) -> list[str]:
-    """The same engine arguments as options of the worker."""
+def engine_options(engine: Mapping[str, Any]) -> list[str]:
+    """Return engine arguments as options of the worker."""
     options: list[str] = []
     for name, value in engine.items():
         option = name.replace("_", "-")
-        if isinstance(value, bool) and name in EngineConfig.__struct_fields__:
-            options.append(f"--{option}" if value else f"--no-{option}")
-        elif name in EngineConfig.__struct_fields__:
-            options += [f"--{option}", str(value)]
-        else:
+        if name not in EngineConfig.__struct_fields__:
             options += ["--engine-arg", f"{name}={json.dumps(value)}"]
+        elif isinstance(value, bool):
+            options.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            options += [f"--{option}", str(value)]
     return options
 
 
@@ -335,16 +142,16 @@ def run_worker(
     job: str,
     output: str,
     model: Path,
-    engine: dict[str, Any],
+    engine: Mapping[str, Any],
     *options: str,
-    env: dict[str, str],
+    env: Mapping[str, str],
     program: Sequence[str] = ("-m", "batchinfer.worker"),
-) -> tuple[dict[str, Any], Ended]:
-    """Run a worker over a whole job; its result, and what its processes used from the first request on."""
+) -> tuple[dict[str, Any], harness.Ended]:
+    """Run a worker over a whole job; return its result, and what its processes used from the first request on."""
     command = [sys.executable, *program, "--job", job, "--output", output]
     command += ["--model", str(model), "--log-format", "json", *engine_options(engine), *options]
-    ended = run(command, env=env, is_ready=lambda line: '"engine_ready"' in line)
-    result = last_object(ended.stdout)
+    ended = harness.run(command, env=env, is_ready=lambda line: '"engine_ready"' in line)
+    result = ended.last_object
     if result["status"] != "SUCCESS" or result["error_count"]:
         sys.exit(f"{output}: {result}")
     return result, ended

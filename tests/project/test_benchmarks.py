@@ -1,6 +1,8 @@
-"""What the benchmarks' figures rest on: turns, spreads, tables, and the stub's counts."""
+"""What the benchmarks' figures rest on: turns, spreads, measured processes, jobs, tables, and the stub's counts."""
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +24,13 @@ def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.update(before)
 
 
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_script_finds_what_it_imports(script: str) -> None:
+    importlib.import_module(script)
+
+
 def test_ways_run_turn_and_turn_about() -> None:
-    from repeats import alternate
+    from harness import alternate
 
     order: list[str] = []
     ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
@@ -33,7 +40,7 @@ def test_ways_run_turn_and_turn_about() -> None:
 
 
 def test_a_spread_shows_the_median_and_how_far_the_runs_lie_apart() -> None:
-    from repeats import spread
+    from harness import spread
 
     found = spread([3.0, 1.0, 2.5])
 
@@ -42,6 +49,49 @@ def test_a_spread_shows_the_median_and_how_far_the_runs_lie_apart() -> None:
     assert f"{spread([4.0]):.1f}" == "4.0"
     assert found.entries("x") == {"x": 2.5, "x_min": 1.0, "x_max": 3.0}
     assert spread([4.0, 4.0]).entries("x") == {"x": 4.0}
+
+
+def test_a_command_is_measured_with_its_children_and_ends_the_benchmark_when_it_fails() -> None:
+    from harness import environment, run
+
+    child = "import subprocess, sys; x = bytearray(2**27); print(sum(range(10**6)))"
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    ended = run([sys.executable, "-c", parent + "; print('{\"a\": 1}')"])
+
+    assert ended.last_object == {"a": 1}
+    assert ended.usage.peak_bytes > 2**27
+    assert ended.usage.cpu_seconds > 0
+    assert ended.cpu == {}, "only counted from a line of the log on"
+    watched = run(
+        [sys.executable, "-c", "import sys, time; print('go', file=sys.stderr); time.sleep(0.3)"],
+        is_ready=lambda line: line == "go\n",
+    )
+    assert list(watched.cpu) == ["driver"]
+    with pytest.raises(SystemExit, match="exit 3\nwhy"):
+        run([sys.executable, "-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"])
+    assert environment(MORE="1")["MORE"] == "1"
+
+
+def test_a_job_of_the_benchmarks_is_as_split_writes_it(tmp_path: Path) -> None:
+    from harness import as_line, write_job
+
+    from batchinfer.core import codec
+    from batchinfer.core.records import Job
+
+    write_job(str(tmp_path), 7, lambda row: as_line({"x": row}, row), per_chunk=3, num_workers=2)
+
+    job = codec.decode((tmp_path / "job.json").read_bytes(), Job, name="job.json")
+    assert [(chunk.first_row, chunk.rows) for chunk in job.chunks] == [(0, 3), (3, 3), (6, 1)]
+    for chunk in job.chunks:
+        data = (tmp_path / f"chunks/{chunk.name}.jsonl").read_bytes()
+        assert (len(data), codec.sha256(data)) == (chunk.bytes, chunk.sha256)
+        rows = [json.loads(line)["_row"] for line in data.splitlines()]
+        assert rows == list(range(chunk.first_row, chunk.first_row + chunk.rows))
+    manifests = [(tmp_path / f"manifests/worker-0000{index}.txt").read_text() for index in (0, 1)]
+    assert "".join(manifests) == (tmp_path / "manifests/all.txt").read_text()
+    assert [len(each.splitlines()) for each in manifests] == [1, 2]
 
 
 def test_throughput_reports_medians_per_1000_requests_and_ratios(
@@ -96,7 +146,7 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
     from batchinfer.core.errors import AlreadyExists
     from batchinfer.storage.opening import open_store
 
-    with s3_stub.serving(2, 1, 3) as endpoint:
+    with s3_stub.serving(2, 1) as endpoint:
         for name, value in s3_stub.variables(endpoint).items():
             monkeypatch.setenv(name, value)
         store = open_store("s3://stub/job/runs/default")
@@ -106,7 +156,7 @@ def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
         store.delete(["claims/part-00001.json"])
         assert not list(store.list("claims/"))
         assert len(list(store.list("outputs/"))) == 2, "an output and its marker"
-        assert open_store("s3://stub/job").get("chunks/part-00001.jsonl").data.count(b"\n") == 3
+        assert open_store("s3://stub/job").get("chunks/part-00001.jsonl").data.count(b"\n") == 1
         came = s3_stub.read_counts(endpoint)
 
     assert came["PUT claims/"] == 2
@@ -126,3 +176,29 @@ def test_rows_of_the_stepped_worker_come_together() -> None:
     assert clock.monotonic() >= before + STEP_SECONDS - 1e-6
     steps = clock.monotonic() / STEP_SECONDS
     assert steps == pytest.approx(round(steps))
+
+
+def test_a_vllm_that_is_on_the_python_path_only_stays_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import harness
+
+    monkeypatch.setenv("PYTHONPATH", "/site/vllm")
+    paths = harness.environment()["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(ROOT), str(ROOT / "benchmarks"), "/site/vllm"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert harness.environment()["PYTHONPATH"].split(os.pathsep) == paths[:2]
+
+
+def test_every_way_sees_the_same_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import harness
+    import workload
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert harness.environment()["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert harness.environment()["CUDA_VISIBLE_DEVICES"] == "3"
+    options = workload.engine_options(workload.GPU_ENGINE)
+    assert options[options.index("--tensor-parallel-size") + 1] == "1"
+    assert options[options.index("--max-num-batched-tokens") + 1] == "8192"
+    assert "--enforce-eager" in workload.engine_options(workload.CPU_ENGINE)
