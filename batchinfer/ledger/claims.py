@@ -50,7 +50,11 @@ takes others to take over, since a bucket that was away for some minutes is no r
 LAPSES_WITHOUT_STORAGE = 3
 """Late heartbeats in a row that a worker survives however long they take: a machine that sleeps in the middle of a
 heartbeat makes that one late."""
-_LEASES_FOR_ONE_LOOK = 2.0
+LEASES_UNTIL_GONE = 1.0
+"""Leases without a heartbeat after which others may take a worker's chunks, by the clock of the one that watches."""
+LEASES_UNTIL_HELPED = 1.0
+"""Leases in which a live worker finishes no row until others help with its chunks (docs/decisions/0005)."""
+_LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
 """Leases without a heartbeat after which a worker counts as gone for a reader that looks only once: by storage's
 clock, which may run ahead of the reader's, and without having seen the record stand still."""
 _LEASES_OF_A_STALL = 0.6
@@ -59,7 +63,12 @@ _LEASES_OF_A_STALL = 0.6
 
 def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
     """Whether a silence is long enough for others to take a worker's chunks. Of several leases the longest counts."""
-    return silent_seconds >= max(lease_seconds)
+    return silent_seconds >= LEASES_UNTIL_GONE * max(lease_seconds)
+
+
+def stands_still(rowless_seconds: float, *lease_seconds: float) -> bool:
+    """Whether a live worker has finished no row for long enough to be helped. Of several leases the longest counts."""
+    return rowless_seconds >= LEASES_UNTIL_HELPED * max(lease_seconds)
 
 
 def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:

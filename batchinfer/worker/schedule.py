@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Held, has_lapsed
+from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Held, stands_still
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import Survey, look_at_owners, release_given_up
 from batchinfer.worker.background import Pending
@@ -268,7 +268,7 @@ class Schedule:
             # record may be old.
             seen = seen._replace(beat=owner.beat, until=self._looked)
         self._progress[held.claim.worker] = seen
-        return has_lapsed(seen.until - seen.since, owner.lease_seconds, self._lease_seconds)
+        return stands_still(seen.until - seen.since, owner.lease_seconds, self._lease_seconds)
 
 
 def rows_per_second(worker: Worker) -> float:
