@@ -1,4 +1,4 @@
-"""`batchinfer check`: find out before paying, without a GPU. All problems are reported at once."""
+"""`batchinfer check`: find out before paying, without a GPU, whether a run will work. Reports all problems at once."""
 
 from __future__ import annotations
 

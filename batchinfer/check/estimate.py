@@ -26,7 +26,8 @@ MOST_LOST_SECONDS = 1800.0
 """Seconds that a preemption may cost before `check` advises against the settings."""
 SHORTEST_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 60.0, 1200.0
 CHUNKS_PER_WORKER = 4
-"""Chunks for each worker at least. With fewer, workers idle at the end because there is nothing to share."""
+"""Chunks that each worker should have at least. With fewer, workers idle at the end because there is nothing to
+share."""
 MOST_CHUNKS = 10_000
 
 
@@ -215,7 +216,7 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
 def lost_seconds(
     start_seconds: float, checkpoint_seconds: float, in_flight_seconds: float
 ) -> float:
-    """Return the most that a preemption costs a worker: a new start, rows since the last checkpoint, rows in flight."""
+    """Return the most seconds that a preemption costs: a new start, rows since the last checkpoint, rows in flight."""
     return start_seconds + checkpoint_seconds + in_flight_seconds
 
 
@@ -223,7 +224,10 @@ def lost_seconds(
 
 
 class Asked(Record, frozen=True, kw_only=True):
-    """Input of the advice. `rate` is rows per second of one worker. None stands for what is not known or not asked."""
+    """Input of the advice.
+
+    `rate` is rows per second of one worker. A field is None if it is not known or not asked for.
+    """
 
     rows: int
     rate: float

@@ -198,7 +198,7 @@ def _mounts(task: dict[str, Any]) -> Iterator[Problem]:
 def _local_source(where: str, source: str, variables: dict[str, Any]) -> Iterator[Problem]:
     names = set(_names_in(source))
     if any(variables.get(name) is None for name in names):
-        return  # given at launch, or reported as undeclared
+        return  # given at launch, or reported elsewhere as undeclared
     text = _VARIABLE.sub(lambda match: str(variables[match[1] or match[2]]), source)
     if "://" in text:
         return

@@ -36,19 +36,20 @@ class Option:
     kind: Kind
     help: str
     default: Any = None
-    """Default, spelled as on the command line. None: no default, or that of the kind."""
+    """Default, spelled as on the command line. None: there is no default, or the kind of value gives one."""
     name: str = ""
-    """Name of click's parameter, if it is not the flag's. Settings files accept both."""
+    """Name of click's parameter, if it differs from the flag's name. Settings files accept both names."""
     section: str = ""
-    """Section of help. Empty: that of the row's group."""
+    """Section of help. Empty: the section of the option's group."""
     is_first: bool = False
     """Whether help shows the option among the few that a first run needs."""
     struct: str | None = None
-    """Name of the struct with a field for the value. Empty: no struct has one; None: that of the row's group."""
+    """Name of the struct that has a field for the value. Empty: there is no such struct; None: the struct of the
+    option's group."""
     field: str = ""
-    """Name of the struct's field, if it is not that of click's parameter."""
+    """Name of the struct's field, if it differs from the name of click's parameter."""
     recorded: str = ""
-    """Part of run.json with the value, where run.json does not keep the whole struct: ``config`` or ``recorded``."""
+    """Part of run.json that holds the value, ``config`` or ``recorded``, if run.json does not keep the whole struct."""
     metavar: str | None = None
     envvar: Sequence[str] | None = None
     """Environment variables, if they are not just BATCHINFER_<COMMAND>_<OPTION>."""
@@ -70,7 +71,7 @@ class Option:
 
     @property
     def part(self) -> str:
-        """Part of run.json that has the value, if any has."""
+        """Part of run.json that holds the value; empty if none does."""
         return self.recorded or self.struct or ""
 
     @property
@@ -113,7 +114,7 @@ class Option:
 
 
 def group(section: str, struct: str, *options: Option) -> tuple[Option, ...]:
-    """Return rows with the section and the struct that they have in common. A row's own section or struct wins."""
+    """Return options with a section and a struct that they share. An option's own section or struct wins."""
     return tuple(
         replace(
             option,

@@ -450,7 +450,7 @@ def run_options(*, with_look: bool) -> Callable[[F], F]:
     """Return a decorator that adds the options of a run to a command.
 
     Args:
-        with_look: Whether to add those of the section LOOK, too.
+        with_look: Whether to add the options of the section LOOK, too.
     """
 
     def decorate(function: F) -> F:

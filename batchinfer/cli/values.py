@@ -1,6 +1,6 @@
-"""How the values of options are spelled: what click parses, the configuration's value of it, and the way back.
+"""How the values of options are spelled: from what click parses to the configuration's value, and back.
 
-The way back is for the command that goes on with a run: it spells the values that run.json keeps.
+The way back is needed for the command that resumes a run: it spells the values that run.json keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchinfer.core.errors import ConfigError
 
 
 class FromFile(NamedTuple):
-    """A word of a command line that names a file with this text."""
+    """A word of a command line that stands for a file with this text."""
 
     text: str
     prefix: str = ""
@@ -41,7 +41,7 @@ def _write_plain(value: Any) -> list[str]:
 
 
 def _plain(kind: click.ParamType[Any] | type) -> Kind:
-    """Return the kind of values that the configuration takes from click as they are."""
+    """Return a kind whose values click parses into their final form, such as a number."""
     return Kind({"type": kind}, lambda _flag, given: given, _write_plain)
 
 

@@ -15,7 +15,10 @@ _LONGEST = 2000
 
 
 class CardFacts(Record, frozen=True, kw_only=True):
-    """What the card says beside the run's own configuration. `lines` are table rows, `rows` the job's."""
+    """Facts for the card beside the run's own configuration.
+
+    `lines` counts rows of the table, `rows` rows of the job.
+    """
 
     name: str
     columns: dict[str, str]
@@ -148,5 +151,5 @@ def _plain(value: object) -> str:
 
 
 def _code(text: str) -> str:
-    """Indented code, which holds whatever the text is. The text could close a fence."""
+    """Text as indented code. A fenced block would not do, because the text could close the fence."""
     return "\n".join(f"    {line}" for line in _cut(text, "\n…").splitlines())

@@ -47,10 +47,13 @@ class Collected(Record, frozen=True, kw_only=True):
 
 
 class Destination(Protocol):
-    """Takes finished files one after the other, then the record of them."""
+    """A place that takes finished files one after the other, then the record that lists them."""
 
     def prepare(self, key: str) -> Collected | None:
-        """Check that the place is free. Returns the record of the collection that is there if it has the same key."""
+        """Check that the place is free.
+
+        If it holds a collection with the same key already, return that one's record.
+        """
         ...
 
     def put(self, file: TableFile, index: int) -> str:
@@ -91,7 +94,7 @@ def suffix_of(dest: str) -> str:
 
 
 class FolderDestination:
-    """A folder in a store. Each file is whole or absent; `_COLLECTED`, last, vouches for them all."""
+    """A folder in a store. Each file is whole or absent; `_COLLECTED` is written last, and shows that all are there."""
 
     def __init__(self, store: Store, suffix: str, *, overwrite: bool) -> None:
         self._store = store

@@ -43,7 +43,7 @@ class Rows(Protocol):
         ...
 
     def part(self, start: int, stop: int) -> Self:
-        """Rows [start, stop)."""
+        """Return the rows from `start` up to `stop`, exclusive."""
         ...
 
 
@@ -72,7 +72,7 @@ class Writer(Protocol):
 
 
 class Schema:
-    """Names and types of a table's columns, fixed before its first row.
+    """Names and types of a table's columns, which are fixed before its first row is written.
 
     Args:
         shape: Columns of the answers.
@@ -149,13 +149,13 @@ def json_text(value: Any) -> str | None:
 
 
 class ShardWriter:
-    """Cuts a stream of columns into files of so many rows each.
+    """Cuts a stream of columns into files of `shard_rows` rows each.
 
     Args:
         kind: parquet, jsonl or csv; or lines, which has one column of lines as they are, LINES.
         schema: The columns; None for lines.
         folder: Where the files are built.
-        shard_rows: Rows of the job a file; None: one file.
+        shard_rows: Rows of the job in each file; None: all rows go into one file.
     """
 
     def __init__(

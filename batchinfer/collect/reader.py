@@ -138,7 +138,7 @@ class Block(NamedTuple):
         return self.lines.num_rows
 
     def part(self, start: int, stop: int) -> Block:
-        """Rows [start, stop)."""
+        """Return the rows from `start` up to `stop`, exclusive."""
         source = None if self.source is None else self.source[start:stop]
         return Block(self.chunk, self.lines.part(start, stop), source)
 
@@ -263,7 +263,10 @@ class Reader:
     def _outputs(
         self, bring: Callable[[tuple[ChunkRef, Marker]], _Fetched]
     ) -> Iterator[tuple[_Fetched, Marker]]:
-        """Every output that is what its marker says, in input order; each is gone when the next one comes."""
+        """Yield every output whose checksum is right, in input order.
+
+        The local copy of each is removed when the next is asked for.
+        """
         sound = self.selection.sound
         waiting = in_parallel(bring, sound, _FETCHERS)
         for fetched, (ref, marker) in zip(waiting, sound, strict=True):

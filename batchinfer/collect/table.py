@@ -246,5 +246,5 @@ class Collection:
 
 
 def _public(url: str) -> str:
-    """Return a source's URL if it is public, else its last part: a card is read by strangers."""
+    """Return a source's URL if it is public, else only its last part, since strangers read the card."""
     return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]

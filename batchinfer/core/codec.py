@@ -111,7 +111,10 @@ def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a JSON Lines file, without their newline. Only that byte splits; a last one adds no line."""
+    """Yield the lines of a JSON Lines file, without their newline.
+
+    No other byte splits lines; a final newline adds no line.
+    """
     for line in file:
         yield line[:-1] if line.endswith(b"\n") else line
 
@@ -125,13 +128,13 @@ def raw(data: bytes) -> msgspec.Raw:
 
 _READ_BYTES = 32 << 10
 _FEED_BYTES = 1 << 10
-"""Compressed bytes that are decompressed at once. Four bytes expand to at most 128 KiB, so these to 32 MiB."""
+"""Compressed bytes that are decompressed at once. Four bytes expand to at most 128 KiB, so 1 KiB to at most 32 MiB."""
 
 
 class ZstdFile(io.RawIOBase):
     """Decompresses a zstd file of any number of frames, in bounded memory. Does not close `raw`.
 
-    zstandard's own reader takes a file that was cut short for a whole one; this one raises.
+    zstandard's own reader accepts a file that was cut short; this reader raises.
 
     Raises:
         EOFError: The last frame is cut short.

@@ -204,7 +204,7 @@ class RowError(BatchinferError):
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.message = message  # not redacted: the row's own author reads it
+        self.message = message  # not redacted, because the row's own author reads the message
         self.args = (message,)
         self.code = code
 

@@ -114,7 +114,7 @@ class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 RowKey = tuple[str, int]
-"""(chunk name, line index from 0): what identifies a row everywhere."""
+"""(chunk name, line index from 0), which identifies a row everywhere."""
 
 
 class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -162,7 +162,7 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
     """The engine's answer to one request: choices, or a failure.
 
     `prompt_logprobs` has one entry per prompt token, the first None (it has no predecessor).
-    Seconds are the engine's own: waiting for the scheduler, and generating.
+    Seconds are measured by the engine: waiting for the scheduler, and generating.
     """
 
     key: RowKey
@@ -191,7 +191,8 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
-    """Seconds until it was open. `import_seconds` and `model_seconds` are parts of them, of the slowest replica."""
+    """Seconds until the engine was open. `import_seconds` and `model_seconds` are parts of these, of the slowest
+    replica."""
     import_seconds: float = 0.0
     model_seconds: float = 0.0
     max_logprobs: int | None = None
@@ -207,7 +208,7 @@ class EngineStats(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     replicas_lost: int = 0
-    """Number of loaded replicas that have died or stalled. The others do their rows."""
+    """Number of loaded replicas that have died or stalled. The other replicas take over their rows."""
 
 
 # --------------------------------------------------------------------------- the run
@@ -247,7 +248,7 @@ class Marker(Record, frozen=True, kw_only=True):
     errors: dict[str, int] = {}
     """Error rows by code."""
     chunk_root: str = ""
-    """Where `chunk` lies; "" where it is a job's."""
+    """Folder of the chunk's file; "" for a chunk of a job."""
     chunk_bytes: int | None = None
     """Size of the chunk as stored."""
 
@@ -313,9 +314,10 @@ class Worker(Record, frozen=True, kw_only=True):
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
-    """Number of renewals. It makes the etag change with every one."""
+    """Number of renewals, so that every renewal changes the record's etag."""
     attempts: int = 0
-    """Number of starts since the last that finished a new row. Those asked to stop or without a chunk do not count."""
+    """Number of starts since the last one that finished a new row. Starts that were asked to stop, or had no chunk, do
+    not count."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}
@@ -347,8 +349,9 @@ class Worker(Record, frozen=True, kw_only=True):
     """Spans of open chunks."""
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
-    """Last heartbeat and state of every start but the last, so there is one less than `starts`."""
+    """Last heartbeat and state of every start but the last, so this list is one shorter than `starts`."""
     replicas_lost: int = 0
     """Number of replicas that this start has lost, of the `num_replicas` in `engine`."""
     up_seconds: float = 0.0
-    """Seconds that its processes ran, as far as heartbeats tell: without machine set-up and time between starts."""
+    """Seconds that the worker's processes ran, as far as heartbeats tell: without machine set-up and time between
+    starts."""

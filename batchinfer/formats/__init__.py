@@ -39,8 +39,8 @@ def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> E
     Args:
         config: Reads `output_format`, `strip` and `has_timing`.
         model: The run's model, as OpenAI bodies name it.
-        created: Unix seconds that OpenAI bodies carry. Every worker passes the run's, so that a row's line has the
-            same bytes from each of them.
+        created: Unix seconds that OpenAI bodies carry. Every worker passes the run's time, so that each would write the
+            same bytes for a row.
 
     Raises:
         ConfigError: no such format.

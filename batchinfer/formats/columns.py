@@ -33,7 +33,10 @@ _ERROR = ("error_code", "error_message")
 
 
 class Shape(Record, frozen=True, kw_only=True):
-    """Columns of a run's tables. They follow from run.json alone, so that all files of a table have the same."""
+    """Columns of a run's tables.
+
+    They follow from run.json alone, so that all files of a table have the same columns.
+    """
 
     output_format: str
     answers: str
@@ -126,7 +129,7 @@ class OutputBlock:
         return next((len(line.embedding) for line in self.lines if line.embedding), 0)
 
     def counts(self) -> Counts:
-        """Sum up the lines."""
+        """Count the lines' errors by code, and their input and output tokens."""
         usages = [line.usage for line in self.lines]
         return Counts(
             Counter(line.error.code for line in self.lines if line.error is not None),
@@ -156,7 +159,8 @@ class OutputBlock:
         """Return the values of each column, in the order of `Shape.names`.
 
         Returns:
-            The columns. And for exploded answers, the index of the line that each table row comes from, else None.
+            (columns, lines). `lines` holds for each table row the index of the line that it comes from, if answers are
+            exploded; else None.
         """
         lines, shape = self.lines, self._shape
         if shape.answers != EXPLODED:

@@ -35,7 +35,7 @@ KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
 
 
 class Finding(Record, frozen=True, kw_only=True, rename={"fix": "mend"}):
-    """One problem of a run. Any kind but a leftover makes the run unsound."""
+    """One problem of a run. Every kind of finding except a leftover makes the run unsound."""
 
     kind: str
     subject: str
@@ -100,8 +100,8 @@ class Audit:
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
         """Check everything that needs no reading of outputs. Return the chunks that passed, with their markers."""
         if self._is_edited() or self._is_of_another_job():
-            # Compared with the wrong job every chunk looks foreign, and the commands to fix that would destroy sound
-            # chunks; an edited --limit would hide chunks.
+            # Stop here if the job or run.json is wrong. With the wrong job every chunk looks foreign, and the commands
+            # to fix that would destroy sound chunks; an edited --limit would hide chunks.
             return []
         sound = []
         for name, ref in self._expected.items():
@@ -155,7 +155,7 @@ class Audit:
         return marker
 
     def _where(self, name: str) -> str:
-        """Say how far a chunk without a marker is."""
+        """Describe the state of a chunk without a marker: claimed, checkpointed or untouched."""
         owner = self._inventory.claims.get(name)
         if owner is not None and owner.is_alive:
             return f"not done yet: worker {owner.claim.worker} is at it"
@@ -224,7 +224,7 @@ class Audit:
 
 
 def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
-    """Yield a finding for each object that nobody needs. None of them changes what readers see.
+    """Yield a finding for each object that nobody needs. Removing it changes nothing for readers.
 
     Damaged worker records are reported as corrupt: the epoch in them is lost, so that worker cannot start again.
     """
@@ -270,7 +270,10 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 
 
 def _segments_of_no_chunk(infos: Iterable[ObjectInfo]) -> Iterator[Finding]:
-    """Name each segment: `clean` does not know the job, and takes them for those of an unfinished chunk."""
+    """Yield a finding for each segment of a chunk that is not in the job.
+
+    `clean` keeps these, since it does not know the job.
+    """
     for info in infos:
         yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
 

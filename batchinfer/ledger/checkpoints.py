@@ -1,11 +1,10 @@
 """Checkpoint segments: the finished rows of an unfinished chunk, so that any worker can go on from them.
 
-A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Any copy of a row is
-right, so segments of several workers may overlap; the first copy read is taken.
-
-The same records fill the local spool, so writing a checkpoint is copying a slice of a file. A segment's first line
-holds the sha256 of the chunk and the fingerprint of the run: a chunk that was edited must not get rows generated from
-its old text, and a run whose run.json was removed must not get rows of its old configuration.
+A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Segments of several
+workers may overlap: every copy of a row is right, and the first that is read is taken. The local spool holds the same
+records, so a checkpoint is a copy of a slice of the spool. A segment's first line holds the sha256 of the chunk and the
+fingerprint of the run: a chunk that was edited must not get rows generated from its old text, and a run whose run.json
+was removed must not get rows of its old configuration.
 """
 
 from __future__ import annotations
@@ -81,14 +80,17 @@ _UNREADABLE = (
 
 
 def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:
-    """Return the records as lines, and for each one (its row's line, offset of `output` in the bytes, its length)."""
+    """Encode rows as lines.
+
+    Also return for each (the row's line in the chunk, offset of `output` in the bytes, its length).
+    """
     data = _encoder.encode_lines(rows)
     payloads = []
     end = -1
     for row in rows:
         end = data.index(b"\n", end + 1)
         length = memoryview(row.output).nbytes
-        # The payload is followed by the record's closing brace alone.
+        # Nothing but the record's closing brace follows the payload.
         payloads.append((row.line, end - 1 - length, length))
     return data, payloads
 
@@ -110,7 +112,7 @@ class Segments:
 
     Args:
         store: The run's store.
-        name: The chunk's.
+        name: x
         chunk_sha256: Checksum of the chunk as it is stored now.
         fingerprint: Returns the run's fingerprint, "" while it has none. Called only once a segment is found, since
             run.json is always written before the first segment.
@@ -209,7 +211,7 @@ class Segments:
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
-    """Yield the rows in lists that are small in memory."""
+    """Group the rows into lists of bounded size in memory."""
     batch: list[FinishedRow] = []
     size = 0
     for row in rows:
@@ -225,6 +227,9 @@ def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
 def write_segment(
     store: Store, key: str, records: bytes, *, chunk_sha256: str, fingerprint: str
 ) -> None:
-    """Create one segment. A lost reply is settled by the store; keys are never reused, since epochs only grow."""
+    """Create one segment.
+
+    If a reply is lost, the store repeats the create safely: keys are never reused, as epochs only grow.
+    """
     header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
     store.create(key, b"".join((header, b"\n", records)))

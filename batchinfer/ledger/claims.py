@@ -2,11 +2,11 @@
 
 * A worker's record (workers/<id>.json) is its one lease: taken at the start with the next epoch, renewed by
   if-match from a thread. A worker that finds a newer epoch of itself is a ghost and stops.
-* A claim (claims/<chunk>.json) names a worker and its epoch, and is valid as long as that worker's lease. It lapses
-  when the owner's record did not change for a lease (measured by the observer's own monotonic clock), shows another
-  epoch, or says that the owner has ended.
+* A claim (claims/<chunk>.json) names a worker and its epoch, and is valid as long as that worker's lease. A claim
+  lapses when the owner's record did not change for the length of a lease (by the observer's own monotonic clock), shows
+  another epoch, or says that the owner has ended.
 
-Claims only save work. What keeps outputs right is the create-only marker.
+Claims only save work. Outputs are kept right by the create-only marker, not by claims.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ ENDED_STATES = ("done", "stopped", "failed")
 
 # --------------------------------------------------------------------------- when a worker is gone
 #
-# Every limit that says so stands here, in leases of the worker that is looked at.
+# Every limit that decides this stands here, as a number of the other worker's leases.
 
 HEARTBEATS_PER_LEASE = 4
 """Renewals of a worker's record in one lease, and looks of the others at it: three in a row may fail or be late."""
 LEASES_WITHOUT_STORAGE = 10.0
-"""Leases without a heartbeat after which a worker gives itself up: nothing that it does can be kept. Longer than it
-takes others to take over, since a bucket that was away for some minutes is no reason to load an engine again."""
+"""Leases without a heartbeat after which a worker ends itself, since it cannot store anything. The limit is longer than
+others wait before they take over, because a bucket that was away for some minutes is no reason to load an engine
+again."""
 LAPSES_WITHOUT_STORAGE = 3
 """Late heartbeats in a row that a worker survives however long they take: a machine that sleeps in the middle of a
 heartbeat makes that one late."""
 LEASES_UNTIL_GONE = 1.0
-"""Leases without a heartbeat after which others may take a worker's chunks, by the clock of the one that watches."""
+"""Leases without a heartbeat after which others may take a worker's chunks, by the watching process's clock."""
 LEASES_UNTIL_HELPED = 1.0
-"""Leases in which a live worker finishes no row until others help with its chunks (docs/decisions/0005)."""
+"""Leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
-"""Leases without a heartbeat after which a worker counts as gone for a reader that looks only once: by storage's
-clock, which may run ahead of the reader's, and without having seen the record stand still."""
+"""Leases without a heartbeat after which a reader that looks only once counts a worker as gone. It is careful because
+such a reader compares storage's clock, which may run ahead, with its own, and has not watched the record."""
 _LEASES_OF_A_STALL = 0.6
 """Share of a lease without a heartbeat that is worth a warning: two heartbeats in a row are missing."""
 
@@ -189,13 +190,15 @@ class Lease:
         return not self._superseded and not has_lapsed(self.silent_seconds, self.lease_seconds)
 
     def require(self) -> None:
-        """Raise unless the lease is this worker's and fresh. Called right before anything is published.
+        """Raise unless this worker still holds its lease and has renewed it in time.
+
+        Called right before anything is published.
 
         Raises:
             Superseded: a newer epoch of this worker exists.
-            LeaseLapsed: the heartbeat was not renewed in time: a machine that was frozen, or a bucket that is away.
-                Worth another try once it was. Until then others may count this worker as gone, and `clean` its
-                unpublished outputs as orphans.
+            LeaseLapsed: the heartbeat was not renewed in time, because the machine was frozen or the bucket is away.
+                Until the next renewal others may count this worker as gone, and `clean` its unpublished outputs as
+                orphans; try again afterwards.
         """
         if self._superseded:
             raise Superseded(
@@ -211,8 +214,8 @@ class Lease:
         """Write the record unless somebody else has changed it; return whether it was written."""
         try:
             if not self._is_safe:
-                # Such a store refuses nothing, or refuses the right etag too. There are no claims then, and the record
-                # only shows that the worker is alive.
+                # A store without preconditions refuses nothing, or refuses the right etag too. On such a store there
+                # are no claims, and the record only shows that the worker is alive.
                 try:
                     self._etag = self._store.create(self._key, self._body(record))
                 except AlreadyExists:
@@ -227,11 +230,13 @@ class Lease:
         return True
 
     def _settle(self) -> None:
-        """Find out who changed the record: ourselves (a lost reply, or our other thread), nobody, or a newer epoch."""
+        """Find out who changed the record: this process (a lost reply, or another thread), nobody, or a newer epoch."""
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
-            self._etag = ""  # removed by hand or by `clean`: the name is free, and ours
+            self._etag = (
+                ""  # the record was removed by hand or by `clean`, so we may create it again
+            )
             return
         found = codec.decode(data, Worker, name=self._key)
         if found.nonce != self.nonce or found.epoch != self.epoch:
@@ -313,12 +318,12 @@ class Claims:
             try:
                 data, etag = self._store.get(key)
             except ObjectNotFound:
-                continue  # released in between
+                continue  # the claim was removed in between
             claim = decode_claim(data, key)
             if claim.worker not in ("", self._lease.worker_id):
                 return Held(claim, etag)
             if claim.worker and claim.epoch > self._lease.epoch:
-                return Held(claim, etag)  # our successor's
+                return Held(claim, etag)  # the claim of a newer epoch of this worker
             taken = self.take_over(name, etag)
             if taken is not None:
                 return taken
@@ -331,7 +336,7 @@ class Claims:
             return None
 
     def is_mine(self, name: str) -> bool:
-        """Whether the claim still names this worker at this epoch. One request."""
+        """Whether the stored claim still names this worker at this epoch. Costs one request."""
         try:
             data = self._store.get(layout.claim_key(name)).data
         except ObjectNotFound:
@@ -358,7 +363,8 @@ class Claims:
         """
         key = layout.worker_key(held.claim.worker)
         # The answer shows the record at some moment between the request and now, and this machine may have slept in
-        # between. The careful side: a new version counts as seen now, an unchanged one as seen at the request.
+        # between. To be careful, a new version counts as seen now, and an unchanged version as seen at the time of the
+        # request.
         asked = self._clock.monotonic()
         try:
             data, etag = self._store.get(key)

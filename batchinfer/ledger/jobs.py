@@ -1,7 +1,7 @@
 """job.json and manifests: which chunks a worker has to do, and where they are stored.
 
-A manifest may come from a bucket that others write to, so its lines may not lead out of one root folder unless the user
-allows it.
+A manifest may come from a bucket that others can write to. So its lines must not lead out of one root folder, unless
+the user allows it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _TABLES = ("parquet", "csv")
 class ChunkRef(NamedTuple):
     """One chunk to do. `rows`, `bytes` and `sha256` are None for a file of a list without a job.json.
 
-    `row_limit` is the number of its first rows to do (``--limit``), None for all. `generation` is the marker's to
-    publish: 0, or more when error rows are done again. `listed_bytes` is the size of a file of a list at start-up.
+    `row_limit` is how many of its first rows are to be done (``--limit``), None for all. `generation` is that of the
+    marker to publish: 0, or more if error rows are done again. `listed_bytes` is the size of a file of a list at
+    start-up.
     """
 
     name: str
@@ -78,7 +79,7 @@ def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
 
 
 def split_again(url: str) -> str:
-    """Say how to replace a job.json that is damaged. Pure."""
+    """Return the hint that says how to replace a damaged job.json. Pure."""
     return (
         f"make it anew: batchinfer split SOURCE… --output {url.rstrip('/')} --overwrite, with the options it was made "
         "with; if it has runs, split into another place and copy job.json from there (equal sources give equal bytes)"
@@ -194,7 +195,7 @@ def read_assignment(
     if found is not None:
         assert base is not None
         job, sha256 = found
-        if "://" not in base:  # it is recorded in run.json, and read from other folders
+        if "://" not in base:  # the URL is recorded in run.json, which is read from other folders
             base = open_store(base).url
         refs = _resolve_in_job(lines, job, base, limit)
     else:
@@ -232,7 +233,7 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
         data = open_store(folder).get(name).data
     except ObjectNotFound:
         hint = "`batchinfer split` writes them to JOB/manifests/"
-        with contextlib.suppress(BatchinferError):  # only the hint depends on it
+        with contextlib.suppress(BatchinferError):  # only a hint depends on the job
             if next(iter(open_store(manifest).list(layout.MANIFESTS)), None) is not None:
                 hint = f"it is a job: pass --job {manifest}, or a file of {manifest}/manifests/"
         raise InputError(f"{manifest}: no such manifest", hint=hint) from None
@@ -272,7 +273,7 @@ def _resolve_elsewhere(
     lines: list[tuple[str, str]], allow_absolute: bool, open_store: OpenStore
 ) -> list[ChunkRef]:
     _refuse_repeats(lines)
-    # Relative folders become absolute: the same text, read from another working directory, is another data set.
+    # Relative folders become absolute, because the same text names another data set in another working directory.
     roots: dict[str, str] = {}
     refs = []
     for manifest, line in lines:

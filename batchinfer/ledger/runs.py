@@ -1,4 +1,4 @@
-"""One configuration per run (promise P6): what the fingerprint covers, the create-once run.json, and the run's job."""
+"""Each run has one configuration (promise P6): run.json, which is created once, its fingerprint, and the run's job."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
 
 
 def edit_of(run: Run) -> str:
-    """Say that run.json was edited: its configuration has another fingerprint than it states. Empty if not. Pure."""
+    """Return a sentence if run.json was edited, so that its fingerprint is not that of its configuration; else "".
+
+    Pure.
+    """
     computed = codec.fingerprint(run.config)
     if computed == run.fingerprint:
         return ""
@@ -137,7 +140,8 @@ def join_run(
 ) -> Run:
     """Create run.json, or check that the existing one has the same fingerprint.
 
-    Without preconditions (`is_safe` false) two first workers may both write it; reading back settles it, best effort.
+    Without preconditions (`is_safe` false) two first workers may both write run.json. Each then reads it back to see
+    which one stayed, which is only best effort.
 
     Raises:
         RunMismatch: the run has another configuration; the difference is in the message.
@@ -195,7 +199,9 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
 def differing_keys(
     there: dict[str, Any], here: dict[str, Any], prefix: str = ""
 ) -> list[tuple[str, str, str]]:
-    """Dotted keys that differ, with both values cut to a readable length. Values UNKNOWN here are passed over. Pure.
+    """Return dotted keys whose values differ, with both values cut to a readable length.
+
+    UNKNOWN values are skipped. Pure.
 
     >>> differing_keys({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
     [('a.b', '1', '3')]
@@ -218,7 +224,7 @@ def _show(value: object) -> str:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration as JSON gives it back, since that is what is stored and compared."""
+    """Return the configuration as it looks after a round trip through JSON, since this form is stored and compared."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
     return plain
 
@@ -232,10 +238,10 @@ def job_sha256_of(run: Run | None) -> str:
 
 
 def job_places(run: Run | None, run_url: str) -> list[str]:
-    """Return the URLs where a run's job may be, the surest first: a job that was moved has its runs with it.
+    """Return the URLs where a run's job may be, the likeliest first: a job is usually moved together with its runs.
 
-    A writer of run.json must not choose where requests go. So the URL in it is followed only within the run's
-    own bucket, or from one local folder to another.
+    Somebody who can write run.json must not choose where requests go. So the URL in run.json is used only if it is in
+    the run's own bucket, or if both are local folders.
     """
     recorded = recorded_job(run)
     beside = recorded if is_beside(recorded, run_url) else ""
@@ -243,7 +249,7 @@ def job_places(run: Run | None, run_url: str) -> list[str]:
 
 
 def recorded_job(run: Run | None) -> str:
-    """Return the job's URL when the run was made, by run.json; empty if it is not known."""
+    """Return the URL that run.json records for the job, as of when the run was made; empty if there is none."""
     return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
 
 

@@ -1,6 +1,7 @@
 """One look at what the other workers of a run have done and hold, with few requests.
 
-Read-only, but for `release_given_up`. A chunk's marker is asked for before its claim, and a claim's owner last.
+Read-only, except for `release_given_up`. For each chunk the marker is read first, then the claim, then the claim's
+owner.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Up to this many chunks are asked for one by one; more are found by one listing."""
+"""Number of chunks up to which each one is asked for by a request of its own; more are looked up by one listing."""
 
 
 class Survey(NamedTuple):
@@ -37,7 +38,7 @@ class Survey(NamedTuple):
 def finished_chunks(store: Store) -> dict[str, int]:
     """Return every chunk that has a marker, with its highest generation, by one listing of outputs/.
 
-    A marker that is too short to be one, or beside which no output of its chunk lies, does not count.
+    A marker does not count if it is too short to be whole, or if there is no output of its chunk.
     """
     found: dict[str, int] = {}
     outputs: set[str] = set()
@@ -69,10 +70,10 @@ def look_at_owners(
 
     Args:
         store: The run's store.
-        claims: Tells which owners are alive; None where the store cannot keep claims, then nobody holds anything.
+        claims: Tells which owners are alive; None on a store that cannot keep claims, where no chunk is ever held.
         generations: The chunks to ask for, each with the generation of the marker that makes it done.
-        own: Chunks of these that this worker has open: their claims are not looked at.
-        listed: Chunks of these that no job.json describes: a marker of their name may be of another file.
+        own: Those of these chunks that this worker has open; their claims are not read.
+        listed: Those of these chunks that no job.json describes; a marker of that name may belong to another file.
     """
     done = _done(store, generations)
     for ref in listed:

@@ -64,7 +64,8 @@ class PromptBuilder:
     Args:
         config: How rows become prompts; checked here.
         sampling: The run's parameters. A request's own parameters replace them one by one.
-        run_seed: Number from which, with its key, every sampled row gets its seed; None: rows get no seeds.
+        run_seed: Number from which the seed of every sampled row is computed, together with the row's key; None: rows
+            get no seeds.
         tokenizer: The model's tokenizer. With None the engine renders and tokenizes: requests carry text or messages.
         max_model_len: Tokens of prompt and answer together. With None the engine refuses prompts that are too long.
         needs_prompt: Keep each prompt for the output line, as ``--keep-prompt`` does; some output formats need it.

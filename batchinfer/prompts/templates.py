@@ -161,7 +161,7 @@ class PromptTemplate:
         except jinja2.UndefinedError as error:
             known = {"row", *self._values, *self._template.global_names}
             missing = [name for name in self.variables if name not in row and name not in known]
-            # Absent variables may be optional. The cause is the variable that Jinja's message names.
+            # Other absent variables may be optional, so only the variable that Jinja's message names is the cause.
             missing = [name for name in missing if f"'{name}'" in str(error)]
             if missing:
                 raise RowProblem(

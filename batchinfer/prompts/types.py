@@ -109,7 +109,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     max_n: int = 128
     """Largest number of answers that one request may ask for."""
     max_logprobs: int = 20
-    """Largest number of alternatives that a request may ask for at each token; the engine sets the limit."""
+    """Largest number of alternative tokens that a request may ask for at each position (`logprobs`). The engine sets
+    it."""
 
     @property
     def columns_by_option(self) -> dict[str, list[str]]:
@@ -130,7 +131,7 @@ class RawRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class EchoView(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """How the answers to a request are shown when the engine's answer alone is not what it asked for."""
+    """How the answers to a request are shown if it asked for more, or for something else, than the engine's answer."""
 
     echo: bool = False
     """Whether the prompt stands before every answer."""

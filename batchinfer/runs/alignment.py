@@ -22,7 +22,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 MAX_PROBLEMS = 5
-"""Problems of one output that are reported: an output of another chunk differs in every line."""
+"""Problems of one output that are reported at most, because an output of another chunk differs in every line."""
 
 
 class Alignment:
@@ -115,7 +115,7 @@ class Alignment:
     def _check_line(
         self, line: bytes, row: bytes, number: int
     ) -> tuple[OutputLine | None, list[str]]:
-        """Read one output line and compare it with its row; no summary if the line cannot be read."""
+        """Read one output line and compare it with its row. The first result is None if the line cannot be read."""
         if not line.endswith(b"\n"):
             return None, ["is cut off"]
         try:
@@ -135,13 +135,13 @@ class Alignment:
         return summary, found
 
     def _ids_of(self, row: bytes, number: int) -> list[str]:
-        """The id that the worker gives to a row, found by the same rules; [] if the row cannot be read."""
+        """Return the ids that the worker may give to a row, by the worker's rules; [] if the row cannot be read."""
         try:
             values = self._read_ids(row)
         except RowError:
             return []
         if len(values) > 1 and not isinstance(values[0], str):
-            values = values[1:]  # no custom_id
+            values = values[1:]  # the row has no custom_id
         found = [value for value in values if value not in (msgspec.UNSET, None, "")]
         return [json_lines.as_id(found[0]) if found else str(number)]
 

@@ -21,20 +21,20 @@ from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs.overview import clock_offset
 
 MAX_BANDS = 7
-"""Workers up to which each has a band of its own in a stacked chart; more are drawn as one band."""
+"""Largest number of workers that get a band each in a stacked chart; more workers are drawn as one band."""
 MAX_BINS = 180
-"""Bins of a chart over time; in longer runs they are wider."""
+"""Largest number of bins in a chart over time; in longer runs the bins are wider."""
 MAX_TICKS = 6
-"""Labels of a time axis, about."""
+"""Approximate number of labels on a time axis."""
 MAX_TRACKS = 8
-"""Rows of bars in a worker's lane; if more chunks are open at once, their bars overlap."""
+"""Largest number of tracks (rows of bars) in a worker's lane; if more chunks are open at once, their bars overlap."""
 MAX_COLUMNS = 64
 _MIN_BAR = 1.2
 """Smallest width of a bar, in thousandths of the lane's width, so that the shortest chunk can be seen."""
 _MIN_RATE_SECONDS = 10.0
-"""Seconds that a rate is divided by at least: over a second or two it would be noise."""
+"""Shortest time in seconds over which a rate is computed: over a second or two it would be noise."""
 _NAMED_CHUNKS = 3
-"""Chunks that are named in the title of a lane's bars."""
+"""Largest number of chunks that the title of a lane's bars names."""
 
 _STEPS_SECONDS = (
     *(1, 2, 5, 10, 15, 30),
@@ -50,7 +50,10 @@ class Period(NamedTuple):
     end: float
 
     def percent(self, moment: float) -> float:
-        """The position of a moment: 0 at the beginning, 100 at the end. Moments outside are moved to the edge."""
+        """Position of a moment in percent: 0 at the beginning, 100 at the end.
+
+        Moments outside are moved to the edge.
+        """
         share = (moment - self.begin) / (self.end - self.begin)
         return 100 * min(1.0, max(0.0, share))
 
@@ -153,7 +156,7 @@ class Series(NamedTuple):
 
 
 class Area(NamedTuple):
-    """One band of a stacked chart. `path` lies in a box of 1000 by 1000."""
+    """One band of a stacked chart. `path` is an SVG path in a box of 1000 by 1000."""
 
     name: str
     path: str
@@ -227,7 +230,7 @@ def _stack(
     life: Period,
     least_top: float = 0.0,
 ) -> AreaChart:
-    """Stack series on each other. Each item of `values` belongs to a name and has a number for each moment."""
+    """Stack areas on each other. `values` holds a list of numbers for each name, one number for each moment."""
     top = nice_maximum(max([least_top, *map(sum, zip(*values, strict=True))]))
     xs = [10 * life.percent(moment) for moment in moments]
     base = [0.0] * len(xs)
@@ -248,7 +251,7 @@ def _stack(
 class Bars(NamedTuple):
     """The chunks of one worker with the same outcome, as one shape.
 
-    `path` lies in a box that is 1000 wide and as high as the lane has tracks.
+    `path` is an SVG path in a box that is 1000 wide and as high as the number of tracks.
     """
 
     outcome: str
@@ -265,7 +268,7 @@ class Mark(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One worker's time line. `up` is the path of the times at which its process ran."""
+    """One worker's time line. `up` is an SVG path that shows when its processes ran."""
 
     worker: str
     num_tracks: int

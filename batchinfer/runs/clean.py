@@ -1,9 +1,9 @@
 """`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
 
-An output that a marker of any generation names is never touched. Any other output may still get its marker, even from
-a machine that wakes up after a week. So it is removed only when three things hold: another marker keeps its own from
-being written, it is old, and no live worker has claimed its chunk. The claim of an unfinished chunk is not deleted but
-released by if-match, because its owner may have come back since the claim was read.
+An output that a marker of any generation names is never touched. Any other output may still get its marker, even from a
+machine that wakes up after a week. So such an output is removed only if three things hold: its chunk has another
+marker, which prevents a second one; the output is old; and no live worker has claimed the chunk. The claim of an
+unfinished chunk is not deleted, but released by if-match, because its owner may have returned since the claim was read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_AGE_SECONDS = 3600.0
 PROBE_SECONDS = 600.0
-"""Seconds after which a probe object was left behind: a worker needs it for half a dozen requests."""
+"""Seconds after which a probe object counts as left behind: a worker needs its probe only for half a dozen requests."""
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class _KeepsUploads(Protocol):
 
 @dataclass(slots=True)
 class Removals:
-    """Objects to remove, by a name for their kind, and the keys of claims to release."""
+    """Objects to remove, grouped by the name of their kind, and the keys of claims to release."""
 
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
@@ -101,12 +101,12 @@ def run_clean(
         InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
             be removed.
     """
-    refuse_newer(store)  # only the newer version knows which of its objects can go
+    refuse_newer(store)  # only the newer version knows which of its objects may be removed
     now = _time_of(store, clock) if config.yes else clock.now()
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    # Probing writes objects, which a dry run must not: it assumes that preconditions are honoured.
+    # Probing writes objects, and a dry run must not write. So a dry run assumes that preconditions are honoured.
     removals = find_removals(inventory, config, is_safe=not config.yes or probe(store).is_safe)
     for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
@@ -142,10 +142,10 @@ def run_clean(
 
 
 def _time_of(store: Store, clock: Clock) -> float:
-    """Return the store's own time, read off an object that is written for this and removed again.
+    """Return the store's own time, read from an object that is written for this purpose and removed again.
 
-    By our own clock, if it were an hour ahead, every worker would look dead and every object old. It is used only where
-    the store gives no times.
+    If our own clock were used and were an hour ahead, every worker would look dead and every object old. So our clock
+    is used only if the store gives no times.
 
     Raises:
         InputError: there is no run, so nothing may be written there.
@@ -171,10 +171,10 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
     """
     removals = Removals()
     nobody_lives = not inventory.living()
-    no_worker_runs = not config.older_than_seconds  # --older-than 0 is the user's word for it
+    no_worker_runs = not config.older_than_seconds  # the user says so by --older-than 0
 
     def is_old(info: ObjectInfo) -> bool:
-        # Without times no object is known to be old, so all stay while any worker lives.
+        # If the store gives no times, no object is known to be old, so all objects stay while any worker is alive.
         if not info.modified:
             return nobody_lives
         return inventory.now - info.modified >= config.older_than_seconds
@@ -215,7 +215,10 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
 
 
 def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
-    """Add records that cannot be read, at any age: live workers write theirs whole, so these are damaged."""
+    """Add claims and workers' records that cannot be read, whatever their age.
+
+    Workers write records whole, so these are damaged.
+    """
     for damaged in inventory.damaged_claims.values():
         removals.add("unreadable claims", damaged.info)
     for damaged in inventory.damaged_workers.values():
@@ -224,7 +227,7 @@ def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
 
 def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:
     for info in inventory.probes:
-        # A worker probes the store before it has a record, so it may be alive without being seen.
+        # A worker probes the store before it has a record, so the owner of a young probe may be alive unseen.
         if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
             removals.add("probes", info)
         else:
@@ -232,7 +235,10 @@ def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: 
 
 
 def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
-    """Add the markers and segments of a chunk to do again. Its outputs become orphans, for a later `clean`."""
+    """Add the markers and segments of a chunk that is to be done again.
+
+    Its outputs become orphans, which a later `clean` removes.
+    """
     markers = inventory.marker_infos.get(name, {})
     segments = inventory.segments.get(name, [])
     if not markers and not segments:
@@ -267,8 +273,8 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
     claim = decode_claim(data, key)
     if not claim.worker:
         return
-    # A worker that took the claim since the listing may be newer than the listing, too. Its record is written before
-    # any claim, so it can be read now.
+    # The worker that has taken the claim may have started after the listing. A worker writes its record before any
+    # claim, so its record can be read now.
     inventory.look_again(store, claim.worker)
     if inventory.is_claim_alive(claim):
         return

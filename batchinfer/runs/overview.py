@@ -1,7 +1,7 @@
-"""What a look at a run adds up to: workers, progress, rates, time left and cost. Pure; `status` and `report` show it.
+"""Summary of a run at one moment: workers, progress, rates, time left and cost. Pure; `status` and `report` show it.
 
-A worker's clock may be hours off. Its times are therefore compared with each other only, or shifted by its clock's
-offset: the time at which storage took in its record, less the heartbeat in that record.
+A worker's clock may be hours off. So a worker's times are only compared with each other, or shifted by its clock's
+offset: storage's time of its record, minus the heartbeat's time in that record.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerator_name
 
 RECENT_MINUTES = 5
-"""Whole minutes before the current one that count as recent."""
+"""Number of whole minutes before the current one that count as recent."""
 STALL_SECONDS = 600.0
 """Seconds without a finished row after which a worker with open chunks is stalled."""
 CLOCK_TOLERANCE_SECONDS = 5.0
 """Seconds that clocks may differ before times are shifted: a heartbeat takes a while to reach storage."""
 NOTED_CLOCK_SECONDS = 60.0
-"""Seconds of difference from which a note speaks of it."""
+"""Seconds that a worker's clock may differ before a note says so."""
 ALIVE_STATES = ("loading", "running", "waiting", "stalled")
 
 
@@ -51,7 +51,7 @@ class WorkerView(Record, frozen=True, kw_only=True):
     replicas: int
     """Replicas that the last start loaded; 0 before it has loaded any."""
     replicas_lost: int
-    """Replicas of these that died or stalled since."""
+    """Replicas of these that have died or stalled since."""
     epoch: int
     open_chunks: list[str]
     chunks_done: int
@@ -93,7 +93,10 @@ def clock_offset(seen: SeenWorker) -> float:
 
 
 def _age(seen: SeenWorker, now: float) -> float:
-    """Seconds since a worker's last heartbeat; a change that we saw ourselves tells most."""
+    """Seconds since a worker's last heartbeat.
+
+    If this process has seen the worker's record change, the seconds are counted from then, which is surest.
+    """
     if seen.age_seconds is not None:
         return seen.age_seconds
     return max(0.0, now - (seen.modified or seen.record.heartbeat))
@@ -181,7 +184,10 @@ def _whole(value: object) -> int:
 def view_of(
     seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
 ) -> WorkerView:
-    """One worker as of `now`, Unix seconds. `is_spot` says what its machine is, where its record does not."""
+    """One worker as of `now` (Unix seconds).
+
+    `is_spot` says whether its machine is a spot machine, if its record does not.
+    """
     record = seen.record
     age = _age(seen, now)
     state = _state(record, age)
@@ -255,7 +261,7 @@ class Overview(Record, frozen=True, kw_only=True):
     state: str
     """empty, loading, running, waiting, stalled, idle (no worker is alive), stopping, stopped or done."""
     time: float
-    """Unix seconds, by storage's clock where that is known to be ahead of ours."""
+    """Unix seconds by our clock, or by storage's clock if that is known to be ahead."""
     started: float | None
     chunks: Progress
     rows: Progress
@@ -271,7 +277,7 @@ class Overview(Record, frozen=True, kw_only=True):
     cost: Cost
     notes: list[str]
     warnings: list[str]
-    """Sentences about what costs speed or money until somebody acts."""
+    """Sentences about problems that cost speed or money until somebody acts."""
 
 
 def time_now(snapshot: Snapshot) -> float:
@@ -282,7 +288,7 @@ def time_now(snapshot: Snapshot) -> float:
 
 
 def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None) -> Overview:
-    """Add everything up. `is_spot` says what all machines are, where their records do not."""
+    """Summarize a run. `is_spot` says whether machines are spot machines, if their records do not."""
     now = time_now(snapshot)
     workers = sorted(snapshot.workers, key=lambda seen: seen.record.id)
     records = [seen.record for seen in workers]
@@ -400,7 +406,10 @@ def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
 
 
 def _rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
-    """Rows to do of each chunk of a job. With the run's limit, only chunks of the job's first rows are among them."""
+    """Rows to do of each chunk of a job.
+
+    With the run's limit, only the chunks that hold the job's first rows are included.
+    """
     limit = run.config.get("limit") if run is not None else None
     return {
         chunk.name: chunk.rows if limit is None else min(chunk.rows, limit - chunk.first_row)

@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 def accelerator_name(device: str) -> str:
-    """SkyPilot's name of an accelerator, made of that name itself or of its driver's; empty for none.
+    """SkyPilot's name of an accelerator, made from SkyPilot's own or the driver's name; empty for none.
 
     >>> [
     ...     accelerator_name(n)
@@ -109,7 +109,7 @@ def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:
 
 
 def _list_price(machine: Machine) -> Price | None:
-    """The price in the package's table; where it has none for spot machines, the one on demand."""
+    """The price in the package's table; the on-demand price if it has no price for spot machines."""
     table = _table()
     prices = table["gpus"].get(machine.accelerator, {})
     per_gpu = (prices.get("spot") if machine.is_spot else None) or prices.get("on_demand")

@@ -1,4 +1,4 @@
-"""The command that goes on with a run: a worker with the options that run.json was made of. Pure."""
+"""The command that resumes a run: `batchinfer worker` with the options from which run.json was made. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     run.json and may differ from worker to worker. Texts that the worker reads from files are given as
     `<(printf …)`, since run.json has the text alone.
 
-    Anybody who can write to the bucket can write run.json, so every value is quoted. That the run had
-    --trust-remote-code is said in a comment behind the command, for the reader to decide.
+    Anybody who can write to the bucket can write run.json, so every value is quoted. If the run had
+    --trust-remote-code, a comment after the command says so, and the reader decides.
     """
     words = [f"--manifest {_quote(manifest)}" for manifest in manifests]
     if job_url:
@@ -62,7 +62,7 @@ def _parts_of(run: Run) -> tuple[dict[str, dict[str, Any]], bool]:
 
 
 def _without_the_engines_own(run: Run) -> dict[str, Any]:
-    """Return the configuration without what stands there only because there is no model, as with the echo engine."""
+    """Return the configuration without values that exist only because the engine has no model, like the echo engine."""
     config = dict(run.config)
     nothing = {
         "model": run.recorded.get("engine"),
@@ -73,7 +73,7 @@ def _without_the_engines_own(run: Run) -> dict[str, Any]:
         if config.get(name) == value:
             config.pop(name, None)
     arguments = config.get("engine_args") or {}
-    # No worker records this one among the arguments: somebody else wrote it.
+    # No worker records this argument, so somebody else wrote it.
     config["engine_args"] = {
         name: value for name, value in arguments.items() if name != "trust_remote_code"
     }
@@ -89,7 +89,10 @@ def _without_option(sampling: Sampling) -> dict[str, Any]:
 
 
 def _quote(text: str) -> str:
-    """Return one word for bash, whatever is in it. What would move a terminal's cursor is shown, not sent."""
+    """Quote a text as one word for bash.
+
+    Control characters, which could move a terminal's cursor, are shown as escapes.
+    """
     if all(letter.isprintable() or letter == "\n" for letter in text):
         return shlex.quote(text)
     letters = (

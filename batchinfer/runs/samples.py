@@ -21,7 +21,7 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 64 << 20
-"""Bytes of an output or chunk up to which it is fetched for a sample."""
+"""Bytes of the largest output or chunk that is fetched for a sample."""
 MAX_TEXT = 2000
 """Characters of an answer or of a column that are shown."""
 SHORT_TEXT = 60
@@ -114,7 +114,7 @@ class _SampleReader:
         ref = self._chunks.get(name)
         if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
             return {}
-        # The report need not check the chunk against job.json: `verify` does.
+        # The chunk is not checked against job.json here, since `verify` does that.
         unchecked = ref._replace(rows=None, sha256=None)
         try:
             local = fetch(self._open_store(ref.root), unchecked, self._scratch)

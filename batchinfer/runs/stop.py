@@ -17,7 +17,7 @@ from batchinfer.storage import Store
 
 
 class StopConfig(Record, frozen=True, kw_only=True):
-    """Which run to stop, or with `resume` to let go on."""
+    """Which run to stop, or to let go on if `resume` is set."""
 
     run: str
     resume: bool = False
@@ -25,7 +25,7 @@ class StopConfig(Record, frozen=True, kw_only=True):
 
 
 class StopRequest(Record, frozen=True, kw_only=True):
-    """The content of stop.json. Workers stop because the object is there; its fields are for people."""
+    """The content of stop.json. Workers stop because the object exists; its fields only inform people."""
 
     requested: str
     reason: str
@@ -67,7 +67,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
 
 
 def _require_run(store: Store) -> None:
-    """Refuse a URL without a run: there is neither run.json nor a worker that is still loading its engine."""
+    """Refuse a URL without a run, that is, without run.json and without a worker that is still loading its engine."""
     try:
         store.stat(layout.RUN_KEY)
     except ObjectNotFound:

@@ -37,7 +37,7 @@ from batchinfer.storage.scratch import Scratch
 NUM_COMPARISONS = 4
 """Chunks that --deep reads at once."""
 _ORDER_OF_FIXES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
-"""Fixes in the order in which they are to be applied: each may need the ones before it."""
+"""Fixes in the order in which they are to be applied: a fix may need the ones before it."""
 _SHOWN = 10
 """Findings of one kind with the same fix that are shown one by one."""
 
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether every chunk is done and sound, whatever is left over beside them."""
+        """Whether every chunk is done and sound. Leftovers do not matter."""
         return all(finding.kind == LEFTOVER for finding in self.findings)
 
     def lines(self) -> Iterator[str]:

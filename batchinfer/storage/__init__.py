@@ -47,7 +47,7 @@ class Store(Protocol):
         ...
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and etag of one object. Raises ObjectNotFound."""
+        """Return one object's size and etag. Raises ObjectNotFound."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
