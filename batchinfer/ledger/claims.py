@@ -234,9 +234,7 @@ class Lease:
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
-            self._etag = (
-                ""  # the record was removed by hand or by `clean`, so we may create it again
-            )
+            self._etag = ""  # removed by hand or by `clean`, so create it again
             return
         found = codec.decode(data, Worker, name=self._key)
         if found.nonce != self.nonce or found.epoch != self.epoch:

@@ -73,7 +73,7 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             self._value_position = self._position(self._column)
             self._kept_positions = {name: self._position(name) for name in self._keep}
-            # Conversations can be long. Where only the first turn is sent, the other messages stay undecoded.
+            # Conversations can be long. If only the first turn is sent, the other messages are not decoded.
             is_wanted_whole = not self._is_first_only or self._messages_column in self._keep
             lazy = [self._messages_column] if self._messages_column and not is_wanted_whole else []
             self._project = json_lines.projection(self._projected, lazy=lazy)

@@ -50,7 +50,7 @@ def projection(
         try:
             return astuple(decode_lazily(data))
         except DECODE_ERRORS:
-            pass  # the line is broken, or a lazy column holds no list
+            pass  # the line is damaged, or a lazy column holds no list
         try:
             return astuple(decode(data))
         except DECODE_ERRORS as error:
@@ -144,7 +144,7 @@ def json_type(value: Any) -> str:
 
 
 def check_place(draft: Draft, row: Any) -> None:
-    """Check that a line's own `_row`, if it has one, is the number that its place gives.
+    """Check that a line's own `_row`, if it has one, equals the row number that follows from its place.
 
     Raises:
         RowProblem: the numbers differ.

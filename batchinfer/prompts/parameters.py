@@ -1,4 +1,7 @@
-"""Sampling parameters of requests and of options. Each is applied, ignored because it has no effect, or refused."""
+"""Sampling parameters, from requests and from options.
+
+Each one is applied, ignored (if it has no effect), or refused.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "top_logprobs": (0, _INT64 - 1),
 }
 _BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
-# Unsupported parameters, with the values that ask for nothing and are therefore accepted.
+# Unsupported parameters, each with the values that have no effect and are therefore accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "suffix": ("",),
@@ -378,8 +381,8 @@ _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "output_scores": ("--logprobs decides what is written", ()),
     "prepend_bos": ("the tokenizer puts its special tokens before every prompt by itself", (True,)),
 }
-"""Parameters of generation scripts that change no answer here: the reason, and the values for which it holds (empty:
-all values). Other values are refused."""
+"""Parameters of generation scripts that change no answer here. Each has the reason, and the values for which the reason
+holds (empty: all values); other values are refused."""
 
 
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:

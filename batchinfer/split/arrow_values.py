@@ -18,8 +18,8 @@ dictionary, run-end, ext.   as the values or the storage below (arrow.uuid: its 
 
 Other types (unions, intervals), invalid UTF-8, and values that these forms cannot hold raise `ColumnError`.
 
-Columns are converted as a whole, not value by value, and objects become structs instead of dicts: `split` is held to
-half the CPU of `datasets`, and pyarrow's own `to_pylist` would miss that.
+Columns are converted as a whole, not value by value, and objects become structs instead of dicts: `split` must take at
+most half the CPU of `datasets` (docs/performance.md), and pyarrow's `to_pylist` is too slow for that.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ _SECONDS_PER_DAY = 86_400
 
 
 def _compute() -> Any:
-    """Return pyarrow.compute, imported on first use: a tenth of a small job's CPU, and most jobs do not need it."""
+    """Return pyarrow.compute, imported on first use: the import takes a tenth of a small job's CPU; few jobs need
+    it."""
     import pyarrow.compute
 
     return pyarrow.compute
 
 
 class ColumnError(Exception):
-    """A value or a whole type has no exact JSON form. The message leaves out the column, which the caller adds."""
+    """A value or a whole type has no exact JSON form. The caller adds the column's name to the message."""
 
 
 class NullFloats:
-    """A count of the NaN and infinities of one column, which became null."""
+    """A count of the NaN and infinite values of one column that became null."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -146,11 +147,12 @@ def _make_floats(kind: Any, nulls: NullFloats) -> Convert:
     code = "f" if kind.bit_width == 32 else "d"
 
     def convert(array: Any) -> list[Any]:
-        # Python reads a float32 as the float64 of the same value, so readers of either width get the number back.
+        # Python reads a float32 as the float64 of the same value, so readers with either width get the exact number
+        # back.
         values = _numbers(array, code=code)
         if not array.null_count and math.isfinite(
             sum(values)
-        ):  # a finite sum has only finite terms
+        ):  # if the sum is finite, all terms are finite
             return values
         is_finite = _compute().is_finite(array)
         num_odd = is_finite.false_count

@@ -40,14 +40,17 @@ class CountedFile(Record, frozen=True, kw_only=True):
 
 
 class ColumnChoice(Record, frozen=True, kw_only=True):
-    """Columns to keep of each row (None: all), and the column whose value becomes the row's `_id` ("": none)."""
+    """Columns of each row to keep (None: all), and the column whose value becomes the row's `_id` ("": none)."""
 
     columns: list[str] | None = None
     id_column: str = ""
 
 
 class RowBlock(Protocol):
-    """Some consecutive rows. `ids` has one entry a row, None for a row without an id of its own; or is None for all."""
+    """Some consecutive rows.
+
+    `ids` has an entry for each row, None if the row has no own id; `ids` is None if no row has one.
+    """
 
     ids: Sequence[str | None] | None
     num_rows: int

@@ -32,10 +32,10 @@ FRAME_BYTES = 8 << 20
 """Rows and bytes at which a zstd frame ends, whichever comes first. Each frame can be decompressed on its own."""
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
-"""Rows that a process takes at once, at least; it goes on to the end of the row group."""
+"""Fewest rows that a process takes at once; it continues to the end of the row group."""
 _HASH_BYTES = 8
 _SORTED_HASHES = 4 << 20
-"""Number of id hashes that are sorted at once, which bounds memory."""
+"""Number of id hashes that are sorted at once, limited to bound memory."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,9 +70,9 @@ class BuildSettings(NamedTuple):
 def even_chunk_starts(
     rows: int, *, num_chunks: int | None = None, chunk_rows: int | None = None
 ) -> list[int]:
-    """Return the first row of each of `num_chunks` chunks, or of chunks of `chunk_rows` rows; then the number of rows.
+    """Return the first row of each chunk, followed by the number of rows.
 
-    Exactly one of the two is given.
+    Exactly one of `num_chunks` and `chunk_rows` is given.
 
     Raises:
         ConfigError: There would be more chunks than rows.
@@ -195,7 +195,7 @@ def _build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bu
                 left -= count
             built = writer.finish(odd.take())
         yield built
-    # All rows are read. Going on to the end lets the reader check that the file has not changed.
+    # All rows are read. The reader is run to its end so that it checks that the file has not changed.
     for _ in blocks:
         pass
 
@@ -218,7 +218,7 @@ def build_in_processes(
 
     turns = collections.deque(_turns(settings.counted, ranges))
     pending: collections.deque[Future[list[BuiltChunk]]] = collections.deque()
-    # Not by fork: pyarrow and storage clients have started threads, which fork does not copy.
+    # Processes are spawned, not forked: pyarrow and storage clients have started threads, which a fork does not copy.
     pool = ProcessPoolExecutor(
         min(processes, len(turns)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -240,7 +240,10 @@ def build_in_processes(
 
 
 def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[list[ChunkRange]]:
-    """Yield lists of consecutive chunks that end near the end of a row group: one cut in two is decoded twice."""
+    """Yield lists of consecutive chunks.
+
+    Each list ends near the end of a row group, since a group cut in two is decoded twice.
+    """
     group_starts = counted.row_group_starts()
     group_start = next(group_starts, counted.rows)
     turn: list[ChunkRange] = []
@@ -312,7 +315,7 @@ class _ChunkWriter:
         self._file.close()
 
     def write(self, lines: bytes, ids: Sequence[str | None]) -> None:
-        """Add whole lines. `ids` are those of their rows, None for a row without an id of its own."""
+        """Add whole lines. `ids` are the ids of their rows, None for a row without an id of its own."""
         for name in ids:
             if name is not None:
                 text = name.encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""`batchinfer split`: makes a job of data sets, that is JSON Lines chunks, one manifest a worker, and job.json.
+"""`batchinfer split`: turns data sets into a job: JSON Lines chunks, one manifest for each worker, and job.json.
 
-job.json is written last and vouches for the rest. Without it a folder is not a job, so a split that was killed can
-simply be run again.
+job.json is written last and shows that the rest is complete. A folder without job.json is not a job, so a split that
+was killed can simply be run again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
 
 
 def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
-    """Return job.json as far as it is known before any row is read: without chunks and counts."""
+    """Return the part of job.json that is known before any row is read: everything except chunks and counts."""
     if config.num_chunks is not None:
         shape = {"num_chunks": config.num_chunks}
     else:

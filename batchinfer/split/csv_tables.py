@@ -113,7 +113,7 @@ def count(found: FoundFile) -> CountedFile:
 def read(
     item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, _odd: Oddities
 ) -> Iterator[RowBlock]:
-    """Yield records `rows` of one file in order; see `parquet.read` for the arguments.
+    """Yield the records of one file whose indices are in `rows`, in order; see `parquet.read` for the arguments.
 
     A quoted value may hold line breaks, so the file is always read from its beginning, whichever row is first.
 

@@ -45,7 +45,7 @@ class LocatedSource(NamedTuple):
 
 
 def locate(argument: str) -> LocatedSource:
-    """Find the files of one SOURCE argument. Reads no file, but for 64 bytes where the name does not tell the format.
+    """Find the files of one SOURCE argument. Reads at most 64 bytes of a file, if its name does not tell the format.
 
     Raises:
         InputError: There is no file, or none of a known format.
@@ -198,7 +198,7 @@ def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
         data = _of_formats(rest, index)
         if not data:
             continue
-        if endings == (".json",):  # often what describes the data
+        if endings == (".json",):  # such a file often describes the data
             first = redact(data[0].url)
             logger.warning(
                 "%s: %d .json files are left out, %s first", redact(url), len(data), first

@@ -14,7 +14,7 @@ from batchinfer.storage import Store
 
 _THREADS = 4
 _BYTES = 64 << 20
-"""Bytes of the chunks that are published at the same time, together, which bounds memory. A larger chunk goes alone."""
+"""Total bytes of the chunks that are published at the same time, to bound memory. A larger chunk is published alone."""
 
 
 def read_job(store: Store, *, hint: str = "") -> Job | None:
@@ -91,7 +91,10 @@ class JobWriter:
                 yield finish()
 
     def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
-        """Write all.txt and one manifest a worker, of consecutive chunks; two manifests differ by at most one chunk."""
+        """Write all.txt and one manifest of consecutive chunks for each worker.
+
+        Their numbers of chunks differ by at most one.
+        """
         lines = [f"{self._key(chunk)}\n" for chunk in chunks]
         texts = {layout.ALL_MANIFEST: "".join(lines)}
         for index in range(num_workers):
@@ -138,7 +141,10 @@ class JobWriter:
             self._store.create(key, data)
 
     def _remove_leftover(self, key: str) -> None:
-        """Remove an object whose key we need. Raises InputError if a job.json vouches for it."""
+        """Remove an object whose key we need.
+
+        Raises InputError if a job.json exists, so that the object belongs to a job.
+        """
         if read_job(self._store) is not None:
             raise self._other_split()
         self._store.delete([key])

@@ -36,7 +36,7 @@ from batchinfer.split.source_files import FoundFile
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20
-"""Bytes between the positions that are remembered, so that a reader can start near any row."""
+"""Bytes between two remembered positions of row starts, at which a reader can begin, so that it starts near any row."""
 _SAMPLE_LINES = 100
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -120,7 +120,7 @@ def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
 def read(
     item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, odd: Oddities
 ) -> Iterator[RowBlock]:
-    """Yield lines `rows` of one file in order; see `parquet.read` for the arguments.
+    """Yield the lines of one file whose indices are in `rows`, in order; see `parquet.read` for the arguments.
 
     Raises:
         InputError: The file is damaged, or changed since its count.
@@ -219,7 +219,10 @@ class _Splicer:
         try:
             raw = _raw_decoder.decode(line)
             return _encoder.encode({name: raw[name] for name in names})[:-1]
-        except (msgspec.DecodeError, UnicodeDecodeError):  # a lone surrogate, as in _decode_object
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ):  # the line has a lone surrogate; see `_decode_object`
             return json.dumps({name: value[name] for name in names}).encode()[:-1]
 
 

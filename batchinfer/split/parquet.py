@@ -36,13 +36,13 @@ from batchinfer.split.source_files import FoundFile
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
-"""Bytes of the rows that are decoded at once, as stored but uncompressed. A larger row is decoded alone.
-
-Larger batches save time in decoding, but over the whole command lose as much to page faults, and need more memory.
+"""Uncompressed bytes of the rows that are decoded at once. A larger row is decoded alone. Larger batches would save
+time in decoding, but lose as much by page faults, and need more memory.
 """
 _BATCH_ROWS = 1000
 _WHOLE_GROUP_BYTES = 32 << 20
-"""Bytes of a row group up to which each of its columns is read in one piece; those of larger ones pass a buffer."""
+"""Bytes of the largest row group whose columns are read in one piece each; columns of larger groups go through a
+buffer."""
 _BUFFERS_BYTES = 64 << 20
 """Bytes that the buffers of all columns may take together."""
 

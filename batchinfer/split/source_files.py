@@ -87,12 +87,13 @@ def _check_r2(bucket: str) -> None:
 class LocalFiles:
     """The three methods of fsspec's filesystems that we call, for local files.
 
-    fsspec's own does not fit: it lists a link to a file as neither file nor folder, so a folder in the Hub's cache, all
-    links, would look empty. Importing it also costs a tenth of a second of CPU, a third of a small split.
+    fsspec's own class does not fit: it lists a link to a file as neither file nor folder, so a folder of the Hub's
+    cache, which holds only links, would look empty. Importing it also costs a tenth of a second of CPU, a third of a
+    small split.
     """
 
     def info(self, path: str) -> dict[str, Any]:
-        """Describe a file or folder; a link is what it leads to. Raises FileNotFoundError."""
+        """Describe a file or folder; for a link, what it leads to. Raises FileNotFoundError."""
         found = Path(path).stat()
         kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
         return {
@@ -132,8 +133,8 @@ def _filesystem(scheme: str) -> Any:
 
     options = fsspec_options(scheme)
     try:
-        # A filesystem that needs more arguments (ftp:// needs a host) would fail in its constructor, and again, with
-        # a traceback on stderr, in its destructor. So its signature is asked first.
+        # The constructor's signature is checked first: the constructor of a filesystem that needs more arguments
+        # (ftp:// needs a host) would fail, and then its destructor, with a traceback on stderr.
         inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)
     except (ImportError, TypeError, ValueError) as error:
@@ -233,7 +234,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def _way_round(url: str) -> str:
-    """Return what else a user can do where the Hub cannot be asked, or "" for other URLs."""
+    """Return a hint for a user who cannot reach the Hub, or "" for other URLs."""
     match = _URL.match(url)
     if match is None:
         return ""

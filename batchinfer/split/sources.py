@@ -76,14 +76,15 @@ class CountedSources(Record, frozen=True, kw_only=True):
             first += item.rows
 
     def row_group_starts(self) -> Iterator[int]:
-        """Yield the first row of each row group, or of each remembered position: reading can start there at no cost."""
+        """Yield the rows at which reading can start at no cost: the first of each row group, and remembered
+        positions."""
         first = 0
         for item in self.files:
             yield from (first + row for row, _ in item.marks)
             first += item.rows
 
     def require_column(self, option: str, name: str) -> None:
-        """Raise InputError unless all parquet and CSV files, and any row of JSON Lines, have the column.
+        """Raise InputError unless every parquet and CSV file, and at least one row of JSON Lines, has the column.
 
         May read JSON Lines to find out.
         """

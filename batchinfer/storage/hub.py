@@ -211,19 +211,19 @@ class ReadOnlyStore:
         return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])
 
     def create(self, key: str, data: bytes) -> str:  # noqa: ARG002 - the protocol's arguments
-        """Refuse."""
+        """Raise AccessDenied."""
         raise self._read_only()
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - as create
-        """Refuse."""
+        """Raise AccessDenied."""
         raise self._read_only()
 
     def replace(self, key: str, data: bytes, etag: str) -> str:  # noqa: ARG002 - as create
-        """Refuse."""
+        """Raise AccessDenied."""
         raise self._read_only()
 
     def delete(self, keys: Iterable[str]) -> None:  # noqa: ARG002 - as create
-        """Refuse."""
+        """Raise AccessDenied."""
         raise self._read_only()
 
     def _read_only(self) -> AccessDenied:

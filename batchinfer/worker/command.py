@@ -228,14 +228,14 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
-    """Return how rows become prompts and outputs, by the options. Reads the files that options name."""
+    """Return the options that decide how rows become prompts and outputs. Reads the files that options name."""
     from batchinfer.prompts import PromptConfig
 
     return PromptConfig(**fields_of("PromptConfig", options))
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
-    """Return the sampling parameters of the run, by the options."""
+    """Return the run's sampling parameters, made from the options."""
     from batchinfer.prompts import make_sampling
 
     return make_sampling(fields_of("Sampling", options), value_of("sampling", options))

@@ -75,7 +75,8 @@ class Membership:
     def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
         """Make the builder of requests. Refuses templates and options that no row could be built with."""
         config = self.config
-        # Until the engine has loaded, use the limit of the option, or vLLM's default.
+        # The limit on log-probabilities: the engine's, or until it has loaded that of the engine arguments, or the
+        # default.
         most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
         prompt = config.prompt
         if isinstance(most, int):

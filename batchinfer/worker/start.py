@@ -203,9 +203,7 @@ class _Start:
             return
         self.info = info
         run = self._join(membership, info, opener, open_chunks)
-        environment.background.submit(
-            heartbeat.beat
-        )  # so that `status` shows this worker as running
+        environment.background.submit(heartbeat.beat)  # so that `status` says running
         builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
         stream = self._make_stream(builder, open_chunks, info, run)
         self._answer(engine, stream, open_chunks)
