@@ -66,12 +66,12 @@ class Selection(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that the run should have."""
+        """Number of chunks that the run should have, gaps included."""
         return len(self.sound) + len(self.gaps)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the chunks that are there."""
+        """Number of rows of the chunks that can be collected."""
         return sum(marker.rows_ok + marker.rows_error for _, marker in self.sound)
 
 

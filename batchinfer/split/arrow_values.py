@@ -44,8 +44,7 @@ _SECONDS_PER_DAY = 86_400
 
 
 def _compute() -> Any:
-    """Return pyarrow.compute, imported on first use: the import takes a tenth of a small job's CPU; few jobs need
-    it."""
+    """Return pyarrow.compute, imported on first use: its import takes a tenth of a small job's CPU, often in vain."""
     import pyarrow.compute
 
     return pyarrow.compute

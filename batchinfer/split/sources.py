@@ -76,8 +76,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
             first += item.rows
 
     def row_group_starts(self) -> Iterator[int]:
-        """Yield the rows at which reading can start at no cost: the first of each row group, and remembered
-        positions."""
+        """Yield rows at which reading can start at no cost: the first of each row group, and remembered positions."""
         first = 0
         for item in self.files:
             yield from (first + row for row, _ in item.marks)

@@ -108,14 +108,14 @@ def install_signal_handlers(stopper: Stopper) -> None:
 
 
 class Pending(Protocol[T_co]):
-    """A piece of work that was handed over."""
+    """A piece of work that was submitted to a `Background`."""
 
     def is_done(self) -> bool:
         """Whether `result` returns at once."""
         ...
 
     def result(self) -> T_co:
-        """The work's value. Call only once `is_done`. Raises what the work raised."""
+        """Return the work's result, or raise its exception. Call only once `is_done` is true."""
         ...
 
 
