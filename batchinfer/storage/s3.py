@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import botocore.config
+import botocore.exceptions
 import botocore.session
 import botocore.utils
 
@@ -456,8 +457,9 @@ class S3Store:
                 session = botocore.session.get_session()
                 parsers = session.get_component("response_parser_factory")
                 parsers.set_parser_defaults(timestamp_parser=parse_time)
-                self._client = session.create_client("s3", config=_CONFIG)
-                self._connected = now
+                client = session.create_client("s3", config=_CONFIG)
+                client.meta.events.register_first("before-parse.s3.*", check_is_whole)
+                self._client, self._connected = client, now
             return self._client
 
     def _check_bucket(self) -> None:
@@ -479,6 +481,24 @@ class S3Store:
 
     def _url(self, path: str) -> str:
         return f"s3://{self.bucket}/{path}"
+
+
+def check_is_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
+    """Refuse an answer whose body was cut short. Called by botocore before it parses an answer.
+
+    botocore itself checks only the bodies of objects. A listing of which nothing but the headers arrived would be an
+    empty listing, and a bulk deletion one without failures.
+
+    Raises:
+        IncompleteReadError: The body has fewer bytes than its header says.
+    """
+    body, expected = response_dict["body"], response_dict["headers"].get("content-length")
+    if operation_model.http["method"] == "HEAD" or not isinstance(body, bytes) or not expected:
+        return
+    if len(body) < int(expected):
+        raise botocore.exceptions.IncompleteReadError(
+            actual_bytes=len(body), expected_bytes=int(expected)
+        )
 
 
 def parse_time(text: Any) -> datetime:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -512,6 +513,43 @@ class Scripted:
                 if request.startswith(b"HEAD "):
                     body = b""
                 connection.sendall(ANSWER % (status, len(body), body))
+
+
+@pytest.mark.parametrize("body", [b"", b"<ListBucketResult>"], ids=["no-body", "half-a-body"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: list(store.list()),
+        lambda store: store.delete(["k"]),
+        lambda store: list(store.list_multipart_uploads()),
+    ],
+    ids=["list", "delete", "list_multipart_uploads"],
+)
+def test_answer_that_was_cut_short_is_no_answer(s3_environment, monkeypatch, ask, body: bytes):
+    """A connection may end after the headers: that is no empty listing, and no deletion without failures."""
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    request = connection.recv(1 << 16)
+                    if request.startswith(b"POST "):
+                        connection.settimeout(0.2)
+                        with contextlib.suppress(TimeoutError):
+                            while connection.recv(1 << 16):
+                                pass
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n" + body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(StorageError, match="after 2 attempts"):
+            ask(
+                S3Store(
+                    "s3://bucket/job", retries=RetryPolicy(attempts=2, first_pause_seconds=0.01)
+                )
+            )
 
 
 @pytest.fixture
