@@ -56,8 +56,8 @@ LEASES_UNTIL_GONE = 1.0
 LEASES_UNTIL_HELPED = 1.0
 """Leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
-"""Leases without a heartbeat after which a reader that looks only once counts a worker as gone. It is careful because
-such a reader compares storage's clock, which may run ahead, with its own, and has not watched the record."""
+"""Leases without a heartbeat after which a reader that looks only once counts a worker as gone. The limit is longer
+because such a reader compares storage's clock, which may run ahead, with its own, and has not watched the record."""
 _LEASES_OF_A_STALL = 0.6
 """Share of a lease without a heartbeat that is worth a warning: two heartbeats in a row are missing."""
 

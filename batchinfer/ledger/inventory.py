@@ -1,4 +1,4 @@
-"""What is stored under a run, for every reader of it. Read-only.
+"""Lists and reads the objects that are stored under a run, for all commands that look at runs. Read-only.
 
 `take_inventory` lists everything and reads each marker, claim and worker's record: for `verify`, `clean` and `collect`.
 `RunReader` lists outputs/ and workers/ alone and reads the workers' records, again and again if asked: for `status`,

@@ -23,7 +23,7 @@ _FEW = 20
 
 
 class Survey(NamedTuple):
-    """What one look at a run found about the chunks it was asked for."""
+    """Result of one look at a run: the state of each chunk that was asked for."""
 
     done: set[str]
     """Chunks that have their marker."""

@@ -85,7 +85,7 @@ class Store(Protocol):
 
 
 class Preconditions(NamedTuple):
-    """What `probe` found: whether the store really refuses a second create, and a replace with a wrong etag."""
+    """Result of `probe`: whether the store really refuses a second create, and a replace with a wrong etag."""
 
     create: bool
     replace: bool

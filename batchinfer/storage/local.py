@@ -49,7 +49,7 @@ _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, 
 LOCK_SECONDS = 60.0
 """Seconds that a replace or delete waits for a folder's lock before it fails. Others hold it for microseconds only."""
 
-_COPY_BYTES = 1 << 17  # stays in the processor's cache between reading and writing
+_COPY_BYTES = 1 << 17  # small enough to stay in the processor's cache
 _COARSEST_MTIME_NS = 2_000_000_000
 """Nanoseconds of the coarsest step of file times on any filesystem: 1 s on some, 2 s on FAT."""
 

@@ -67,7 +67,7 @@ class RowCounts:
         self.completion_tokens += sum([row.completion_tokens for row in rows])
 
     def add_resumed(self, num_rows: int) -> None:
-        """Count rows that were adopted from checkpoints. They are also counted by `add`."""
+        """Count rows that were adopted from checkpoints. `add` counts these rows, too."""
         self.resumed += num_rows
 
 

@@ -185,7 +185,7 @@ def _job_of_run(output: str, manifests: list[str]) -> str | None:
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:
-    """Return SkyPilot's task id and node rank. They outlive a recovery, so a recovered worker knows its own claims."""
+    """Return SkyPilot's task id and node rank. Both outlive a recovery, so a recovered worker knows its own claims."""
     task = environment.get("SKYPILOT_TASK_ID")
     if not task:
         return ""

@@ -79,7 +79,7 @@ class _ProgressBar:
 
     @cached_property
     def _bar(self) -> Any:
-        """Return the bar. It is made when it is first shown, so that a failed set-up shows none."""
+        """Return the bar. The bar is made when it is first shown, so that a failed set-up shows none."""
         from tqdm import tqdm
 
         return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)
