@@ -30,7 +30,7 @@ demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer 
 	$(PY) scripts/demo.py $(ARGS)
 
 test: setup ## the test suite (all but the tests marked slow), in JOBS processes
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: setup ## lint, format, types, import layers, generated docs
 	$(PY) -m ruff check .

@@ -54,27 +54,18 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-# Modules whose tests share something costly: one process of the test run has all of them.
-SHARED = (
-    "test_tokenizers_vllm",
-    "test_request_matrix_vllm",
+# Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.
+LONGEST = (
+    "test_worker_vllm",
+    "test_engine_vllm",
     "test_skypilot",
-    "test_report_browser",
+    "test_simulation",
+    "test_request_matrix_vllm",
+    "test_chaos",
 )
-# What takes longest comes first, so that no process ends with a minute of work of its own.
-FIRST = ("test_skypilot", "test_simulation", "test_chaos", "test_slow_storage")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for `--dist loadgroup`, and put the slow ones first."""
-
-    def name(item: pytest.Item) -> str:
-        return item.path.stem
-
-    for item in items:
-        if "vllm_engine" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("vllm_engine"))
-        elif name(item) in SHARED:
-            item.add_marker(pytest.mark.xdist_group(name(item)))
-    items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, name(item) not in FIRST))
+    """Put the longest modules first. With `--dist loadfile` one process runs all tests of a module."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))

@@ -70,6 +70,7 @@ class Scratch:
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                     if (self.folder / _LOCK).exists():
                         break
+                    self._lock.close()
                 # Another worker's sweep came between making the folder and locking it.
         self._numbers = itertools.count(1)  # next() is atomic; threads share this
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -73,3 +74,20 @@ def test_a_really_full_disk_is_noticed(tmp_path: Path) -> None:
         Path("/dev/full").open("wb") as full,
     ):
         full.write(b"x" * 100_000)
+
+
+def test_a_folder_that_another_sweep_took_leaves_no_open_file(tmp_path, monkeypatch):
+    real, locks = fcntl.flock, []
+
+    def flock(lock, operation):
+        if not locks:  # the sweep has the lock first, and removes the folder
+            (tmp_path / lock.name).unlink()
+        locks.append(lock)
+        real(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = Scratch(tmp_path)
+    first, second = locks
+    assert first.closed
+    assert not second.closed
+    made.close()
