@@ -51,7 +51,7 @@ def event(name: str, /, **fields: Any) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, event where there is one, message."""
+    """Makes one line of JSON per record: time, level, logger and message; also event, fields and traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""

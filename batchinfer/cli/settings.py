@@ -277,7 +277,10 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a value without what looks like a secret, by the name of a setting or of a key within the value."""
+    """Return a value with its secrets replaced by "(secret)", and with no user and password in URLs.
+
+    A secret is recognized by its name: `name`, the key of a dictionary within the value, or KEY in KEY=VALUE.
+    """
     if isinstance(value, dict):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -253,7 +253,7 @@ FILE = Kind(
     lambda flag, given: _read_file(flag, given) if given else "",
     lambda value: [FromFile(value)] if value else [],
 )
-"""The name of a file. The configuration has the file's text."""
+"""The name of a file. The configuration holds the file's text instead of its name."""
 
 
 def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
@@ -269,4 +269,4 @@ def _write_rows(value: list[Any]) -> list[FromFile]:
 
 
 FILE_OF_ROWS = Kind(_PATH, _read_rows, _write_rows)
-"""The name of a JSON Lines file. The configuration has the file's rows."""
+"""The name of a JSON Lines file. The configuration holds the file's rows instead of its name."""

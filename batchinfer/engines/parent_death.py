@@ -60,11 +60,11 @@ def guard_forks(release: Callable[[], object]) -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when the thread that started it ends. Works on Linux only.
 
-    If the parent ended before the kernel could be asked, this process kills itself.
+    The kernel does nothing about a parent that has already ended. In that case this process kills itself.
 
     Args:
-        parent: Process id of the expected parent. If the parent is another process, the expected one has ended. Without
-            this argument, only a parent with id 1 counts as a sign that it has ended.
+        parent: Process id of the parent that started this process. If it has already ended, the kernel reports another
+            parent. None if the id is not known: then the parent has ended if the kernel reports process 1.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two calls of `take` while slots are free and the source has nothing ready.
 POLL_SECONDS = 0.01
-# Most seconds between these calls: the pause doubles with each call that brings no request.
+# Longest pause between two such calls, in seconds: the pause starts at POLL_SECONDS and doubles after each call of
+# `take` that brings no request.
 SLOWEST_POLL_SECONDS = 0.1
 # Most seconds until the caller gets control again and the watchdog looks at the replicas.
 LONGEST_WAIT_SECONDS = 0.25

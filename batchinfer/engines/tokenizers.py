@@ -173,7 +173,7 @@ def _wants_parts(template: str) -> bool:
 
     Such a template expects the content as a list of parts. Other templates would print the list itself.
     """
-    # The tag `generation`, which transformers adds for training, is unknown to plain Jinja.
+    # Plain Jinja cannot parse the tag `generation`, which transformers adds for training, so `if` replaces it here.
     plain = template.replace("endgeneration", "endif").replace("{% generation", "{% if true")
     plain = plain.replace("{%- generation", "{%- if true")
     try:

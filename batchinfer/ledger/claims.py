@@ -56,8 +56,9 @@ LEASES_UNTIL_GONE = 1.0
 LEASES_UNTIL_HELPED = 1.0
 """Leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
-"""Leases without a heartbeat after which a reader that looks only once counts a worker as gone. The limit is longer
-because such a reader compares storage's clock, which may run ahead, with its own, and has not watched the record."""
+"""Leases without a heartbeat after which a worker counts as gone for a reader that looks only once, like `clean`. The
+limit is higher than LEASES_UNTIL_GONE, because such a reader has not watched the worker's record: it may have to
+compare storage's clock with its own, and the two may differ."""
 _LEASES_OF_A_STALL = 0.6
 """Share of a lease without a heartbeat that is worth a warning: two heartbeats in a row are missing."""
 

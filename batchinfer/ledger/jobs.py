@@ -27,11 +27,12 @@ _TABLES = ("parquet", "csv")
 
 
 class ChunkRef(NamedTuple):
-    """One chunk to do. `rows`, `bytes` and `sha256` are None for a file of a list without a job.json.
+    """One chunk to do.
 
-    `row_limit` is how many of its first rows are to be done (``--limit``), None for all. `generation` is that of the
-    marker to publish: 0, or more if error rows are done again. `listed_bytes` is the size of a file of a list at
-    start-up.
+    `rows`, `bytes` and `sha256` come from job.json. If the manifest belongs to no job, they are None, and
+    `listed_bytes` is the size that the file had when the worker started. `row_limit` is the number of rows to do,
+    counted from the first (``--limit``); None for all. `generation` is the generation of the marker that will be
+    published: 0, or more if error rows are done again.
     """
 
     name: str

@@ -194,7 +194,8 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
     for name, info in inventory.orphans():
         # An unreadable marker may name this output, which stays until the chunk is done again.
         is_settled = inventory.is_passed_over(name, info) and not is_claimed(name)
-        # `--redo` removes the very marker that makes this output an orphan; it stays until there is another.
+        # An orphan may be removed only while its chunk has a marker, which names another output. `--redo` removes that
+        # marker, so the orphan stays until the chunk has a new one.
         if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
         if is_safe or no_worker_runs:

@@ -73,7 +73,8 @@ def _without_the_engines_own(run: Run) -> dict[str, Any]:
         if config.get(name) == value:
             config.pop(name, None)
     arguments = config.get("engine_args") or {}
-    # No worker records this argument, so somebody else wrote it.
+    # A worker refuses this argument (the option is --trust-remote-code), so somebody has edited run.json. The command
+    # must not trust a model's code because of such an edit.
     config["engine_args"] = {
         name: value for name, value in arguments.items() if name != "trust_remote_code"
     }

@@ -214,7 +214,10 @@ class _Splicer:
         return b"".join((body, comma, b'"', tail, _encode_text(text), b"}\n")), name
 
     def _pick(self, line: bytes, value: dict[str, Any]) -> bytes:
-        """Return the object with only the kept columns, without its closing brace. Values stay byte for byte."""
+        """Return the object with only the kept columns, without its closing brace.
+
+        Values stay byte for byte, except in a line with a lone surrogate, which is written anew.
+        """
         names = [name for name in kept_columns(list(value), self._choice) if name in value]
         try:
             raw = _raw_decoder.decode(line)

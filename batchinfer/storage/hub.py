@@ -205,7 +205,8 @@ class ReadOnlyStore:
             )
         self._fs.invalidate_cache()
         found = self._retry("", partial(self._fs.find, self._root, detail=True))
-        # The Hub's file system spells the revision in its own way, so keys are cut off after the root as it spells it.
+        # The file system may spell the revision in another way than `_root` does. So the root is put into the file
+        # system's spelling before it is removed from the names.
         root = self._fs.resolve_path(self._root).unresolve().rstrip("/") + "/"
         named = {name.removeprefix(root): info for name, info in found.items()}
         return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])

@@ -98,9 +98,10 @@ def is_inside(url: str, folder: str) -> bool:
 
 
 def fsspec_options(scheme: str) -> dict[str, Any]:
-    """Options for fsspec's filesystem of `scheme`: no listing from a cache, no waiting for ever.
+    """Return the options for fsspec's filesystem of `scheme`: no listing comes from a cache, no request waits for ever.
 
-    For code that reads through fsspec and needs no `Store`. Only gs:// has its package imported here.
+    For code that reads with fsspec instead of a `Store`. The call imports gcsfs for gs://, and no package for the
+    other schemes.
     """
     if scheme in {"hf", "memory"}:
         return {}  # hf:// paths name a commit here, and the content of a commit never changes

@@ -504,7 +504,8 @@ def check_is_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any
 def parse_time(text: Any) -> datetime:
     """Read a time in an answer: ISO 8601 quickly, anything else as botocore does.
 
-    botocore takes three quarters of a listing's CPU for its times: 110 ms a page of 1000 keys, 30 with this.
+    botocore's own way of reading times is three quarters of a listing's CPU time. A page of 1000 keys takes 110 ms with
+    it, and 30 ms with this function.
     """
     try:
         time_read = datetime.fromisoformat(text)

@@ -143,7 +143,7 @@ class OpenChunks:
         """Whether checkpoints or outputs are being written."""
         return self._checkpointer.is_busy or self._publish_queue.is_busy
 
-    # -- the round
+    # -- what the worker calls while it runs and when it ends
 
     def allow_publishing(self, fingerprint: str) -> None:
         """Publish complete chunks from the next `tick` on: the worker has joined the run with this fingerprint."""

@@ -24,8 +24,8 @@ MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 
 WAITING_SECONDS = 30.0
-"""Seconds that a start may be without a chunk, its engine being ready, before it counts as waiting for other
-workers."""
+"""Seconds that the engine must have been ready before a start that has had no chunk yet counts as waiting for other
+workers. A waiting start does not count as an attempt."""
 
 
 class Telemetry:
