@@ -205,9 +205,9 @@ def build_in_processes(
 ) -> Iterator[BuiltChunk]:
     """Build consecutive chunks in several processes, and yield them in order.
 
-    The chunks are divided into turns. A turn is a series of consecutive chunks that one process builds: it has at least
-    `_TURN_ROWS` rows and continues to the end of a row group. At most two turns for each process are submitted at a
-    time, so that the local folder never holds many chunks.
+    The chunks are divided into turns. A turn is a series of consecutive chunks that one process builds. It ends with
+    the chunk that brings it to `_TURN_ROWS` rows and past the end of a row group. At most two turns for each process
+    are submitted at a time, so that the local folder never holds many chunks.
 
     Raises:
         InputError: See `CountedSources.read`.
