@@ -1,9 +1,9 @@
 """The order in which rows go to the engine: sorted by the beginnings of their prompts, one queue for each replica.
 
-An engine keeps the computed beginnings of prompts in a prefix cache, and each replica has a cache of its own. Rows
-whose prompts begin alike are therefore sorted next to each other (`PrefixWindow`), and the sorted rows are cut into as
-many runs as there are replicas (`ReplicaQueues`). If rows were dealt out one by one, every replica would compute every
-prefix. The order of the outputs, and the answers themselves, do not depend on any of this.
+An engine keeps the computed beginnings of prompts in a prefix cache, and each replica has a cache of its own. Therefore
+`PrefixWindow` sorts rows so that prompts that begin alike are neighbours, and `ReplicaQueues` gives each replica one
+piece of neighbouring rows. If rows were dealt out one by one, every replica would compute every prefix. The order in
+which rows go to the engine changes neither the answers nor the order of the output lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class ReplicaQueues(Generic[T]):
     """Rows that are ready for the engine, in one queue for each replica. Starts with one queue.
 
-    No replica waits for rows of its own: when its queue is empty, it gets the last row of the longest queue.
+    When a replica's queue is empty, the replica gets the last row of the longest queue.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class ReplicaQueues(Generic[T]):
             yield from queue
 
     def set_number(self, number: int) -> None:
-        """Change the number of queues; the rows are shared out again, in their order."""
+        """Change the number of queues. The rows are shared out to the new queues in their present order."""
         if number != len(self._queues):
             rows = list(self)
             self._queues = [deque() for _ in range(number)]
             self.extend(rows)
 
     def extend(self, rows: Sequence[T]) -> None:
-        """Append consecutive rows to each queue, so that all queues become about equally long."""
+        """Append a piece of consecutive rows to each queue. The pieces are cut so that all queues get about equally long."""
         held = [len(queue) for queue in self._queues]
         shares = share_out(held, [len(rows)] * len(held), len(rows))
         begin = 0
@@ -58,13 +58,13 @@ class ReplicaQueues(Generic[T]):
         self._queues[0].appendleft(row)
 
     def has(self, free_slots: Sequence[int]) -> bool:
-        """Whether each queue alone can fill the free slots of its replica."""
+        """Whether each queue holds at least as many rows as its replica has free slots."""
         return all(
             len(queue) >= num_free for queue, num_free in zip(self._queues, free_slots, strict=True)
         )
 
     def head(self, index: int) -> T:
-        """Return the row that `pop` would take. At least one queue must hold a row."""
+        """Return the row that `pop` would take for the replica of this index. At least one queue must hold a row."""
         queue, place = self._next(index)
         return queue[place]
 
@@ -85,8 +85,9 @@ class ReplicaQueues(Generic[T]):
 def prefix_key(request: Request) -> bytes:
     """Return bytes that sort requests with a common prefix next to each other.
 
-    Any order of the tokens will do, so a token counts as its four bytes in memory: comparing bytes is fast. A request
-    that cannot be written as bytes gets the empty key: it is sorted badly, but does not end the worker.
+    Any sorting that brings common prefixes together will do. Token ids are therefore compared as the bytes that they
+    have in memory, because comparing bytes is fast. A request that cannot be written as bytes gets the empty key. Its
+    place in the order is then a bad one, but the worker does not fail.
     """
     try:
         if request.token_ids is not None:
@@ -99,7 +100,10 @@ def prefix_key(request: Request) -> bytes:
 
 
 class PrefixWindow(Generic[T]):
-    """Collects up to `size` rows and releases them sorted by their prefixes. Size 0 keeps their order."""
+    """Collects rows until it holds about `size` of them, and releases them sorted by their prefixes.
+
+    With size 0, rows are released in the order in which they were added.
+    """
 
     def __init__(self, size: int, request_of: Callable[[T], Request]) -> None:
         self.size = size
@@ -111,7 +115,7 @@ class PrefixWindow(Generic[T]):
 
     @property
     def is_full(self) -> bool:
-        """Whether the window holds `size` rows."""
+        """Whether the window holds `size` rows or more."""
         return len(self._rows) >= self.size
 
     def extend(self, rows: Iterable[T]) -> None:
@@ -119,7 +123,7 @@ class PrefixWindow(Generic[T]):
         self._rows.extend(rows)
 
     def release(self) -> list[T]:
-        """Take all rows out, sorted."""
+        """Take all rows out and return them: sorted, or in the order of adding if the size is 0."""
         rows, self._rows = self._rows, []
         if self.size:
             rows.sort(key=lambda row: prefix_key(self._request_of(row)))

@@ -1,13 +1,14 @@
 """Checkpoints and outputs of open chunks, written in the background.
 
-A `PublishQueue` owns complete chunks until they are published or given up:
+A `PublishQueue` owns complete chunks, whose rows are all finished, until they are published or given up:
 
-    complete -> waiting -> publishing -> published, by us or by somebody else
+    complete -> waiting -> publishing -> published, by this worker or by another
                    ^            |
                    +--- failed -+-> given up
 
-A `Checkpointer` owns the segments that are being written. If a segment cannot be written, nothing is lost yet: the next
-segment of its chunk will hold the rows. Everything here runs on the main thread, and nothing blocks.
+A `Checkpointer` owns the segments (files of finished rows) that are being written. If a segment cannot be written, its
+rows are still on the local disk, and the next segment of the same chunk will hold them. The methods of both classes are
+called on the main thread and never wait for storage: background threads do the writing.
 """
 
 from __future__ import annotations
@@ -32,16 +33,21 @@ from batchinfer.worker.config import Environment, Limits, RunAccess
 logger = logging.getLogger(__name__)
 
 _MAX_WRITING = 4
-"""Segments that are written at the same time. If a bucket hangs, threads must be left for other work."""
+"""Largest number of segments that are written at the same time. Each takes a background thread. If storage does not
+answer, some threads must be left for other work."""
 _SEGMENT_BYTES = 32 << 20
-"""Bytes of the largest segment, since a segment is held in memory as a whole. More rows become several segments."""
+"""Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
+whole."""
 _NO_ROWS = -1
-"""The `end` of a segment that holds engine deaths and no rows."""
+"""Value of `_Writing.end` for a segment that holds no finished rows, but notes which rows an engine died with."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A chunk that waits to be published at `due` or later. `attempts` counts the attempts that failed."""
+    """A chunk that waits to be published.
+
+    Publishing begins at `due` (monotonic seconds) or later. `attempts` counts the failed attempts to publish it.
+    """
 
     chunk: OpenChunk
     due: float
@@ -56,15 +62,16 @@ class _Publishing:
 
 
 class PublishQueue:
-    """Publishes chunks in the background, as soon as the run is known and the heartbeat is fresh.
+    """Publishes complete chunks in the background, once the worker has joined the run and while it holds its lease.
 
     Args:
         environment: The clock and the background.
         run: The publisher, the lease and the scratch folder.
-        limits: The number of attempts for a chunk, and the wait between them.
-        may_give_up: Says whether a chunk may be given up after the last attempt: not while the engine has work.
-        must_wait: Whether a chunk must not be published yet, for example while a segment of it is being written.
-        save: Called with a chunk that could not be published.
+        limits: The number of attempts to publish a chunk, and the wait between two attempts.
+        may_give_up: Returns whether a chunk whose last attempt failed may be given up. It may not while rows are left
+            for the engine; then the chunk is tried again.
+        must_wait: Returns whether a chunk must not be published yet, for example while a segment of it is being written.
+        save: Called with a chunk after each failed attempt that will be repeated, to checkpoint the chunk's rows.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class PublishQueue:
         return bool(self._publishing)
 
     def is_publishing(self, chunk: OpenChunk) -> bool:
-        """Whether a chunk is being published, so that its files are being read."""
+        """Whether a chunk is being published now. If so, a background thread is reading its files."""
         return any(entry.chunk is chunk for entry in self._publishing)
 
     def has_failed(self, chunk: OpenChunk) -> bool:
@@ -106,20 +113,21 @@ class PublishQueue:
         return any(entry.chunk is chunk and entry.attempts for entry in self._waiting)
 
     def add(self, chunk: OpenChunk) -> None:
-        """Publish a complete chunk, at once or as soon as possible."""
+        """Queue a complete chunk. Publishing begins at once if it is allowed now, else as soon as it is."""
         self._wait(chunk, attempts=0, delay=0.0)
 
     def drop(self, chunk: OpenChunk) -> None:
-        """Forget a chunk that waits. Publishing that has begun goes on."""
+        """Forget a chunk that waits to be published. If publishing the chunk has begun already, it goes on."""
         self._waiting = [entry for entry in self._waiting if entry.chunk is not chunk]
 
     def collect(self) -> Iterator[tuple[OpenChunk, Published | StorageError]]:
         """Yield each chunk that was published, or that was given up because of an error.
 
-        Other failures are tried again.
+        A chunk whose attempt failed, but that is not given up, is not yielded: it waits for its next attempt.
 
         Raises:
-            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
+            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a newer
+                process of the same worker has started.
         """
         for entry in [entry for entry in self._publishing if entry.pending.is_done()]:
             self._publishing.remove(entry)
@@ -147,7 +155,10 @@ class PublishQueue:
         self.start()
 
     def _may_publish(self) -> bool:
-        """Whether the run is known and our lease holds. Without a fresh heartbeat others may have taken our chunks."""
+        """Whether the run is known and this worker holds its lease.
+
+        When the lease has lapsed for want of heartbeats, other workers may have taken this worker's chunks.
+        """
         return bool(self._fingerprint) and self._run.lease.is_held()
 
     def _publish(self, chunk: OpenChunk, attempts: int) -> None:
@@ -175,8 +186,12 @@ class PublishQueue:
         self._publishing.append(_Publishing(chunk, pending, attempts))
 
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:
-        """Let a failed chunk wait again, unless it has failed too often and the engine has no other work."""
-        # A late heartbeat does not count as an attempt: the chunk waits for the next heartbeat (_may_publish).
+        """Put a chunk that could not be published back to the waiting ones, and return True.
+
+        Returns False if the chunk is given up: it has failed too often, and no rows are left for the engine.
+        """
+        # A failure caused by this worker's late heartbeat is not counted. `_may_publish` delays the next attempt until
+        # the heartbeat has been renewed.
         attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
         name = entry.chunk.name
         if attempts >= self._limits.storage_attempts and self._may_give_up():
@@ -208,11 +223,12 @@ class _Writing:
     pending: Pending[int]
     key: str
     end: int
-    """Bytes at the beginning of the chunk's spool that are on storage once this segment is, or _NO_ROWS."""
+    """Position in the chunk's spool (its local file of finished rows), in bytes, at which the rows of this segment end;
+    _NO_ROWS for a segment without rows."""
     rows_done: int
-    """Rows of the chunk that were finished when the segment was begun."""
+    """Number of the chunk's rows that were finished when the writing of this segment began."""
     is_cut: bool
-    """Whether the segment was cut at its largest size, so that some of these rows are left for the next one."""
+    """Whether the segment reached its largest size, so that finished rows of the chunk are left for the next segment."""
 
     def describe(self, num_records: int) -> str:
         """Say what the segment holds, for the log."""
@@ -224,14 +240,16 @@ class _Writing:
 
 
 class Checkpointer:
-    """Writes segments of chunks on request, never two of the same chunk at the same time.
+    """Writes the finished rows of chunks to storage as segments. `ask` never lets two segments of a chunk be written at once.
 
-    While `is_writing_of(chunk)` is true, the chunk's spool is being read, and not all its segments are known.
+    While `is_writing_of(chunk)` is true, a background thread is reading the chunk's spool (its local file of finished
+    rows), and the chunk's list of segments does not yet hold the one being written.
 
     Args:
         run: The run's store and the lease.
         background: Writes the segments.
-        may_write: Called right before a segment of a chunk is begun; says whether the segment is still wanted.
+        may_write: Called with a chunk right before a segment of its rows is begun. Returns whether the segment is still
+            wanted.
     """
 
     def __init__(
@@ -251,7 +269,7 @@ class Checkpointer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether segments are being written or waiting to be."""
+        """Whether a segment is being written, or a chunk waits for its segment to be begun."""
         return bool(self._writing or self._asked)
 
     def is_writing_of(self, chunk: OpenChunk) -> bool:
@@ -259,22 +277,26 @@ class Checkpointer:
         return any(entry.chunk is chunk for entry in self._writing)
 
     def ask(self, chunks: Iterable[OpenChunk]) -> None:
-        """Write the finished rows of these chunks that no segment holds yet. Earlier requests come first."""
+        """Write segments with those finished rows of these chunks that no segment holds yet.
+
+        Chunks of earlier calls come first.
+        """
         waiting = {id(chunk) for chunk in self._asked}
         self._asked.extend(chunk for chunk in chunks if id(chunk) not in waiting)
         self._start()
 
     def tick(self) -> None:
-        """Collect the segments that are written, then start the next ones.
+        """Note the segments whose writing has ended, then begin the next ones.
 
         Raises:
-            BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
+            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a newer
+                process of the same worker has started.
         """
         self._collect()
         self._start()
 
     def note_deaths(self, chunk: OpenChunk, lines: list[int]) -> None:
-        """Write a segment at once that notes which rows were in flight when an engine died."""
+        """Begin at once to write a segment that notes which rows (`lines`) an engine was processing when it died."""
         self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""Shows, without an engine, what a worker would do: its first prompts, and the named templates."""
+"""Shows a worker's first prompts (`--preview`) and the named prompt templates (`--template list`), without an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN_CHARACTERS = 2000
 
 
 def show_templates() -> dict[str, Any]:
-    """The named templates, shown to people on stderr."""
+    """Show the named templates to people on stderr. Returns their names for the command's result object."""
     templates = list_templates()
     for template in templates:
         click.echo(f"{template.name}: {template.description}", err=True)
@@ -45,7 +45,11 @@ def show_templates() -> dict[str, Any]:
 
 
 class RenderedRow(Record, frozen=True, kw_only=True):
-    """One row as the engine would get it. `tokens` is None where there is no tokenizer."""
+    """One row as the engine would get it, or its error.
+
+    `tokens` is the number of tokens in the prompt; None if there is no tokenizer or the prompt has no token ids.
+    `code` and `message` describe the error of a row that cannot be sent to an engine; else they are empty.
+    """
 
     row: int
     id: str
@@ -56,7 +60,7 @@ class RenderedRow(Record, frozen=True, kw_only=True):
 
 
 def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
-    """Describe one prepared row. Long prompts are cut in the middle."""
+    """Describe one prepared row. The middle of a long text prompt is left out."""
     if prepared.failure is not None:
         failure = prepared.failure
         return RenderedRow(
@@ -77,7 +81,7 @@ def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
 
 
 def show_rows(rows: Iterable[RenderedRow]) -> None:
-    """Show rendered rows to people."""
+    """Show rendered rows to people on stderr."""
     for row in rows:
         tokens = "" if row.tokens is None else f", {row.tokens} tokens"
         click.echo(f"--- row {row.row} (id {row.id}){tokens}", err=True)
@@ -95,7 +99,7 @@ def make_preview_builder(
     tokenizer: Tokenizer | None,
     max_model_len: int | None,
 ) -> PromptBuilder:
-    """Make the worker's own prompt builder, except that it keeps every prompt, to show it."""
+    """Make the prompt builder that a worker would use, but let it keep every prompt, so that it can be shown."""
     prompt = msgspec.structs.replace(prompt, keep_prompt=True)
     return PromptBuilder(prompt, sampling, run_seed, tokenizer, max_model_len)
 
@@ -103,7 +107,10 @@ def make_preview_builder(
 def read_first_rows(
     chunk: ChunkRef, count: int, open_store: OpenStore, scratch: Scratch
 ) -> list[RawRow]:
-    """The first rows of a chunk. Copies the whole chunk to the scratch folder."""
+    """Read up to `count` rows from the beginning of a chunk.
+
+    Copies the whole chunk to the scratch folder, and deletes the copy afterwards.
+    """
     local = fetch(open_store(chunk.root), chunk, scratch)
     try:
         with local.path.open("rb") as file:
@@ -120,10 +127,10 @@ def run_preview(
     open_store: OpenStore,
     load_tokenizer: Callable[[EngineConfig], Tokenizer | None],
 ) -> dict[str, Any]:
-    """Render the first `count` prompts of a worker's manifests. Read-only: nothing is claimed, no engine is loaded.
+    """Show the first `count` prompts of a worker's manifests. Storage is only read, and no engine is loaded.
 
     Raises:
-        BatchinferError: every error that a worker would raise before its engine loads.
+        BatchinferError: the manifests, the chunks, the columns or the tokenizer cannot be read or used.
     """
     assignment = read_assignment(
         config.manifests,
@@ -155,7 +162,7 @@ def run_preview(
 def render(
     builder: PromptBuilder, chunk: ChunkRef, rows: Sequence[RawRow], *, has_tokenizer: bool
 ) -> list[RenderedRow]:
-    """Rows of one chunk as the engine would get them."""
+    """Build the prompts of some rows of one chunk, and describe each as the engine would get it."""
     return [
         rendered(prepared, has_tokenizer=has_tokenizer)
         for prepared in builder.build(chunk.name, chunk.first_row, rows)

@@ -1,4 +1,4 @@
-"""A worker's progress on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""A worker's progress on stderr: a progress bar if stderr is a terminal, else a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ShowProgress = Callable[[Telemetry], None]
 
 
 def progress_for(stream: TextIO) -> ShowProgress:
-    """Choose the bar for a terminal, lines for anything else."""
+    """Return a function that shows progress: as a bar if `stream` is a terminal, else as log lines."""
     return _ProgressBar(stream) if stream.isatty() else _ProgressLines()
 
 
 def describe(telemetry: Telemetry) -> str:
     """Describe the progress in one line: finished and resumed rows, rates, errors, time left.
 
-    The time left is estimated from the rate of this start and covers its own manifests only.
+    The time left is an estimate: the rows left in this worker's own manifests, divided by the average rate of finished
+    rows since this process's engine became ready.
     """
     done, resumed = telemetry.tally.rows, telemetry.rows_resumed + telemetry.rows_skipped
     tally, seconds = telemetry.tally, telemetry.busy_seconds
@@ -79,7 +80,7 @@ class _ProgressBar:
 
     @cached_property
     def _bar(self) -> Any:
-        """Return the bar. The bar is made when it is first shown, so that a failed set-up shows none."""
+        """The bar. It is made at first use, so that a worker that fails before its first progress shows no bar."""
         from tqdm import tqdm
 
         return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)

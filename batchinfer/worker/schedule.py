@@ -1,8 +1,8 @@
-"""Which chunk to open next: a `Schedule` owns the list of chunks that this worker may still do.
+"""Chooses the chunk that a worker opens next: a `Schedule` owns the list of chunks that this worker may still do.
 
-Own chunks come first, then chunks that nobody has claimed, then the chunks of workers that are gone or slow. The
-schedule belongs to `OpenChunks`, on the main thread. The schedule looks at storage only through `ledger.survey`, in the
-background, once its own chunks have run out.
+Chunks of the worker's own manifests come first, then chunks that nobody has claimed, then the chunks of workers that
+are gone or slow. `OpenChunks` calls the schedule on the main thread. When no listed chunk is left to open, the schedule
+looks at the other workers' claims on storage, in the background (`ledger.survey`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from batchinfer.worker.config import Environment, RunAccess
 logger = logging.getLogger(__name__)
 
 SLOWER = 1.5
-"""A worker this many times slower than this one is helped with the chunks that it holds."""
+"""Factor between two workers' rates. If this worker's rate is more than SLOWER times another worker's rate, this worker
+helps with the chunks that the other one holds."""
 _LONGEST_LOOK_SECONDS = 10.0
 
 
@@ -33,35 +34,38 @@ class Candidate(NamedTuple):
 
     ref: ChunkRef
     take_over: Held | None = None
-    """The lapsed claim of another worker that is to be taken over."""
+    """Claim of another worker that no longer counts (it has lapsed) and is to be replaced; None if there is no such claim."""
     is_backup: bool = False
-    """Whether to work without a claim, in a race with the chunk's owner."""
+    """Whether this worker does the chunk without a claim, while the owner of the claim works on it too."""
 
 
 class _OwnerProgress(NamedTuple):
-    """What this worker has seen of another worker's progress. Between `since` and `until` the other finished no row."""
+    """What this worker has seen of another worker's progress.
+
+    As far as this worker saw, the other worker finished no row between `since` and `until`.
+    """
 
     rows: tuple[int, int]
-    """The owner's epoch and the rows that it has done."""
+    """Epoch of the other worker, and the number of rows in its record."""
     beat: int
-    """Number of the owner's heartbeat that was seen last."""
+    """Number of the other worker's latest heartbeat that was seen."""
     since: float
-    """Monotonic time of this process when this number of rows was seen first."""
+    """Seconds on this process's monotonic clock when `rows` was first seen."""
     until: float
-    """Monotonic time of this process when a newer heartbeat last showed the same number of rows."""
+    """Seconds on this process's monotonic clock of the last look that saw a new heartbeat with unchanged `rows`."""
 
 
 class Schedule:
-    """The order of work.
+    """The list of chunks that this worker may open, in order.
 
     Args:
         own: Chunks of this worker's manifests that are left to do, in order.
-        environment: The clock and the background.
-        run: Access to the run, to look at the other workers.
-        everything: Function that returns all chunks of the job, to help other workers; None if this worker must not
-            help.
-        earlier_rate: Rows per second of this worker's earlier starts; 0 if unknown.
-        done: Names of chunks that are done.
+        environment: The clock and the background threads.
+        run: Access to the run's store and claims, to look at the other workers.
+        everything: Function that returns all chunks of the job, so that this worker can help with other workers'
+            chunks; None if this worker must not help.
+        earlier_rate: Average rows per second of this worker's earlier processes; 0 if unknown.
+        done: Names of chunks that need no more work.
     """
 
     def __init__(
@@ -101,18 +105,18 @@ class Schedule:
     # -- what happened to a chunk
 
     def started(self, name: str) -> None:
-        """Note that a chunk is being opened or worked on here."""
+        """Note that this worker opens a chunk or works on it."""
         self._busy.add(name)
 
     def finished(self, name: str) -> None:
-        """Note that a chunk has its marker, from this worker or another."""
+        """Note that a chunk has its marker, written by this worker or another."""
         self._busy.discard(name)
         self._done.add(name)
         self._own_left.discard(name)
         self._has_changed = True
 
     def gave_up(self, name: str) -> None:
-        """Note that a chunk failed here for good. Nothing waits for it any more."""
+        """Note that this worker has failed with a chunk for good. This worker neither tries it again nor waits for it."""
         self._busy.discard(name)
         self._own.pop(name, None)
         self._own_left.discard(name)
@@ -121,14 +125,14 @@ class Schedule:
         self._has_changed = True
 
     def held_by_other(self, name: str) -> None:
-        """Note that another worker holds a chunk."""
+        """Note that this worker did not get a chunk, because another worker holds its claim."""
         self._busy.discard(name)
         self._has_changed = True
 
     # -- what is next
 
     def next(self) -> Candidate | None:
-        """Take the next chunk to open; None if there is none yet, or none any more (see `is_finished`)."""
+        """Take the next chunk to open. None if no chunk is listed now; `is_finished` says whether more may follow."""
         while self._todo:
             candidate = self._todo.popleft()
             if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
@@ -142,12 +146,12 @@ class Schedule:
 
     @property
     def waiting_for(self) -> set[str]:
-        """Own chunks that others hold."""
+        """Names of own chunks that are neither done nor being worked on by this worker, for example held by others."""
         return self._own_left - self._busy
 
     @property
     def is_finished(self) -> bool:
-        """No chunk is left to open, to wait for or to help with. Chunks being worked on do not count."""
+        """Whether no chunk is left to open, to wait for or to help with. Chunks that this worker works on do not count."""
         return (
             not self._todo
             and self._pending is None
@@ -156,12 +160,14 @@ class Schedule:
         )
 
     def tick(self, open_names: Iterable[str], own_rate: float | None) -> list[str]:
-        """Look at the other workers once no chunk is left to open. Return the open chunks that others have published.
+        """Look at the other workers, in the background, once no chunk is left to open.
+
+        Returns the names of open chunks that other workers have published, as the last look found.
 
         Args:
-            open_names: Names of the chunks that are open here.
-            own_rate: Rows per second of this start, 0 before the first row; None while the engine loads, when nobody
-                is helped.
+            open_names: Names of the chunks that this worker has open.
+            own_rate: Rows per second of this process; 0 before its first row. None while the engine loads: then this
+                worker does not race other workers for their chunks.
         """
         published: list[str] = []
         if self._pending is not None and self._pending.is_done():
@@ -176,13 +182,16 @@ class Schedule:
             names = self._unsettled()
             if not names:
                 self._has_nothing_to_help = True
-            # Open chunks are looked at too: a helper may have published one that this worker is slow with.
+            # Open chunks are looked at too, because another worker may have published one of them to help this worker.
             if is_due and (names or open_names):
                 self._look(names, set(open_names))
         return published
 
     def _unsettled(self) -> set[str]:
-        """Chunks that are neither done nor being worked on here; with those of others if this worker may help."""
+        """Names of chunks that are neither done nor being worked on by this worker.
+
+        If this worker may help others, these are chunks of the whole job, else only its own.
+        """
         names = self.waiting_for
         if self._everything is not None:
             if self._others is None:
@@ -215,7 +224,7 @@ class Schedule:
         self._has_changed = True
         refs = {**(self._others or {}), **self._own}
         found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
-        # Helpers that start together shuffle differently, so that they do not compete for the same claims.
+        # Each worker shuffles the unclaimed chunks in its own order, so that helpers do not all try the same claim first.
         random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
         for name, held in survey.lapsed.items():
             if name not in open_names:
@@ -234,29 +243,33 @@ class Schedule:
         return published
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
-        """Whether an owner has renewed its record since we first saw it. If so, it is alive and keeps its chunks."""
+        """Whether a claim's owner has renewed its record since this worker first saw it.
+
+        If so, the owner is alive and keeps its chunks.
+        """
         first = self._first_beats.setdefault(f"{held.claim.worker}/{owner.epoch}", owner.beat)
         return owner.beat != first
 
     def _is_to_help(
         self, name: str, held: Held, owner: Worker, own_rate: float | None, *, is_idle: bool
     ) -> bool:
-        """Whether a live owner is so slow that we should do its chunk too."""
+        """Whether the live owner of a chunk is so slow that this worker should do the chunk too."""
         if own_rate is None:
             return False
         if self._is_still(held, owner):
             return True
         rate = own_rate or self._earlier_rate
         if not rate:
-            # We have no rate of our own to compare with. If idle, race the owner rather than wait.
+            # This worker has no rate to compare with. If it has no open chunk, it does its own chunk at the same time as
+            # the claim's owner rather than wait.
             return is_idle and name in self._own
         return 0 < SLOWER * rows_per_second(owner) < rate
 
     def _is_still(self, held: Held, owner: Worker) -> bool:
-        """Whether a live owner has finished no row for the length of a lease.
+        """Whether a claim's owner is alive but has finished no row for so long that it needs help (see `stands_still`).
 
-        Such an owner is loading, hung, or has nothing but long rows. Its claims do not lapse, because its heartbeats go
-        on.
+        The owner may be loading its engine, may hang, or may have only rows that take long. Its claims do not lapse,
+        because its heartbeats go on.
         """
         rows = (owner.epoch, owner.rows_done)
         seen = self._progress.get(held.claim.worker)
@@ -264,13 +277,13 @@ class Schedule:
             now = self._clock.monotonic()
             seen = _OwnerProgress(rows, owner.beat, now, now)
         elif seen.beat != owner.beat:
-            # Use the time at which we asked, not now: this machine may have slept before it handled the answer, so the
-            # record may be old.
+            # Use the time at which the look began, not the present. This machine may have been suspended since then, and
+            # the record only says what was true at the look.
             seen = seen._replace(beat=owner.beat, until=self._looked)
         self._progress[held.claim.worker] = seen
         return stands_still(seen.until - seen.since, owner.lease_seconds, self._lease_seconds)
 
 
 def rows_per_second(worker: Worker) -> float:
-    """Return the average rate of a worker over all its starts, from its record; 0 if unknown."""
+    """Return a worker's average rows per second over all its starts, computed from its record; 0 if unknown."""
     return worker.rows_done / worker.busy_seconds if worker.busy_seconds > 0 else 0.0

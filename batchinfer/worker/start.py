@@ -1,7 +1,7 @@
-"""One start of a worker, the owner of its main loop: run a model over chunks until every one has a marker.
+"""One start of a worker, from its set-up through its main loop to its end: it runs a model over chunks of rows.
 
-A worker may end at any instant, by SIGKILL too, and be started again anywhere: the next start needs only what is on
-storage.
+A worker is done when every chunk of its manifests has a marker. A worker may end at any instant, also by SIGKILL, and
+may be started again on any machine: the next start needs only what is on storage.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
 _ROWS_WHILE_LOADING = 256
 _NUM_LOOKS = 4
-"""Background jobs that read markers at the same time."""
+"""Number of background jobs that read markers at the same time."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
-    """Process every chunk of the manifests. Idempotent, and restartable at any point.
+    """Process every chunk of the manifests. It can be killed at any point and run again: finished work is not repeated.
 
     Returns:
         The result object: counts, tokens and rates of this start.
 
     Raises:
-        BatchinferError: the worker ends early; its `result` holds the counts so far.
+        BatchinferError: the worker ends early. The error's `result` is the result object with the counts until then.
     """
     start = _Start(config, environment)
     try:
@@ -84,7 +84,7 @@ def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]
 
 
 class _Start:
-    """One start of a worker. `run` shows all steps in order; the other methods are these steps."""
+    """One start of a worker. `run` goes through the start from beginning to end; most other methods are its steps."""
 
     def __init__(self, config: WorkerConfig, environment: Environment) -> None:
         self.config = config
@@ -100,7 +100,7 @@ class _Start:
         self._snapshot_at = float("-inf")
 
     def run(self) -> None:
-        """Set up, generate, publish, tidy up."""
+        """Set up, generate answers, publish outputs, and clean up, also after an error."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.environment.background.close)
             membership = self._look()
@@ -130,9 +130,9 @@ class _Start:
                 raise
 
     def _look(self) -> Membership:
-        """Find out what there is to do, whether it may be done, and what the store supports.
+        """Read the manifests, check that this worker may run, and find out whether the store respects preconditions.
 
-        Leaves nothing on storage.
+        Afterwards storage is as it was before.
         """
         assignment = self._unless_stopped(
             partial(read_work, self.config, self.environment, self.store)
@@ -210,7 +210,10 @@ class _Start:
         self._raise_failures(open_chunks)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
-        """Open the engine in the background. A stop request ends the loading, and so does leaving the stack."""
+        """Open the engine in the background.
+
+        The loading is told to stop when the worker is asked to stop, and when `stack` is left.
+        """
         self.telemetry.engine_loading()
         stop_loading = WhileLoading(self.environment.stopper)
         loading = self.environment.background.submit(partial(engine.open, stop_loading))
@@ -227,7 +230,7 @@ class _Start:
         opener: Opener,
         open_chunks: OpenChunks,
     ) -> Run:
-        """Agree with the other workers on the run's configuration. From then on chunks may be published."""
+        """Agree with the other workers on the run's configuration. Afterwards this worker may publish chunks."""
         join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
         run = self._unless_stopped(join, may_finish=True)
         opener.join(run.fingerprint)
@@ -262,7 +265,7 @@ class _Start:
         )
 
     def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the rows through the engine. However it ends, finished rows are saved."""
+        """Run the rows through the engine until every chunk is published. After an error, save the finished rows first."""
         try:
             self._generate(engine, stream, open_chunks)
             self._drain(open_chunks, stream)
@@ -273,7 +276,7 @@ class _Start:
             )
             raise
         except Exception:
-            # Save also after a bug of batchinfer, since finished rows are worth keeping.
+            # Save the finished rows after any other error too, even a bug of batchinfer.
             self._save(open_chunks, deaths={})
             raise
 
@@ -289,18 +292,18 @@ class _Start:
         )
 
     def _open_sources(self, membership: Membership) -> dict[str, Store]:
-        """Open the stores that chunks are read from, by URL."""
+        """Open the stores that chunks are read from. Returns them by their URL."""
         assignment = membership.assignment
         roots = {ref.root for ref in assignment.chunks}
         if assignment.job is not None:
-            # A worker without chunks of its own still helps other workers with theirs.
+            # Also open the job's own store: this worker may help others with chunks that are not in its manifests.
             roots.add(assignment.job_url)
         return {root: self.environment.open_store(root) for root in roots}
 
     def _make_schedule(
         self, membership: Membership, access: RunAccess, done: dict[str, int]
     ) -> Schedule:
-        """Find out which chunks are left to do, here and elsewhere."""
+        """Find out which chunks of the manifests are left to do, and make the schedule from them."""
         own = membership.assignment.chunks
         left = membership.chunks_left(done, self._goal(done, own))
         num_done = len(own) - len(left)
@@ -322,7 +325,7 @@ class _Start:
         )
 
     def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
-        """Return the generation that a repair is to reach; 0 without --retry-errors."""
+        """Return the marker generation that --retry-errors brings every own chunk to; 0 without this option."""
         if not self.config.retry_errors:
             return 0
 
@@ -334,10 +337,10 @@ class _Start:
         return repair_generation([ref.name for ref in own], done, have_errors)
 
     def _without_foreign_markers(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
-        """Return `done` without the own chunks whose marker was written for a different file of the same name.
+        """Return `done` without those own chunks whose marker was written for a different file of the same name.
 
-        Such chunks are refused, or done again, when they are opened. Reads one marker for each finished file of a
-        list, and none for the chunks of a job.
+        When such a chunk is opened later, it is refused or done again. Only chunks that do not belong to a job are
+        checked. Each check reads one marker.
         """
         listed = [ref for ref in own if ref.sha256 is None and ref.name in done]
         foreign = self._select(
@@ -349,9 +352,10 @@ class _Start:
     def _select(
         self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
     ) -> list[T]:
-        """Return the items for which `check` is true, in no order.
+        """Return the items for which `check` is true, in any order.
 
-        Runs in the background, on a few items at once. With `most`, the search ends when so many are found.
+        Background threads check a few items at a time. If `most` is given, the checks end once that many items are
+        found.
         """
         found: list[T] = []
 
@@ -369,10 +373,13 @@ class _Start:
         return found
 
     def _await(self, pending: Pending[Any], open_chunks: OpenChunks | None = None) -> Any:
-        """Wait for background work and open chunks meanwhile. Returns None once no chunk is left to open.
+        """Wait for a background job and return its result.
+
+        If `open_chunks` is given, chunks are opened meanwhile. Returns None early if it turns out that no chunk is left
+        to do.
 
         Raises:
-            BatchinferError: a stop was requested, or the work failed.
+            BatchinferError: a stop was requested, or the background job failed.
         """
         while not pending.is_done():
             self.environment.stopper.raise_if_requested()
@@ -383,20 +390,23 @@ class _Start:
                 open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
-        # Raise a stop request first: an engine that is stopped while it loads fails as well, but with an error that
-        # does not tell why.
+        # A stop request is raised before the job's own error. An engine that is stopped while it loads raises an error
+        # too, but that error does not say why the engine was stopped.
         self.environment.stopper.raise_if_requested()
         return pending.result()
 
     def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
-        """Wait until a loading engine has ended, so that it is not closed while another thread opens it."""
+        """Stop the loading of the engine and wait for its end, for at most _END_LOADING_SECONDS.
+
+        Without the wait, the engine could be closed while another thread is still opening it.
+        """
         stop_loading.cancel()
         deadline = self.clock.monotonic() + _END_LOADING_SECONDS
         while not loading.is_done() and self.clock.monotonic() < deadline:
             self.environment.background.wait(_POLL_SECONDS)
 
     def _generate(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the main loop: the engine takes rows when it has free slots, and gives finished rows back."""
+        """Run the main loop: the engine takes rows from `stream` when it has free slots, and yields the finished ones."""
         stopper = self.environment.stopper
         batches = engine.generate(stream, stopper)
         self._keep_books(stream, open_chunks)
@@ -415,7 +425,7 @@ class _Start:
                             extra=event("stop_requested", reason=str(stopper.error)),
                         )
                         open_chunks.close()
-                        # Checkpoint at once, because the machine may be gone before the rows in flight are finished.
+                        # Checkpoint now, because the machine may be gone before the engine finishes its last rows.
                         open_chunks.checkpoint()
                     if not stream.num_in_flight or stopper.is_set():
                         break
@@ -427,14 +437,17 @@ class _Start:
         self.environment.stopper.raise_if_requested()
 
     def _keep_books(self, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Collect what the background has done and start what is due: prompts, chunks, checkpoints and outputs."""
+        """Take in finished background work, and begin what is due next.
+
+        Background work builds prompts, opens chunks, and writes checkpoints and outputs.
+        """
         stream.collect()
         published_by_others = open_chunks.tick(stream.demand)
         stream.drop(published_by_others)
         stream.prepare()
 
     def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
-        """Do what is due from time to time: checkpoints, the worker's record, the error rate."""
+        """Do what is due now and then: write checkpoints, update the worker's record, check the error rate, show progress."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
         every_rows = self.config.checkpoint_rows
@@ -461,7 +474,14 @@ class _Start:
         check_error_rate(self.config, self.telemetry)
 
     def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
-        """Prepare an early end: checkpoint the finished rows and release the claims, within the grace period."""
+        """Prepare an early end: checkpoint the finished rows, then release the claims.
+
+        Ends after the seconds left of the grace period, or after 5 seconds if fewer are left.
+
+        Args:
+            open_chunks: The open chunks.
+            deaths: Lines that the engine was processing when it died, by chunk; they are written to storage.
+        """
         open_chunks.begin_saving()
         deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
@@ -475,18 +495,18 @@ class _Start:
             logger.warning("not everything could be saved (%s)", error)
 
     def _save_more(self, open_chunks: OpenChunks) -> None:
-        """Do one round of saving. A failure of one chunk does not keep the others from being saved."""
+        """Do one round of saving. An error is only logged, so that a later round can save the other chunks."""
         try:
             open_chunks.tick(Demand(is_building=True))
         except Superseded:
             raise
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
-        # Checkpoint again, because rows may have finished while the last segment of their chunk was being written.
+        # Ask for checkpoints again: a chunk's last segment may not hold all its finished rows.
         open_chunks.checkpoint()
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
-        """See joining.make_result."""
+        """Make the result object that the command prints; `error` is the error that ended this start, if any."""
         return make_result(
             self.config,
             self.telemetry,
@@ -520,7 +540,7 @@ def _num_rows(refs: list[ChunkRef]) -> int:
 
 
 def _close(batches: Iterator[object]) -> None:
-    """Close a generator, so that its clean-up code runs now."""
+    """Close the engine's generator of completions, so that its clean-up code runs now."""
     close = getattr(batches, "close", None)
     if close is not None:
         close()

@@ -1,6 +1,6 @@
-"""Sums over the rows that one start of a worker finished, and their addition to the sums of earlier starts.
+"""Sums over the rows that one start of a worker finished, and their addition to the sums of its earlier starts.
 
-Bounded in size.
+The number of codes, examples and minutes is limited, so a tally cannot grow without end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from batchinfer.ledger.checkpoints import FinishedRow
 
 MAX_MINUTES = 1440
 RECENT_MINUTES = 60
-"""Minutes for which the series keeps each minute; older minutes are joined into longer stretches."""
+"""Number of latest minutes that are kept apart from the series, and merged into it when a new minute begins after
+them."""
 MAX_CODES = 50
 MAX_MESSAGE = 500
 OTHER = "other"
@@ -24,7 +25,7 @@ OTHER = "other"
 
 
 def length_bucket(tokens: int) -> str:
-    """Return the upper bound of a length's histogram bucket: the next power of two, inclusive.
+    """Return the largest length that falls into the same histogram bucket as `tokens`: a power of two, or 0.
 
     >>> [length_bucket(n) for n in (0, 1, 2, 3, 1000)]
     ['0', '1', '2', '4', '1024']
@@ -33,7 +34,7 @@ def length_bucket(tokens: int) -> str:
 
 
 class Tally:
-    """Counts of finished rows: tokens, failures, reasons to stop, lengths, and a series by the minute."""
+    """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts for each minute."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -41,9 +42,9 @@ class Tally:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.errors: Counter[str] = Counter()
-        """Failed rows by code."""
+        """Number of failed rows for each error code."""
         self.examples: dict[str, ErrorExample] = {}
-        """The first failed row of each code."""
+        """First failed row of each error code."""
         self._finish_reasons: Counter[str] = Counter()
         self._prompt_lengths: Counter[str] = Counter()
         self._completion_lengths: Counter[str] = Counter()
@@ -52,11 +53,11 @@ class Tally:
 
     @property
     def num_errors(self) -> int:
-        """Failed rows."""
+        """Number of failed rows."""
         return self.errors.total()
 
     def add(self, rows: list[FinishedRow], minute: int) -> None:
-        """Count rows that finished in a minute (whole minutes since 1970)."""
+        """Count finished rows. `minute` is the time at which they finished, in whole minutes since 1970."""
         prompt_tokens = sum([row.prompt_tokens for row in rows])
         completion_tokens = sum([row.completion_tokens for row in rows])
         self.rows += len(rows)
@@ -77,7 +78,10 @@ class Tally:
         _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
 
     def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
-        """Keep a failed row as an example if it is the first with its code. Returns the example, else None."""
+        """Keep a failed row as an example if it is the first with its error code.
+
+        Returns the example; None if the row was not kept, also because there are MAX_CODES examples already.
+        """
         if failure.code in self.examples or len(self.examples) >= MAX_CODES:
             return None
         message = failure.message[:MAX_MESSAGE]
@@ -86,7 +90,7 @@ class Tally:
         return example
 
     def on_top_of(self, base: Worker) -> Worker:
-        """Return the record of earlier starts with these rows added."""
+        """Return a copy of `base`, the record of the earlier starts, with the sums of this tally added."""
         return msgspec.structs.replace(
             base,
             rows_done=base.rows_done + self.rows,
@@ -105,7 +109,10 @@ class Tally:
 
 
 def merge_minutes(before: Iterable[Minute], now: dict[int, list[int]]) -> list[Minute]:
-    """Merge two series. If there are too many points, neighbours in the older half are joined. Pure."""
+    """Merge the numbers of latest minutes (`now`) into a series of minutes (`before`).
+
+    If the series gets longer than MAX_MINUTES, neighbouring points of its older half are joined in pairs. Pure.
+    """
     recent = (
         Minute(
             minute=number,
@@ -148,7 +155,10 @@ def _first_examples(
 
 
 def _count(counter: Counter[str], codes: list[str]) -> None:
-    """Count codes, at most MAX_CODES of them: an engine or a server may invent any number."""
+    """Add the codes to the counter. After MAX_CODES different codes, every new code counts as OTHER.
+
+    The limit is needed because an engine or a server may invent any number of codes.
+    """
     for code, count in Counter(codes).items():
         counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
 
