@@ -1,1 +1,1 @@
-"""The ground floor, for every room: records, errors, keys, encoding and time. It imports no room."""
+"""Records, errors, storage keys, encoding and time, for all other packages of batchinfer. Core imports none of them."""

@@ -1,4 +1,4 @@
-"""Time as an argument: code that waits or measures takes a `Clock`, so that a simulation can supply its own."""
+"""Clocks. Code that waits or measures time gets a `Clock` as an argument, so that a simulation can pass its own."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic time for intervals, wall time for the record, and sleep."""
+    """Monotonic time to measure intervals, Unix time to record moments, and a way to wait."""
 
     def monotonic(self) -> float:
-        """Seconds on a clock that never goes back; its zero means nothing."""
+        """Seconds on a clock that never goes back. Only differences of two readings have a meaning."""
         ...
 
     def now(self) -> float:
-        """Unix seconds."""
+        """Seconds since 1970 (Unix time)."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait for that many seconds."""
+        """Wait for `seconds` seconds."""
         ...
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The real clock of this machine."""
 
     def monotonic(self) -> float:
         """Seconds on a clock that never goes back."""
         return time.monotonic()
 
     def now(self) -> float:
-        """Unix seconds."""
+        """Seconds since 1970 (Unix time)."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for that many seconds."""
+        """Wait for `seconds` seconds."""
         time.sleep(seconds)
 
 
 def iso_utc(unix_seconds: float) -> str:
-    """Unix seconds as ISO 8601 in UTC, to the millisecond.
+    """Write Unix seconds as ISO 8601 in UTC, with milliseconds.
 
     >>> iso_utc(0.5)
     '1970-01-01T00:00:00.500Z'

@@ -1,4 +1,4 @@
-"""Records to bytes and back, checksums, fingerprint; reading zstd. Pure."""
+"""Encodes and decodes records, computes checksums, fingerprints and seeds, and decompresses zstd. Pure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ _DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tell
 
 
 def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
-    """Decode one stored record. `hint` says what to do if it is damaged.
+    """Decode one stored record of class `kind`.
+
+    Args:
+        data: The record as JSON.
+        kind: Class of the record.
+        name: Name of the record for the error's message, for example its key.
+        hint: What the error tells people to do if the record is damaged.
 
     Raises:
-        NewerVersion: The record has a newer format version, whose fields differ from ours.
-        InputError: `data` holds no such record; the message names `name` and the offending field.
+        NewerVersion: `data` cannot be decoded and has a newer format version than this program knows.
+        InputError: `data` cannot be decoded for another reason. The message names `name` and the wrong field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -54,10 +60,10 @@ class _Versioned(msgspec.Struct):
 
 
 def check_version(data: bytes, *, name: str) -> None:
-    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data that is no JSON object passes.
+    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data that is no JSON object is not refused.
 
     Raises:
-        NewerVersion: Its version is newer.
+        NewerVersion: The record's version is newer.
     """
     try:
         version = msgspec.json.decode(data, type=_Versioned).format_version
@@ -71,17 +77,17 @@ def check_version(data: bytes, *, name: str) -> None:
 
 
 def sha256(data: bytes) -> str:
-    """Hexadecimal sha256."""
+    """Compute the sha256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(file: BinaryIO) -> str:
-    """Hexadecimal sha256 of a file from its current position."""
+    """Compute the sha256 of a file from its current position to its end, in hexadecimal."""
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # any binary file will do
 
 
 def fingerprint(config: dict[str, Any]) -> str:
-    """Short stable hash of a run's configuration: key order does not matter.
+    """Compute a short hash of a run's configuration. The order of keys does not change it.
 
     >>> fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     True
@@ -90,7 +96,7 @@ def fingerprint(config: dict[str, Any]) -> str:
 
 
 def row_seed(run_seed: int, chunk: str, line: int) -> int:
-    """Seed of one row: 63 bits computed from the run's seed and the row's key alone (promise P9).
+    """Compute a row's seed of 63 bits. It depends only on the run's seed, the chunk's name and the line (promise P9).
 
     >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
     True
@@ -99,7 +105,10 @@ def row_seed(run_seed: int, chunk: str, line: int) -> int:
 
 
 def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
-    """Return a function from line to `row_seed`. The part that all lines of a chunk share is hashed once."""
+    """Return a function that computes `row_seed` from a line of this chunk.
+
+    The run's seed and the chunk's name are hashed only once, for all lines.
+    """
     shared = hashlib.blake2b(f"{run_seed}\0{chunk}\0".encode(), digest_size=8)
 
     def seed(line: int) -> int:
@@ -111,9 +120,9 @@ def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a JSON Lines file, without their newline.
+    """Yield the lines of a JSON Lines file, each without its newline.
 
-    No other byte splits lines; a final newline adds no line.
+    Only newlines end lines; a carriage return does not. After a final newline there is no further, empty line.
     """
     for line in file:
         yield line[:-1] if line.endswith(b"\n") else line
@@ -128,17 +137,19 @@ def raw(data: bytes) -> msgspec.Raw:
 
 _READ_BYTES = 32 << 10
 _FEED_BYTES = 1 << 10
-"""Compressed bytes that are decompressed at once. Four bytes expand to at most 128 KiB, so 1 KiB to at most 32 MiB."""
+"""Number of compressed bytes that are decompressed in one step. Four compressed bytes expand to at most 128 KiB, so one
+step makes at most 32 MiB."""
 
 
 class ZstdFile(io.RawIOBase):
-    """Decompresses a zstd file of any number of frames, in bounded memory. Does not close `raw`.
+    """A readable file with the decompressed content of a zstd file, which may have several frames.
 
-    zstandard's own reader accepts a file that was cut short; this reader raises.
+    Reading takes a limited amount of memory. Closing this file does not close `raw`, the compressed file. The reader of
+    the zstandard library accepts a file whose end is missing; this reader raises an error.
 
     Raises:
-        EOFError: The last frame is cut short.
-        zstandard.ZstdError: The file is damaged, or no zstd file.
+        EOFError: On reading: the end of the last frame is missing.
+        zstandard.ZstdError: On reading: the file is damaged or is no zstd file.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -152,11 +163,11 @@ class ZstdFile(io.RawIOBase):
         self._plain = memoryview(b"")
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True: the file can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See io.RawIOBase."""
+        """Read decompressed bytes into `buffer` and return their number; 0 at the end. See io.RawIOBase."""
         while not self._plain:
             if not self._compressed:
                 self._compressed = memoryview(self._raw.read(_READ_BYTES))

@@ -26,8 +26,7 @@
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
   x RowError                  -   one row is bad; never leaves the worker, becomes an error line
 
-A message reads ``subject: what is, what was expected``; `hint` holds the next thing to do, as a command where it
-can.
+A message says ``subject: what was found, what was expected``. `hint` says what to do next, if possible as a command.
 """
 
 from __future__ import annotations
@@ -69,9 +68,13 @@ __all__ = [
 
 
 class BatchinferError(Exception):
-    """Base of the tree. Args: `message` for people, `hint` (optional) for what to do next.
+    """Base class of every error that batchinfer raises.
 
-    Secrets in the URLs of both are masked.
+    Secrets in URLs are masked in the message and in the hint.
+
+    Args:
+        message: What is wrong, for people.
+        hint: What to do next; may be empty.
     """
 
     exit_status = 1
@@ -102,7 +105,7 @@ class InputError(UsageError):
 
 
 class NewerVersion(InputError):
-    """A stored record is of a later format version than this program's."""
+    """A stored record has a later format version than this program can read."""
 
 
 class AccessDenied(UsageError):
@@ -132,14 +135,14 @@ class StopRequested(PolicyStop):
 
 
 class Superseded(PolicyStop):
-    """A newer epoch of this worker exists; this process is its ghost."""
+    """A newer process (epoch) of the same worker has started, so this process must end."""
 
 
 class EngineError(BatchinferError):
     """The engine failed.
 
-    `in_flight` holds the keys of the rows that the failed engine processes had. A row appears once for each process
-    that failed while it had the row: a pool gives the rows of its first lost replicas to the others.
+    `in_flight` holds the keys of the rows that were in engine processes when these failed. A row may appear several
+    times: if a replica fails, its rows are given to another replica, which may fail with them too.
     """
 
     exit_status = 33
@@ -174,15 +177,15 @@ class ObjectNotFound(StorageError):
 
 
 class AlreadyExists(StorageError):
-    """A create-only write found the key taken."""
+    """A write that must create an object found that the key has one already."""
 
 
 class PreconditionFailed(StorageError):
-    """The object is no longer the version that the writer had read."""
+    """A conditional write found that the object has changed since the writer read it."""
 
 
 class LeaseLapsed(StorageError):
-    """This worker's heartbeat was not renewed in time, so others may count it as gone."""
+    """This worker did not renew its heartbeat in time, so other workers may treat it as gone."""
 
 
 class ScratchFull(StorageError):
@@ -190,7 +193,7 @@ class ScratchFull(StorageError):
 
 
 class Interrupted(BatchinferError):
-    """Stopped by a signal or a preemption notice with work left."""
+    """A signal or a preemption notice stopped the worker before its work was done."""
 
     exit_status = 75
 
@@ -200,17 +203,17 @@ class RunUnsound(BatchinferError):
 
 
 class RowError(BatchinferError):
-    """One row is bad. `code` is stable (listed in docs/format.md)."""
+    """One row is bad. `code` is one of the codes in docs/format.md, which do not change between versions."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.message = message  # not redacted, because the row's own author reads the message
+        self.message = message  # secrets are not masked, since the row's author reads it
         self.args = (message,)
         self.code = code
 
 
 def near(name: str, options: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest option, else an empty string.
+    """Return `; did you mean 'x'?` with the option closest to `name`, or an empty string if none is close.
 
     >>> near("promt", ["prompt", "answer"])
     "; did you mean 'prompt'?"

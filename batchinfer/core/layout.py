@@ -1,4 +1,4 @@
-"""Every key under JOB/ and RUN/ is spelled here and nowhere else. Pure."""
+"""Names of all objects below a job's and a run's folder on storage. No other module spells them. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
 def is_chunk_name(name: str) -> bool:
-    """Whether a name from a job.json can be part of keys.
+    """Whether a chunk's name in a job.json is safe to use as a part of keys.
 
     >>> is_chunk_name("part-00007"), is_chunk_name("../evil"), is_chunk_name("")
     (True, False, False)
@@ -35,7 +35,7 @@ def is_chunk_name(name: str) -> bool:
 
 
 def chunk_name(index: int, num_chunks: int) -> str:
-    """Name a chunk: five digits, or as many as the last index needs.
+    """Return a chunk's name. Its number has five digits, or as many as the job's last chunk needs.
 
     >>> chunk_name(7, 200)
     'part-00007'
@@ -45,7 +45,7 @@ def chunk_name(index: int, num_chunks: int) -> str:
 
 
 def chunk_file(name: str, compression: str) -> str:
-    """Key of a chunk relative to its job.
+    """Key of a chunk's file, relative to the folder of its job.
 
     >>> chunk_file("part-00007", "zstd")
     'chunks/part-00007.jsonl.zst'
@@ -54,7 +54,7 @@ def chunk_file(name: str, compression: str) -> str:
 
 
 def stem(path: str) -> str:
-    """Name of the chunk that a path or URL holds: its last component without .jsonl and .zst.
+    """Name of the chunk in the file at a path or URL: the file's name without .jsonl and .zst.
 
     >>> stem("s3://b/chunks/part-00007.jsonl.zst")
     'part-00007'
@@ -76,7 +76,7 @@ def worker_manifest(index: int, num_workers: int) -> str:
 
 
 def output_file(name: str, nonce: str = "") -> str:
-    """Name of a chunk's output file in outputs/. It has a nonce where the plain name is taken.
+    """Name of a chunk's output file in outputs/. With `nonce`, a name for when the plain name is taken.
 
     >>> output_file("part-00007"), output_file("part-00007", "3f2a")
     ('part-00007.jsonl', 'part-00007.3f2a.jsonl')
@@ -85,12 +85,14 @@ def output_file(name: str, nonce: str = "") -> str:
 
 
 def output_key(file: str) -> str:
-    """Key of an output, by its file name."""
+    """Key of the output with this file name."""
     return OUTPUTS + file
 
 
 def chunks_of_output(key: str) -> tuple[str, ...]:
-    """Chunks that an output's key may belong to: its name, and its name without a nonce. Empty for other keys.
+    """Names of the chunks that an output may belong to: its file's stem, and the stem without a nonce.
+
+    Empty if the key is not that of an output.
 
     >>> chunks_of_output("outputs/part-00007.3f2a.jsonl")
     ('part-00007.3f2a', 'part-00007')
@@ -104,7 +106,7 @@ def chunks_of_output(key: str) -> tuple[str, ...]:
 
 
 def marker_key(name: str, generation: int = 0) -> str:
-    """Key of a chunk's marker: named after the chunk, also where the output's own name has a nonce.
+    """Key of a chunk's marker. It never has a nonce, even if the name of the chunk's output file has one.
 
     >>> marker_key("part-00007"), marker_key("part-00007", 2)
     ('outputs/part-00007.jsonl.succeed', 'outputs/part-00007.jsonl.succeed.2')
@@ -126,7 +128,7 @@ def parse_marker(key: str) -> tuple[str, int] | None:
 
 
 def checkpoint_prefix(name: str) -> str:
-    """Prefix of a chunk's segments."""
+    """Prefix of the keys of a chunk's checkpoint segments."""
     return f"{CHECKPOINTS}{name}/"
 
 
@@ -140,7 +142,7 @@ def segment_key(name: str, epoch: int, worker: str, seq: int) -> str:
 
 
 def parse_segment(key: str) -> tuple[str, int, str, int] | None:
-    """Return (chunk name, epoch, worker, seq) of a segment's key, or None."""
+    """Return (chunk name, epoch, worker, seq) of a checkpoint segment's key, or None for any other key."""
     name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
     match = _SEGMENT.match(file)
     if match is None:
@@ -154,7 +156,11 @@ def claim_key(name: str) -> str:
 
 
 def worker_key(worker_id: str) -> str:
-    """Key of a worker's record. Raises InputError for an id that could leave the folder."""
+    """Key of a worker's record.
+
+    Raises:
+        InputError: the id has characters that a key must not have, such as a slash, or a wrong length.
+    """
     if not _NAME.match(worker_id):
         raise InputError(
             f"worker id {worker_id!r}: expected 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit",
@@ -164,7 +170,7 @@ def worker_key(worker_id: str) -> str:
 
 
 def without_slash(url: str) -> str:
-    """A path or URL without the slashes at its end. The path "/" and a bare "s3://" stay as they are.
+    """Return a path or URL without the slashes at its end. The path "/" and a bare "s3://" stay as they are.
 
     >>> without_slash("s3://b/run/"), without_slash("s3://"), without_slash("/")
     ('s3://b/run', 's3://', '/')
@@ -174,12 +180,12 @@ def without_slash(url: str) -> str:
 
 
 def run_url(job_url: str, run_name: str) -> str:
-    """Default place of a run below its job."""
+    """URL at which a run is placed by default: below its job."""
     return f"{job_url.rstrip('/')}/runs/{run_name}"
 
 
 def job_above(run_url: str) -> str:
-    """URL of the job below which a run has its default place; empty for a run at another place.
+    """URL of the job that a run's URL is below; empty if the run is not at its default place below a job.
 
     >>> job_above("s3://bucket/job/runs/llama"), job_above("s3://bucket/answers")
     ('s3://bucket/job', '')

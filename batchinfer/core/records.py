@@ -1,7 +1,8 @@
 """Frozen records: those that modules pass to each other, and those that are stored as JSON.
 
-They are msgspec structs: immutable, keyword-only, slotted, and their own codec (see docs/decisions/0002).
-Unknown keys are ignored on reading, so that an older reader survives a newer writer's additions.
+Records are msgspec structs: immutable, with keyword-only arguments and slots. msgspec also encodes and decodes them
+(see docs/decisions/0002). Unknown keys are ignored on reading, so that older programs can read records to which a newer
+program has added fields.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Any
 import msgspec
 
 FORMAT_VERSION = 1
-"""Version of everything under JOB/ and RUN/. A reader refuses a higher one."""
+"""Version of the format of all files below a job's and a run's folder. Programs refuse a higher version than theirs."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of every record.
 
-    Subclasses repeat both arguments: msgspec does not inherit kw_only, and type checkers do not inherit frozen.
+    Subclasses repeat `frozen` and `kw_only`: msgspec does not inherit kw_only, and type checkers do not inherit frozen.
 
-    Records that exist in large numbers set `gc=False`: they are in no reference cycle, so the
-    garbage collector can skip them.
+    Classes with very many records set `gc=False`, to save the time of the garbage collector. Their records are never
+    part of a reference cycle.
     """
 
 
@@ -28,17 +29,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceFile(Record, frozen=True, kw_only=True):
-    """One input file. `url` as given or resolved; `rows` counts its rows, broken lines included."""
+    """One input file. `rows` is the number of its rows, and broken lines count as rows."""
 
     url: str
     bytes: int
     rows: int
     digest: str = ""
-    """sha256 of the content (JSON Lines, CSV) or of the footer (parquet): tells a changed file from the same one."""
+    """sha256 of the file's content (JSON Lines, CSV) or footer (parquet), to notice that the file has changed."""
 
 
 class Source(Record, frozen=True, kw_only=True):
-    """One SOURCE argument, resolved. `revision` is a commit for hf:// sources, else empty."""
+    """One SOURCE argument of `split`, and its files. `revision` is a commit for hf:// sources, else empty."""
 
     url: str
     format: str
@@ -47,7 +48,11 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 class Chunk(Record, frozen=True, kw_only=True):
-    """One chunk. `first_row` counts from 0 over the whole job; `bytes` and `sha256` are those of the stored object."""
+    """One chunk of a job.
+
+    `first_row` is the place of its first row in the whole job, from 0. `bytes` and `sha256` are the size and checksum
+    of the chunk's file on storage.
+    """
 
     name: str
     first_row: int
@@ -57,7 +62,7 @@ class Chunk(Record, frozen=True, kw_only=True):
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """job.json: what was split, and into what. Holds no clock time, so equal inputs give equal bytes."""
+    """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes."""
 
     format_version: int
     sources: list[Source]
@@ -70,9 +75,9 @@ class Job(Record, frozen=True, kw_only=True):
     limit: int | None = None
     compression: str = "none"
     shape: dict[str, int] = {}
-    """Division that was asked for: {"num_chunks": N} or {"chunk_rows": N}."""
+    """Division into chunks that the user asked for: {"num_chunks": N} or {"chunk_rows": N}."""
     null_floats: int = 0
-    """Number of NaN and infinite values that became null."""
+    """Number of NaN and infinite values of the sources that `split` replaced by null."""
     broken_lines: int = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: int = 0
@@ -130,7 +135,7 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One position: the token, its text and log-probability, and the alternatives as (text, log-probability)."""
+    """One token of a text, with its log-probability. `top` holds the alternatives as (text, log-probability)."""
 
     token: str
     logprob: float
@@ -139,7 +144,7 @@ class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One generated answer. `index` counts from 0 below n."""
+    """One generated answer. `index` numbers the answers of one request from 0 to `Sampling.n` - 1."""
 
     index: int
     text: str
@@ -151,7 +156,7 @@ class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class Failure(Record, frozen=True, kw_only=True):
-    """Why a row has no answer. `transient` failures are worth another try in the same worker."""
+    """The reason why a row has no answer. If `transient` is true, the same worker may try the row again."""
 
     code: str
     message: str
@@ -161,8 +166,8 @@ class Failure(Record, frozen=True, kw_only=True):
 class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The engine's answer to one request: choices, or a failure.
 
-    `prompt_logprobs` has one entry per prompt token, the first None (it has no predecessor).
-    Seconds are measured by the engine: waiting for the scheduler, and generating.
+    `prompt_logprobs` has one entry for each prompt token. Its first entry is None, because no token precedes the first.
+    The engine measures the seconds: `queue_seconds` until it began with the request, `generation_seconds` from then on.
     """
 
     key: RowKey
@@ -177,7 +182,7 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
 
 
 class EngineInfo(Record, frozen=True, kw_only=True):
-    """Facts about an opened engine. `max_in_flight`: number of requests that the worker should keep in it."""
+    """Facts about an open engine. `max_in_flight` is the number of requests that the worker should keep in it."""
 
     name: str
     version: str
@@ -191,12 +196,13 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
-    """Seconds until the engine was open. `import_seconds` and `model_seconds` are parts of these, of the slowest
-    replica."""
+    """Seconds that opening the engine took. `import_seconds` and `model_seconds` are parts of this time, measured in
+    the slowest replica."""
     import_seconds: float = 0.0
     model_seconds: float = 0.0
     max_logprobs: int | None = None
-    """Largest number of alternatives per token. Negative: no limit. None: the engine does not say."""
+    """Largest number of alternative tokens that the engine returns per token. A negative number means no limit; None
+    means that the engine does not say."""
 
 
 class EngineStats(Record, frozen=True, kw_only=True):
@@ -208,14 +214,14 @@ class EngineStats(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     replicas_lost: int = 0
-    """Number of loaded replicas that have died or stalled. The other replicas take over their rows."""
+    """Number of replicas that have died or stalled after they were loaded. Other replicas take over their rows."""
 
 
 # --------------------------------------------------------------------------- the run
 
 
 class Run(Record, frozen=True, kw_only=True):
-    """run.json, created once. The fingerprint covers `config`; `recorded` only informs."""
+    """Content of run.json, which is created once. The fingerprint is computed from `config`; it ignores `recorded`."""
 
     format_version: int
     fingerprint: str
@@ -225,7 +231,10 @@ class Run(Record, frozen=True, kw_only=True):
 
 
 class Marker(Record, frozen=True, kw_only=True):
-    """`<output>.succeed`: vouches for one output. `start` and `end` are UTC, ISO 8601."""
+    """Content of a marker (`<chunk>.jsonl.succeed`), which says that a chunk is done and describes its output.
+
+    `start` and `end` are times in UTC, as ISO 8601.
+    """
 
     output: str
     output_bytes: int
@@ -246,15 +255,18 @@ class Marker(Record, frozen=True, kw_only=True):
     nonce: str
     cached_tokens: int = 0
     errors: dict[str, int] = {}
-    """Error rows by code."""
+    """Number of error rows for each error code."""
     chunk_root: str = ""
-    """Folder of the chunk's file; "" for a chunk of a job."""
+    """Folder in which the chunk's file was; empty for a chunk of a job."""
     chunk_bytes: int | None = None
-    """Size of the chunk as stored."""
+    """Size of the chunk's file on storage, in bytes."""
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """claims/<chunk>.json: who works on a chunk. Valid as long as that worker's heartbeat moves at this epoch."""
+    """Content of claims/<chunk>.json, which says which worker works on a chunk.
+
+    The claim holds as long as this worker, at this epoch, renews its heartbeat.
+    """
 
     worker: str
     epoch: int
@@ -262,7 +274,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class ErrorExample(Record, frozen=True, kw_only=True):
-    """The first row that failed with a code."""
+    """The first failed row with a certain error code."""
 
     chunk: str
     line: int
@@ -270,9 +282,9 @@ class ErrorExample(Record, frozen=True, kw_only=True):
 
 
 class Minute(Record, frozen=True, kw_only=True, array_like=True):
-    """What a worker did in one minute; `minute` counts from the Unix epoch.
+    """What a worker did in one minute. `minute` is the number of whole minutes since 1970.
 
-    `length`: number of minutes that this record covers; old minutes of a long run are joined.
+    In a long run, old records are joined. `length` is the number of minutes that a record covers.
     """
 
     minute: int
@@ -284,10 +296,10 @@ class Minute(Record, frozen=True, kw_only=True, array_like=True):
 
 
 class Span(Record, frozen=True, kw_only=True, array_like=True):
-    """One chunk's time in a worker, in Unix seconds.
+    """The time from `start` to `end`, in Unix seconds, during which one start of a worker had one chunk open.
 
-    `rows` finished, `resumed` of them from checkpoints. `outcome` is done, lost (another worker published it),
-    released, killed (the worker's process ended without saying so), or open.
+    `rows` is the number of the chunk's finished rows; `resumed` of them came from checkpoints. `outcome` is done, lost
+    (another worker published the chunk), released, killed (the process ended without noting it) or open.
     """
 
     chunk: str
@@ -300,28 +312,30 @@ class Span(Record, frozen=True, kw_only=True, array_like=True):
 
 
 class Worker(Record, frozen=True, kw_only=True):
-    """workers/<id>.json: heartbeat, lease and the numbers that `status` and `report` read.
+    """Content of workers/<id>.json: a worker's heartbeat, its lease, and the numbers that `status` and `report` read.
 
-    Counters cover every epoch of this worker; per-epoch starts are in `starts`. Lists are bounded (see telemetry).
+    Most counters are sums over all starts of the worker. `starts` holds the time of each start. Long lists lose their
+    oldest entries (see worker/telemetry.py).
     """
 
     id: str
     epoch: int
     nonce: str
     state: str
-    """loading, running, waiting, done, stopped or failed; `status` derives stalled and gone from `heartbeat`."""
+    """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show stalled or gone
+    instead, if heartbeats are missing."""
     started: float
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
-    """Number of renewals, so that every renewal changes the record's etag."""
+    """Number of heartbeats. It makes the record's content, and so its etag, differ after every heartbeat."""
     attempts: int = 0
-    """Number of starts since the last one that finished a new row. Starts that were asked to stop, or had no chunk, do
-    not count."""
+    """Number of starts since a start last finished a new row. Starts that somebody stopped, and starts that got no
+    chunk, are not counted."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}
-    """Facts about the machine, where known: cloud, region, accelerator, gpus, spot. Never the host name."""
+    """Facts about the machine, as far as known: cloud, region, accelerator, gpus, spot. The host's name is left out."""
     engine: dict[str, Any] = {}
     open_chunks: list[str] = []
     chunks_done: int = 0
@@ -340,18 +354,20 @@ class Worker(Record, frozen=True, kw_only=True):
     examples: dict[str, ErrorExample] = {}
     finish_reasons: dict[str, int] = {}
     prompt_lengths: dict[str, int] = {}
-    """Rows by length bucket: the key is the bucket's upper bound in tokens, a power of two, inclusive."""
+    """Number of rows for each range of prompt lengths. The key is the largest length in the range, in tokens: a power
+    of two, or 0."""
     completion_lengths: dict[str, int] = {}
     minutes: list[Minute] = []
     spans: list[Span] = []
-    """Spans of closed chunks, in the order of closing; only the newest where there are too many."""
+    """Spans of closed chunks, in the order of their closing. If there are too many, the oldest are left out."""
     open_spans: list[Span] = []
-    """Spans of open chunks."""
+    """Spans of the chunks that are open now."""
     starts: list[float] = []
     ends: list[tuple[float, str]] = []
-    """Last heartbeat and state of every start but the last, so this list is one shorter than `starts`."""
+    """Time of the last heartbeat, and the last state, of every start except the latest. This list is one shorter than
+    `starts`."""
     replicas_lost: int = 0
-    """Number of replicas that this start has lost, of the `num_replicas` in `engine`."""
+    """Number of the engine's replicas that this start has lost. `engine` holds their full number as `num_replicas`."""
     up_seconds: float = 0.0
-    """Seconds that the worker's processes ran, as far as heartbeats tell: without machine set-up and time between
-    starts."""
+    """Seconds that the worker's processes have run in all, as of this record. The time to set up machines and the time
+    between two starts are not counted."""

@@ -1,4 +1,4 @@
-"""Secrets that URLs carry, masked wherever an address is shown or recorded. Pure."""
+"""Masks the secrets in URLs (user, password, query) before the URLs are shown or recorded. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*://)([^/?#\s]*@)?([^?\s]*)(\?\S+)?", re.IGNORECASE)
 _WITH_QUERY = ("http://", "https://")
-"""Schemes whose URLs have a query. In other URLs a question mark belongs to a glob or a key."""
+"""Schemes whose URLs can have a query. In URLs of other schemes, a question mark is part of a glob or a key."""
 _PUNCTUATION = "'\"`:;,.)]}>"
-"""Characters that may follow an address in a sentence without being part of it."""
+"""Characters at the end of a URL that are taken for punctuation of the sentence around it."""
 _MASK = "…"
 
 
 def redact(text: str) -> str:
-    """Mask user, password and the values of the query in every URL of a text, which may be a URL alone.
+    """Mask the user, the password and the values of the query in every URL of a text. The text may be only a URL.
 
     >>> redact("http://me:secret@host/x.jsonl?token=secret&page=2: no such file")
     'http://…@host/x.jsonl?token=…&page=…: no such file'

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in the terminal and on the page. Pure."""
+"""Numbers written for people, in the same way in the terminal and on the report page. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NONE = "\N{EN DASH}"
 
 
 def count(number: float | None) -> str:
-    """A whole number with separators; a dash for none.
+    """Write a number, rounded to a whole one, with commas between thousands. None becomes a dash.
 
     >>> count(1234567), count(None) == NONE
     ('1,234,567', True)
@@ -18,7 +18,7 @@ def count(number: float | None) -> str:
 
 
 def many(number: int, word: str) -> str:
-    """A number and its word.
+    """Write a number and its noun, which gets an s unless the number is 1.
 
     >>> many(1, "worker"), many(2, "worker")
     ('1 worker', '2 workers')
@@ -27,7 +27,7 @@ def many(number: int, word: str) -> str:
 
 
 def short(number: float | None) -> str:
-    """A number in three digits, with k, M or G.
+    """Write a number with three significant digits, and with k, M or G for large numbers.
 
     >>> [short(n) for n in (0, 0.123, 7.25, 950, 12345, 3.2e6, 7e9)]
     ['0', '0.123', '7.25', '950', '12.3k', '3.2M', '7G']
@@ -41,7 +41,7 @@ def short(number: float | None) -> str:
 
 
 def money(dollars: float | None) -> str:
-    """An amount in dollars.
+    """Write an amount in dollars.
 
     >>> money(1234.5), money(0.0123), money(2.5e-06)
     ('$1,234.50', '$0.0123', '< $0.0001')
@@ -54,7 +54,7 @@ def money(dollars: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the two largest units that apply.
+    """Write a time span, given in seconds, in its two largest units.
 
     >>> [duration(s) for s in (5, 125, 3 * 3600 + 120, 90000)]
     ['5 s', '2 min 5 s', '3 h 2 min', '1 d 1 h']
@@ -71,7 +71,9 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(part: float, whole: float | None) -> str:
-    """A share in percent: 100 % only when nothing is missing, 0 % only for nothing.
+    """Write `part` as percent of `whole`, rounded down: 100 % is never shown when something is missing.
+
+    Likewise, a `part` above 0 is never shown as 0 %.
 
     >>> percent(1, 3), percent(9999, 10000), percent(0, 0) == NONE
     ('33.3 %', '99.9 %', True)
@@ -85,7 +87,7 @@ def percent(part: float, whole: float | None) -> str:
 
 
 def moment(unix_seconds: float | None) -> str:
-    """A time in UTC.
+    """Write a time, given in Unix seconds, as date, hour and minute in UTC.
 
     >>> moment(0)
     '1970-01-01 00:00 UTC'
@@ -99,7 +101,7 @@ def moment(unix_seconds: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes, with a unit.
+    """Write a number of bytes with a fitting unit.
 
     >>> size(1536)
     '1.5 KiB'

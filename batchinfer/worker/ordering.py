@@ -45,7 +45,7 @@ class ReplicaQueues(Generic[T]):
             self.extend(rows)
 
     def extend(self, rows: Sequence[T]) -> None:
-        """Append a piece of consecutive rows to each queue. The pieces are cut so that all queues get about equally long."""
+        """Append a piece of consecutive rows to each queue. Afterwards all queues are about equally long."""
         held = [len(queue) for queue in self._queues]
         shares = share_out(held, [len(rows)] * len(held), len(rows))
         begin = 0

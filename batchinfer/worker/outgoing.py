@@ -68,9 +68,9 @@ class PublishQueue:
         environment: The clock and the background.
         run: The publisher, the lease and the scratch folder.
         limits: The number of attempts to publish a chunk, and the wait between two attempts.
-        may_give_up: Returns whether a chunk whose last attempt failed may be given up. It may not while rows are left
-            for the engine; then the chunk is tried again.
-        must_wait: Returns whether a chunk must not be published yet, for example while a segment of it is being written.
+        may_give_up: Returns whether a chunk whose last attempt failed may be given up. It may not while open
+            chunks have unfinished rows; then the chunk is tried again.
+        must_wait: Returns whether a chunk must not be published yet, for example while its segment is written.
         save: Called with a chunk after each failed attempt that will be repeated, to checkpoint the chunk's rows.
     """
 
@@ -126,8 +126,8 @@ class PublishQueue:
         A chunk whose attempt failed, but that is not given up, is not yielded: it waits for its next attempt.
 
         Raises:
-            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a newer
-                process of the same worker has started.
+            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a
+                newer process of the same worker has started.
         """
         for entry in [entry for entry in self._publishing if entry.pending.is_done()]:
             self._publishing.remove(entry)
@@ -188,7 +188,7 @@ class PublishQueue:
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:
         """Put a chunk that could not be published back to the waiting ones, and return True.
 
-        Returns False if the chunk is given up: it has failed too often, and no rows are left for the engine.
+        Returns False if the chunk is given up: it has failed too often, and no open chunk has unfinished rows.
         """
         # A failure caused by this worker's late heartbeat is not counted. `_may_publish` delays the next attempt until
         # the heartbeat has been renewed.
@@ -228,7 +228,7 @@ class _Writing:
     rows_done: int
     """Number of the chunk's rows that were finished when the writing of this segment began."""
     is_cut: bool
-    """Whether the segment reached its largest size, so that finished rows of the chunk are left for the next segment."""
+    """Whether the segment reached its largest size, so that finished rows are left for the chunk's next segment."""
 
     def describe(self, num_records: int) -> str:
         """Say what the segment holds, for the log."""
@@ -240,7 +240,7 @@ class _Writing:
 
 
 class Checkpointer:
-    """Writes the finished rows of chunks to storage as segments. `ask` never lets two segments of a chunk be written at once.
+    """Writes the finished rows of chunks to storage as segments. After `ask`, a chunk has one segment at a time.
 
     While `is_writing_of(chunk)` is true, a background thread is reading the chunk's spool (its local file of finished
     rows), and the chunk's list of segments does not yet hold the one being written.
@@ -289,8 +289,8 @@ class Checkpointer:
         """Note the segments whose writing has ended, then begin the next ones.
 
         Raises:
-            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a newer
-                process of the same worker has started.
+            BatchinferError: the worker must end, because the scratch disk is full, storage refused permission, or a
+                newer process of the same worker has started.
         """
         self._collect()
         self._start()

@@ -1,4 +1,4 @@
-"""Shows a worker's first prompts (`--preview`) and the named prompt templates (`--template list`), without an engine."""
+"""Shows a worker's first prompts (`--preview`) and the named templates (`--template list`), without an engine."""
 
 from __future__ import annotations
 

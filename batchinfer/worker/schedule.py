@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
     ref: ChunkRef
     take_over: Held | None = None
-    """Claim of another worker that no longer counts (it has lapsed) and is to be replaced; None if there is no such claim."""
+    """Claim of another worker that no longer counts (it has lapsed) and is to be replaced; None without one."""
     is_backup: bool = False
     """Whether this worker does the chunk without a claim, while the owner of the claim works on it too."""
 
@@ -116,7 +116,7 @@ class Schedule:
         self._has_changed = True
 
     def gave_up(self, name: str) -> None:
-        """Note that this worker has failed with a chunk for good. This worker neither tries it again nor waits for it."""
+        """Note that this worker has failed with a chunk for good. It neither tries the chunk again nor waits for it."""
         self._busy.discard(name)
         self._own.pop(name, None)
         self._own_left.discard(name)
@@ -151,7 +151,7 @@ class Schedule:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no chunk is left to open, to wait for or to help with. Chunks that this worker works on do not count."""
+        """Whether no chunk is left to open, to wait for or to help with. Chunks that are open here do not count."""
         return (
             not self._todo
             and self._pending is None
@@ -224,7 +224,7 @@ class Schedule:
         self._has_changed = True
         refs = {**(self._others or {}), **self._own}
         found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
-        # Each worker shuffles the unclaimed chunks in its own order, so that helpers do not all try the same claim first.
+        # Each worker shuffles the unclaimed chunks in its own order, so that helpers do not compete for one claim.
         random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
         for name, held in survey.lapsed.items():
             if name not in open_names:
@@ -260,8 +260,8 @@ class Schedule:
             return True
         rate = own_rate or self._earlier_rate
         if not rate:
-            # This worker has no rate to compare with. If it has no open chunk, it does its own chunk at the same time as
-            # the claim's owner rather than wait.
+            # This worker has no rate to compare with. If it has no open chunk, it does its own chunk at the same time
+            # as the claim's owner rather than wait.
             return is_idle and name in self._own
         return 0 < SLOWER * rows_per_second(owner) < rate
 
@@ -277,7 +277,7 @@ class Schedule:
             now = self._clock.monotonic()
             seen = _OwnerProgress(rows, owner.beat, now, now)
         elif seen.beat != owner.beat:
-            # Use the time at which the look began, not the present. This machine may have been suspended since then, and
+            # Use the time at which the look began, not the present. This machine may have been suspended since, and
             # the record only says what was true at the look.
             seen = seen._replace(beat=owner.beat, until=self._looked)
         self._progress[held.claim.worker] = seen

@@ -265,7 +265,7 @@ class _Start:
         )
 
     def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the rows through the engine until every chunk is published. After an error, save the finished rows first."""
+        """Run the rows through the engine until every chunk is published. After an error, save finished rows."""
         try:
             self._generate(engine, stream, open_chunks)
             self._drain(open_chunks, stream)
@@ -406,7 +406,7 @@ class _Start:
             self.environment.background.wait(_POLL_SECONDS)
 
     def _generate(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
-        """Run the main loop: the engine takes rows from `stream` when it has free slots, and yields the finished ones."""
+        """Run the main loop: the engine takes rows from `stream` when it has free slots, and yields finished rows."""
         stopper = self.environment.stopper
         batches = engine.generate(stream, stopper)
         self._keep_books(stream, open_chunks)
@@ -447,7 +447,7 @@ class _Start:
         stream.prepare()
 
     def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
-        """Do what is due now and then: write checkpoints, update the worker's record, check the error rate, show progress."""
+        """Do what is due: write checkpoints, update the worker's record, check the error rate, show progress."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
         every_rows = self.config.checkpoint_rows
@@ -476,7 +476,7 @@ class _Start:
     def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
         """Prepare an early end: checkpoint the finished rows, then release the claims.
 
-        Ends after the seconds left of the grace period, or after 5 seconds if fewer are left.
+        Waits for storage until the grace period ends, or for 5 seconds if fewer are left of it.
 
         Args:
             open_chunks: The open chunks.

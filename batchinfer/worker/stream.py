@@ -1,9 +1,9 @@
-"""The rows of a worker between its open chunks and its engine; a `RowStream` owns all rows that are on this way.
+"""The way of rows from a worker's open chunks through its engine and back; a `RowStream` owns all rows on this way.
 
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
-Rows of many chunks are in the engine at once; the chunk is only where a row's result is kept. Everything here runs on
-the main thread. Two callers take turns on it:
+Rows of many chunks are in the engine at once. A finished row goes back to its chunk. All methods of `RowStream` are
+called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
 * the worker's loop (start.py) gives completions back with `handle` and keeps the books, in this order:
@@ -36,7 +36,7 @@ _RATE_SECONDS = 5.0
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False):
-    """A row with its request, and the number of failed attempts at it."""
+    """A row with its request, and the number of times that the engine has failed with the row."""
 
     chunk: OpenChunk
     prepared: Prepared
@@ -90,7 +90,10 @@ class RowStream:
     # -- the engine
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Hand out rows that are ready; see engines.RequestSource. `free_slots` matters only with a prefix window."""
+        """Hand out the requests of rows that are ready; see engines.RequestSource.
+
+        Without a prefix window, `free_slots` is ignored.
+        """
         if self._open_chunks.is_closing:
             return None
         if not self._window.size or not free_slots:
@@ -106,14 +109,17 @@ class RowStream:
         return requests
 
     def wait(self, timeout_seconds: float) -> None:
-        """See engines.RequestSource. Returns at once if `take` would return requests or None now."""
+        """Wait until a request may be ready, or the time is up; see engines.RequestSource.
+
+        Returns at once if rows wait for the engine already, or if no more rows will come.
+        """
         if not self._num_waiting and not self._open_chunks.is_closing:
             self._background.wait(timeout_seconds)
 
     # -- the worker's loop
 
     def handle(self, completions: Iterable[Completion]) -> None:
-        """Keep the completions that the engine gave back. Rows that failed for a passing reason are tried again."""
+        """Take in completions from the engine: finish their rows, or try rows again whose failure is transient."""
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         for completion in completions:
             key = completion.key
@@ -137,13 +143,13 @@ class RowStream:
             self._finish(name, rows)
 
     def collect(self) -> None:
-        """Collect the prompts that are built, and bring the rates up to date."""
+        """Take in the prompts that the background has built, and update the rates of finished rows."""
         self._collect_built()
         self._update_rate()
 
     @property
     def demand(self) -> Demand:
-        """How many rows the engine needs from the open chunks."""
+        """How many rows are ahead of the engine, and how many it needs there."""
         return Demand(
             rows_ahead=self._num_waiting + self._num_building + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
@@ -153,7 +159,7 @@ class RowStream:
         )
 
     def drop(self, names: Collection[str]) -> None:
-        """Drop the rows of these chunks, because another worker has published the chunks."""
+        """Drop all rows of the chunks with these names, because another worker has published the chunks."""
         if not names:
             return
         self._in_flight = {
@@ -165,9 +171,10 @@ class RowStream:
             self._alone = None
 
     def prepare(self) -> None:
-        """Get the next rows ready for `take`: build prompts.
+        """Begin to build the prompts of the next rows.
 
-        When no prompt is left to build, run suspect rows alone; then close.
+        When no other row is left, get a row ready that may have killed an engine, to run alone. When no such row is
+        left and no chunk can be opened any more, end the stream.
         """
         self._build_more()
         if self._open_chunks.is_closing or self._in_flight or self._num_waiting:
@@ -175,27 +182,27 @@ class RowStream:
         if self._building is not None or self._open_chunks.num_unread:
             return
         if not self._prepare_alone() and not self._open_chunks.may_grow:
-            # From now on `take` returns None, which tells the engine to end. So no chunk may be opened any more: no
-            # engine would process its rows.
+            # After `close`, `take` returns None, which tells the engine to end. `close` also stops the opening of
+            # chunks, because no engine would process their rows.
             self._open_chunks.close()
 
     @property
     def rows_per_second(self) -> float:
-        """Smoothed rate of finished rows."""
+        """Average rate of finished rows, over the time in which rows were in the engine."""
         return self._num_finished / self._active_seconds if self._active_seconds > 0 else 0.0
 
     @property
     def num_in_flight(self) -> int:
-        """Rows in the engine."""
+        """Number of rows that are in the engine."""
         return len(self._in_flight)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no row is in the engine and no chunk is left."""
+        """Whether no row is in the engine and no chunk is left to open or to publish."""
         return not self._in_flight and self._open_chunks.is_drained
 
     def rows_in_flight(self) -> dict[str, list[int]]:
-        """Lines in the engine now, by chunk."""
+        """Return the line numbers of the rows that are in the engine, for each chunk's name."""
         rows: dict[str, list[int]] = {}
         for name, line in self._in_flight:
             rows.setdefault(name, []).append(line)
@@ -205,11 +212,14 @@ class RowStream:
 
     @property
     def _num_waiting(self) -> int:
-        """Rows that have a request and wait for the engine."""
+        """Number of rows that have a request and wait until the engine takes them."""
         return len(self._ready) + len(self._window)
 
     def _release(self, free_slots: Sequence[int]) -> None:
-        """Make the rows of the window ready, once the window is full or the engine would get no row otherwise."""
+        """Move the rows of the prefix window to the queues of ready rows, if the queues cannot fill all free slots.
+
+        If the window is not full yet, its rows are moved only when the queues are empty.
+        """
         self._ready.set_number(len(free_slots))
         if self._ready.has(free_slots) or not len(self._window):
             return
@@ -217,7 +227,7 @@ class RowStream:
             self._ready.extend(self._window.release())
 
     def _may_send(self, flight: _Flight) -> bool:
-        """Whether a row may go to the engine now. While a row runs alone, only that row may."""
+        """Whether a row may go to the engine now. While one row is to run alone, only this row may go."""
         return self._alone is None or flight.prepared.key == self._alone
 
     def _send(self, flight: _Flight) -> Request:
@@ -229,8 +239,8 @@ class RowStream:
         try:
             line = self._encoder.encode(prepared, completion)
         except RecursionError:
-            # The output line cannot be encoded: it repeats a part of the row that is nested too deeply to be written,
-            # though it could be read.
+            # The output line cannot be encoded. It repeats a part of the input row, and this part is nested too deeply
+            # for the JSON encoder, although the decoder could read it. The row becomes an error row.
             message = "JSON of the row is nested too deep to be written"
             completion = Completion(
                 key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
@@ -304,9 +314,10 @@ class RowStream:
         return self._encode(prepared, Completion(key=prepared.key, failure=failure))
 
     def _prepare_alone(self) -> bool:
-        """Get ready the next row that may kill the engine.
+        """Get one row ready to run alone, because engines have died while they processed it.
 
-        Called when the engine is empty; returns False if there is none.
+        Called when no row is in the engine. A row that was in the engine at too many deaths, or whose request cannot be
+        built, becomes an error row instead. Returns False if no row is left to run alone.
         """
         for chunk in list(self._open_chunks.open.values()):
             for line in chunk.rows_to_run_alone():
@@ -333,7 +344,7 @@ class RowStream:
         return False
 
     def _update_rate(self) -> None:
-        """Update the recent and the average rate. Only time during which rows were in the engine counts."""
+        """Update the recent and the average rate of finished rows. Time without a row in the engine does not count."""
         now = self._clock.monotonic()
         if self._in_flight:
             self._active_seconds += now - self._ticked
@@ -350,7 +361,10 @@ class RowStream:
 
 
 def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int) -> Batch:
-    """Read the next rows of the chunks and build their requests. Runs in the background."""
+    """Read the next rows of the chunks and build their requests. Runs on a background thread.
+
+    No more rows are read once `max_rows` rows or `max_bytes` bytes of rows have been read.
+    """
     batch: Batch = []
     for chunk in chunks:
         rows = chunk.read_rows(max_rows, max_bytes)

@@ -34,7 +34,7 @@ def length_bucket(tokens: int) -> str:
 
 
 class Tally:
-    """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts for each minute."""
+    """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts by minute."""
 
     def __init__(self) -> None:
         self.rows = 0

@@ -1,4 +1,4 @@
-"""Counters of a worker for its record on storage, its log and its last line of output. Bounded in size."""
+"""Counters of a worker, for its record on storage, its log and its result. Their lists have a largest length."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ MAX_OPEN_SPANS = 200
 MAX_STARTS = 200
 
 WAITING_SECONDS = 30.0
-"""Seconds that the engine must have been ready before a start that has had no chunk yet counts as waiting for other
-workers. A waiting start does not count as an attempt."""
+"""Seconds after which a start whose engine is ready, but which has had no chunk, counts as waiting for other workers.
+A waiting start does not count as an attempt."""
 
 
 class Telemetry:
-    """Counts on the main thread; `latest` is an immutable record for any thread."""
+    """Counters of one start of a worker, used on the main thread. `latest` is an immutable copy for all threads."""
 
     def __init__(self, worker_id: str, clock: Clock, *, host: dict[str, Any]) -> None:
         self._clock = clock
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
         self.tally = Tally()
-        """Sums over the rows that finished in this start; resumed rows are left out."""
+        """Sums over the rows that this start finished. Rows taken over from checkpoints are not counted."""
         self.num_chunks = 0
-        """Chunks of the own manifests."""
+        """Number of chunks in this worker's manifests."""
         self.num_rows = 0
-        """Rows of the own manifests; 0 if not known."""
+        """Number of rows in this worker's manifests; 0 if unknown."""
         self.rows_skipped = 0
-        """Rows of the own manifests in chunks that were done before this start."""
+        """Number of rows in those chunks of this worker's manifests that were done before this start."""
         self.rows_resumed = 0
-        """Rows that this start took over from checkpoints."""
+        """Number of finished rows that this start took over from checkpoints."""
         self.chunks_resumed = 0
-        """Chunks of which this start took over rows from checkpoints."""
+        """Number of chunks with rows that this start took over from checkpoints."""
         self.chunks_done = 0
-        """Chunks published by this start."""
+        """Number of chunks that this start published."""
         self.chunks_skipped = 0
-        """Chunks that somebody else had done, or an earlier start."""
+        """Number of chunks that this start found done already, by another worker or by an earlier start."""
         self.attempts = 1
-        """Starts since the last one that finished a new row, this one included."""
+        """Number of starts since a start last finished a new row, this start included; 0 once this start does."""
         self.stats = EngineStats()
-        """The engine's counters, as of the last time they were read."""
+        """Counters of the engine, as they were last read."""
         self._base = Worker(
             id=worker_id,
             epoch=0,
@@ -80,7 +80,7 @@ class Telemetry:
     # -- life
 
     def begin(self, before: Worker | None) -> Worker:
-        """Continue the record of this worker's last epoch."""
+        """Begin this start's record. `before` is the record that this worker's last start left; None without one."""
         if before is not None:
             is_kill = before.state not in ENDED_STATES
             self._base = msgspec.structs.replace(
@@ -101,7 +101,7 @@ class Telemetry:
         return self.snapshot()
 
     def log_start(self, before: Worker | None) -> None:
-        """Log that this start has its lease, and how the last start ended."""
+        """Log that this start holds its lease, and how the last start ended. `before` is the last start's record."""
         logger.info(
             "worker %s: start %d",
             self._base.id,
@@ -123,7 +123,7 @@ class Telemetry:
             )
 
     def log_end(self) -> None:
-        """Log how this start ended. The last line of a worker's log."""
+        """Log how this start ended, as the last line of the worker's log."""
         if self.tally.errors:
             logger.info(
                 "failed rows: %s",
@@ -160,7 +160,7 @@ class Telemetry:
         return self._running_since is None
 
     def engine_loading(self) -> None:
-        """Note that the work is known and the engine starts to load."""
+        """Note that the engine begins to load."""
         self._loading_since = self._clock.monotonic()
 
     def engine_ready(self, info: EngineInfo) -> None:
@@ -171,7 +171,10 @@ class Telemetry:
         self.set_state("running")
 
     def rows_in_engine(self, count: int) -> None:
-        """Note how many rows are in the engine. Logs once, with the first rows, where the start-up time went."""
+        """Note how many rows are in the engine.
+
+        When the first rows are there, log how long each part of the start-up took.
+        """
         if not count or self._has_sent_rows or self._running_since is None:
             return
         self._has_sent_rows = True
@@ -192,7 +195,7 @@ class Telemetry:
         )
 
     def set_state(self, state: str, reason: str = "") -> None:
-        """Enter a state; see records.Worker."""
+        """Set the state that the worker's record shows; records.Worker lists the states."""
         self._state = state
         self._reason = reason
         if state in ENDED_STATES:
@@ -201,9 +204,9 @@ class Telemetry:
             self.attempts = 0
 
     def end_with(self, error: BatchinferError) -> None:
-        """Enter the state in which an error ends this start.
+        """Set the state for a start that ends with an error: `stopped` or `failed`.
 
-        A start that was asked to end, by a signal, a notice or `batchinfer stop`, does not count as an attempt.
+        A start that ends because of a signal, a preemption notice or `batchinfer stop` does not count as an attempt.
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)
         if isinstance(error, StopRequested | Interrupted):
@@ -213,7 +216,7 @@ class Telemetry:
         )
 
     def note_engine_stats(self, stats: EngineStats) -> None:
-        """Keep the engine's counters. Warns, once, when the engine computes rows twice."""
+        """Keep the engine's counters. Logs a warning when they first show that the engine computed rows twice."""
         if stats.preemptions and not self.stats.preemptions:
             logger.warning(
                 "the engine ran out of KV cache and computes rows again (preemption); lower --max-num-seqs, or give it "
@@ -226,11 +229,11 @@ class Telemetry:
     # -- events, told on the main thread
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
-        """Count a chunk that has just been opened, and its resumed rows."""
+        """Count a chunk that has just been opened, and its rows from checkpoints."""
         self._open[chunk.name] = chunk
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
-            # Write the record now: if this chunk crashes the worker, the attempt must already be on storage.
+            # Write the record now. If this chunk kills the worker, storage must already show this start as an attempt.
             self.snapshot()
             self._write_now()
         self.rows_resumed += chunk.counts.resumed
@@ -274,17 +277,17 @@ class Telemetry:
         )
 
     def chunk_skipped(self, name: str) -> None:
-        """Count a chunk that turned out to be done already."""
+        """Count a chunk that another worker or an earlier start has done."""
         self.chunks_skipped += 1
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
-        """Count rows that finished here, none of them resumed."""
+        """Count rows that this start finished. Rows taken over from checkpoints must not be among them."""
         self.attempts = 0
         self.tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
-        """Count a row that becomes an error row."""
+        """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
         example = self.tally.note(chunk, line, failure)
         if example is not None:
             logger.warning(
@@ -301,22 +304,25 @@ class Telemetry:
     # -- the work of this start
 
     def count_work(self, *, chunks: int, rows: int) -> None:
-        """Note the chunks and rows of the own manifests."""
+        """Note how many chunks and rows this worker's manifests have."""
         self.num_chunks = chunks
         self.num_rows = rows
 
     def count_skipped(self, *, chunks: int, rows: int) -> None:
-        """Count chunks of the own manifests that were done before this start, and their rows."""
+        """Count the chunks of this worker's manifests that were done before this start, and their rows."""
         self.chunks_skipped += chunks
         self.rows_skipped = rows
 
     def when_urgent(self, write_now: Callable[[], object]) -> None:
-        """Set the function that is called when `latest` must be written before the next heartbeat."""
+        """Set the function to call when `latest` must be written to storage without waiting for the next heartbeat."""
         self._write_now = write_now
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds from the engine being ready to the end of the work. Closing the engine is left out."""
+        """Seconds since the engine became ready. After the work has ended: seconds from then until the end.
+
+        0 until the engine is ready. The time to close the engine is not counted.
+        """
         if self._running_since is None:
             return 0.0
         until = self._running_until
@@ -330,7 +336,10 @@ class Telemetry:
     # -- the record
 
     def snapshot(self) -> Worker:
-        """Make the record as of now, with the sums of this start and of all earlier ones, and keep it as `latest`."""
+        """Make the worker's present record, and keep it as `latest`.
+
+        Most of its counters are sums over this start and all earlier ones.
+        """
         base = self.tally.on_top_of(self._base)
         self.latest = msgspec.structs.replace(
             base,
@@ -356,7 +365,10 @@ class Telemetry:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether this start has nothing to do. If it ends meanwhile, that does not count as a failed attempt."""
+        """Whether this start has had no chunk for WAITING_SECONDS since its engine became ready.
+
+        A start that ends while it waits like this does not count as an attempt.
+        """
         is_idle = self._state == "running" and not self._has_had_a_chunk
         return is_idle and self.busy_seconds >= WAITING_SECONDS
 
@@ -373,7 +385,7 @@ class Telemetry:
 
 
 def _killed(before: Worker) -> list[Span]:
-    """Return the spans of the chunks that were open when a start was killed."""
+    """Return spans for the chunks that were open when a start was killed. `before` is the killed start's record."""
     return [
         msgspec.structs.replace(span, outcome="killed", end=max(before.heartbeat, span.start))
         for span in before.open_spans
