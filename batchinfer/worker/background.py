@@ -1,8 +1,9 @@
-"""Background work and stop requests. Background work runs on threads, in the simulation on a deterministic scheduler.
+"""Background work and stop requests.
 
-Only the main thread reads and writes the worker's state. Background work is a plain function of its arguments, and the
-main thread collects its result or exception later, so nothing needs a lock. Signal handlers and background work only
-set the `Stopper`, which the main loop reads.
+A real worker runs background work on threads; the simulation runs it on a deterministic scheduler. Only the main thread
+reads and writes the worker's state. Background work is a plain function of its arguments. The main thread collects the
+function's result or exception later, so nothing needs a lock. A signal handler or background work that wants the worker
+to end only sets the `Stopper`, which the main loop reads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _POLL_SECONDS = 0.2
 
 
 class Stopper:
-    """A stop request with a period of grace. Implements `engines.Stop`: set once everything must be dropped.
+    """A request that the worker ends, with a grace period in which it may still finish rows and save them.
 
-    The first request counts; a second signal ends the grace at once.
+    Implements the protocol `engines.Stop`: `is_set` turns true when the grace period is over. Of several requests only
+    the first counts.
     """
 
     def __init__(self, clock: Clock, *, grace_seconds: float) -> None:
@@ -39,7 +41,7 @@ class Stopper:
         self.error: BatchinferError | None = None
 
     def request(self, error: BatchinferError) -> None:
-        """Ask the worker to end with `error`, at the latest after its grace period."""
+        """Ask the worker to end with `error` before the grace period is over. Later requests change nothing."""
         if self.error is None:
             self._deadline = self._clock.monotonic() + self._grace_seconds
             self.error = error
@@ -50,7 +52,7 @@ class Stopper:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the worker should take no new rows."""
+        """Whether somebody has asked the worker to end. From then on it takes no new rows."""
         return self.error is not None
 
     def raise_if_requested(self) -> None:
@@ -59,39 +61,43 @@ class Stopper:
             raise self.error
 
     def is_set(self) -> bool:
-        """Whether the grace is over."""
+        """Whether a stop was requested and its grace period is over, so that all work must be dropped now."""
         return self._deadline is not None and self._clock.monotonic() >= self._deadline
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left of the grace period."""
+        """Seconds left of the grace period; the whole period if no stop was requested."""
         if self._deadline is None:
             return self._grace_seconds
         return max(0.0, self._deadline - self._clock.monotonic())
 
 
 class WhileLoading:
-    """A stop request as a loading engine sees it: without a grace period, because there is nothing to finish."""
+    """The stop signal for an engine that is still loading.
+
+    It has no grace period, because a loading engine has no rows to finish. Implements the protocol `engines.Stop`.
+    """
 
     def __init__(self, stopper: Stopper) -> None:
         self._stopper = stopper
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Stop the loading: the engine is not needed any more."""
+        """Stop the loading, because the engine is not needed any more."""
         self._is_cancelled = True
 
     def is_set(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether the engine must stop loading: `cancel` was called, or the worker was asked to end."""
         return self._is_cancelled or self._stopper.is_requested
 
 
 def install_signal_handlers(stopper: Stopper) -> None:
-    """Let SIGTERM and SIGINT set `stopper`. A second one ends the grace. Call from the main thread."""
+    """Let SIGTERM and SIGINT request a stop. The second signal ends the grace period. Call from the main thread."""
     num_signals = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        # Only signals are counted: a cloud's notice or `batchinfer stop` often comes together with the first signal.
+        # Only a second signal ends the grace period. A cloud's preemption notice or `batchinfer stop` also requests a
+        # stop, but either one often comes together with the first signal, so they are not counted.
         nonlocal num_signals
         num_signals += 1
         if num_signals > 1:
@@ -123,7 +129,7 @@ class Repeating(Protocol):
     """Work that runs again and again until cancelled."""
 
     def cancel(self) -> None:
-        """Start no further run of the work. Does not wait for the present run."""
+        """Do not run the work again. A run of the work that has begun goes on, and `cancel` does not wait for it."""
         ...
 
 
@@ -131,42 +137,49 @@ class Background(Protocol):
     """Runs work beside its caller."""
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        """Start `work` as soon as a thread is free.
+        """Run `work` as soon as a thread is free.
 
-        One thread is kept for `urgent` work: the engine's next prompts must not queue behind writes to a bucket that
-        hangs.
+        One thread does nothing but `urgent` work. Without it, building the engine's next prompts could queue behind
+        writes to a bucket that hangs.
         """
         ...
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
-        """Run `work` each interval, on a thread of its own. `work` must not raise."""
+        """Run `work` again and again on its own thread, with a pause of `interval_seconds` before each run.
+
+        `work` must not raise.
+        """
         ...
 
     def wait(self, timeout_seconds: float) -> None:
-        """Block until some submitted work has finished since the last `wait`, or the time is up."""
+        """Block until a piece of submitted work finishes or the time is up.
+
+        Returns at once if work has finished since the last `wait`.
+        """
         ...
 
     def close(self) -> None:
-        """Take no more work. Does not wait: nothing here may keep a process from exiting."""
+        """Let the threads end after the work submitted so far. Does not wait, so a thread that hangs delays no exit."""
         ...
 
 
 def unless_stopped(
     background: Background, stopper: Stopper, work: Callable[[], T], *, may_finish: bool = False
 ) -> T:
-    """Do work in the background and wait for it, unless the worker is asked to stop.
+    """Do work in the background and wait for its result, but stop waiting when the worker is asked to stop.
 
-    Used for requests to storage, which may never be answered. Work that is not waited for goes on and may still take
-    effect, but its result is lost, as if the process had been killed.
+    Used for requests to storage, which may never be answered. After the waiting was stopped, the work itself goes on.
+    It may still take effect, but its result is lost, as if the process had been killed.
 
     Args:
         background: Where the work is done.
-        stopper: Says when to stop. After a stop request the work is not begun.
+        stopper: Says when to stop waiting. If a stop was requested before the call, the work is not begun.
         work: A function that shares no state with the main thread.
-        may_finish: Whether to wait through the grace period, so that the result of a write is known.
+        may_finish: Whether to go on waiting during the grace period. Set for writes, so that their result is known.
 
     Raises:
-        BatchinferError: the stopper's error, if the work was not begun or not waited for; else the error of the work.
+        BatchinferError: the stopper's error, if the work was not begun or the waiting was stopped; else the error that
+            the work raised.
     """
     stopper.raise_if_requested()
     pending = background.submit(work)
@@ -178,7 +191,7 @@ def unless_stopped(
 
 
 class _SubmittedWork(Generic[T]):
-    """One submitted function and its outcome."""
+    """A submitted function and, after it has run, its result or exception. Implements `Pending`."""
 
     __slots__ = ("_done", "_error", "_value", "_work")
 
@@ -192,7 +205,7 @@ class _SubmittedWork(Generic[T]):
         assert self._work is not None
         try:
             self._value = self._work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - `result` raises it again
             self._error = error
         self._work = None
         self._done = True
@@ -211,7 +224,7 @@ _Queue = queue.SimpleQueue["_SubmittedWork[object] | None"]
 
 
 class _Timer:
-    """A daemon thread that runs a function each interval."""
+    """A daemon thread that waits for an interval and then runs a function, again and again. Implements `Repeating`."""
 
     def __init__(self, interval_seconds: float, work: Callable[[], None]) -> None:
         self._cancelled = threading.Event()
@@ -224,7 +237,8 @@ class _Timer:
             try:
                 self._work()
             except Exception:
-                # Go on after an error: if a bug in one heartbeat stopped all further ones, the whole worker would end.
+                # The timer goes on after an error. If a bug in one heartbeat ended the timer, no heartbeat would
+                # follow, and the whole worker would have to end.
                 logger.exception("work that is repeated every %g s failed", self._interval_seconds)
 
     def cancel(self) -> None:
@@ -232,10 +246,10 @@ class _Timer:
 
 
 class ThreadBackground:
-    """A few daemon threads.
+    """Runs background work on a few daemon threads, the first of which does only urgent work.
 
-    The threads are daemons because the interpreter must not wait at exit for an upload that hangs, as it would with
-    concurrent.futures.
+    At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
+    would wait for the threads of concurrent.futures.
     """
 
     def __init__(self, num_threads: int = 8) -> None:

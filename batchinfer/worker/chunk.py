@@ -1,7 +1,7 @@
-"""One open chunk: its local copy, which of its rows are done, and the spool (a scratch file) that holds them.
+"""One open chunk: its local copy, the state of each row, and the spool, a scratch file that holds the finished rows.
 
-Opening (opening.py) happens in the background and ends in an `OpenChunk`, which from then on belongs to the worker's
-main thread.
+A background job opens a chunk (opening.py) and returns an `OpenChunk`. From then on only the worker's main thread
+changes it, except that the job that builds prompts calls `read_rows`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 
 _READ_BYTES = 1 << 17
-"""Bytes read of a local chunk at a time."""
+"""Size in bytes of the buffer with which a local chunk is read."""
 _READ_ROWS = 16
+"""Most lines that `read_rows` reads from a local chunk at a time."""
 _BLOCK_BYTES = 1 << 16
-"""Bytes read of a spool at a time, to find the end of a record or several payloads."""
+"""Most bytes that are read from a spool at a time, to find the end of a record or to read several payloads at once."""
 DEATHS_BEFORE_ALONE = 2
+"""Engine deaths during a row after which the row runs without other rows beside it."""
 DEATHS_BEFORE_ERROR = 3
+"""Engine deaths during a row after which the row gets an error instead of another attempt."""
 
 
 class RowState(enum.IntEnum):
-    """How far a row of an open chunk is."""
+    """The state of a row of an open chunk: not begun, taken, or finished."""
 
     TODO = 0
     TAKEN = 1
-    """Handed to the prompt builder or the engine."""
+    """The row was handed out by `read_rows` or `take_row` and is not finished yet."""
     DONE = 2
 
 
@@ -67,12 +70,12 @@ class RowCounts:
         self.completion_tokens += sum([row.completion_tokens for row in rows])
 
     def add_resumed(self, num_rows: int) -> None:
-        """Count rows that were adopted from checkpoints. `add` counts these rows, too."""
+        """Count `num_rows` rows that an earlier worker finished. The caller counts the same rows with `add`, too."""
         self.resumed += num_rows
 
 
 class OpenChunk:
-    """A chunk that this worker has open."""
+    """A chunk that this worker has opened and has neither published nor given back yet."""
 
     def __init__(
         self,
@@ -95,12 +98,12 @@ class OpenChunk:
         self.num_left = num_rows
         self.claim_etag = claim_etag
         self.deaths: dict[int, int] = {}
-        """How often the engine died while a row was in flight, by the row's line."""
+        """Number of engine deaths during which a row was in the engine, by the row's line."""
         self.segment_keys: list[str] = []
-        """Keys of the chunk's segments on storage that this worker has read or written."""
+        """Keys on storage of those segments of the chunk that this worker has read or written."""
         self.num_segments_begun = 0
         self.checkpointed_bytes = 0
-        """Bytes at the beginning of the spool whose rows are in a segment on storage."""
+        """Bytes at the beginning of the spool whose rows are already in segments on storage."""
         self.generation = ref.generation
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
@@ -108,9 +111,10 @@ class OpenChunk:
         self._cursor = 0
 
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
-        """Read the next unfinished rows and mark them taken. Rows that may kill the engine are left out.
+        """Read the next unfinished rows from the local copy and mark them taken.
 
-        For one caller at a time. Reads the local copy only.
+        Rows that were in the engine at two of its deaths are left out: they run alone later. Only one thread may call
+        this method at a time.
         """
         with scratch_errors(self.local.path.parent):
             return self._read_rows(max_rows, max_bytes)
@@ -141,7 +145,10 @@ class OpenChunk:
         return rows
 
     def take_row(self, line: int) -> RawRow:
-        """Read one row out of turn and mark it taken. Slow: for the few rows that run alone."""
+        """Read the row of one line and mark it taken.
+
+        Only for the few rows that run alone. It is slow, because it reads the chunk from its beginning.
+        """
         self._state[line] = RowState.TAKEN
         return self._read_row(line)
 
@@ -153,7 +160,7 @@ class OpenChunk:
         raise InputError(f"{self.name}: has no line {index}")
 
     def rows_to_run_alone(self) -> list[int]:
-        """Lines of unfinished rows that were in flight at two engine deaths, in order."""
+        """Return the lines of rows that are not begun and were in the engine at two or more of its deaths, in order."""
         return [
             line
             for line, deaths in sorted(self.deaths.items())
@@ -161,7 +168,10 @@ class OpenChunk:
         ]
 
     def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
-        """Keep finished rows and return the new ones. If a row finishes twice, the first result stays."""
+        """Write finished rows to the spool and return them, without rows that were finished before.
+
+        If a row finishes twice, the first result stays.
+        """
         fresh: list[FinishedRow] = []
         state, todo, done = self._state, RowState.TODO, RowState.DONE
         for row in rows:
@@ -170,7 +180,9 @@ class OpenChunk:
             if before != done:
                 state[line] = done
                 fresh.append(row)
-                if before == todo and line >= self._cursor:  # adopted, so `read_rows` will skip it
+                if (
+                    before == todo and line >= self._cursor
+                ):  # `read_rows` will skip this adopted row
                     self.num_unread -= 1
         if fresh:
             self.spool.append(*encode_rows(fresh))
@@ -179,20 +191,23 @@ class OpenChunk:
         return fresh
 
     def adopt(self, rows: Iterable[FinishedRow]) -> None:
-        """Keep rows that an earlier start or another worker finished. In batches, since a chunk may exceed memory."""
+        """Write to the spool the rows that an earlier start or another worker finished.
+
+        The rows are taken in batches, because all rows of a chunk may be larger than the memory.
+        """
         for batch in batches(rows):
             self.counts.add_resumed(len(self.finish(batch)))
 
     def adopt_segments(
         self, keys: Iterable[str], deaths: dict[int, int], *, holds_every_row: bool
     ) -> None:
-        """Note the segments that `adopt` got its rows from.
+        """Note the segments on storage whose rows were given to `adopt`.
 
         Args:
             keys: The segments' keys.
-            deaths: How often the engine died while a row was in flight, by the row's line.
-            holds_every_row: Whether the segments hold all rows that are finished now. If so, the next segment starts
-                after them.
+            deaths: Number of engine deaths during which a row was in the engine, by the row's line.
+            holds_every_row: Whether these segments hold all rows that are in the spool now. If so, the chunk's next
+                segment starts with the first row that finishes from now on.
         """
         self.segment_keys.extend(keys)
         self.deaths = deaths
@@ -200,19 +215,22 @@ class OpenChunk:
             self.checkpointed_bytes = self.spool.size_bytes
 
     def next_segment_number(self) -> int:
-        """Number the next segment of this chunk, from 1."""
+        """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
         self.num_segments_begun += 1
         return self.num_segments_begun
 
     def note_segment(self, key: str, end: int) -> int:
-        """Note that a segment was written up to `end` of the spool. Return how many bytes it holds."""
+        """Note that a segment was written that holds the rows of the spool up to byte `end`.
+
+        Return how many bytes of the spool were in no segment before.
+        """
         num_new = max(0, end - self.checkpointed_bytes)
         self.segment_keys.append(key)
         self.checkpointed_bytes += num_new
         return num_new
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
-        """Make the chunk's marker, without the fields that publishing fills in."""
+        """Make the chunk's marker. Publishing fills in the fields that are empty or 0 here: `output...` and `nonce`."""
         counts = self.counts
         return Marker(
             output="",
@@ -239,7 +257,7 @@ class OpenChunk:
         )
 
     def close(self) -> None:
-        """Remove the local files. Idempotent."""
+        """Remove the local copy and the spool. Idempotent."""
         if self._reader is not None:
             self._reader.close()
         self.spool.close()
@@ -247,10 +265,11 @@ class OpenChunk:
 
 
 class Spool:
-    """A scratch file with the finished rows of one chunk: appended in the order they finish, found again by line.
+    """A scratch file with the finished rows of one chunk, in the order in which they finish.
 
-    A record is one JSON line. The place of its `payload` (the output line inside it) is kept in memory, 16 bytes a row.
-    One thread appends. A background job may `read` at the same time, up to the `size_bytes` at which it was started.
+    Each row is a record, which is one line of JSON. A record contains the row's output line, its payload. The place of
+    each payload in the file is kept in memory, 16 bytes a row, so that `payloads` can return them in line order. One
+    thread appends. A background job may `read` meanwhile, up to the `size_bytes` that the spool had when the job began.
     """
 
     def __init__(self, path: Path, num_lines: int) -> None:
@@ -262,7 +281,10 @@ class Spool:
         self.size_bytes = 0
 
     def append(self, records: bytes, payloads: list[tuple[int, int, int]]) -> None:
-        """Add whole records. `payloads` holds (line, offset within `records`, length) of each record's payload."""
+        """Add whole records to the end of the file.
+
+        `payloads` says where each record's payload is: (line of the row, byte offset in `records`, bytes).
+        """
         with scratch_errors(self._path.parent):
             view = memoryview(records)
             while view:
@@ -274,7 +296,7 @@ class Spool:
         self.size_bytes = base + len(records)
 
     def read(self, start: int, end: int) -> bytes:
-        """Return the bytes of the spool from `start` up to `end`, exclusive."""
+        """Return the bytes of the spool from offset `start` up to, but not including, offset `end`."""
         parts = []
         with scratch_errors(self._path.parent):
             while start < end:
@@ -286,7 +308,7 @@ class Spool:
         return b"".join(parts)
 
     def record_end(self, place: int) -> int:
-        """Round a place in the spool up to the next end of a record, so that a segment never cuts a record in two."""
+        """Return the first end of a record at or after offset `place`, so that no segment cuts a record in two."""
         place, end = place - 1, self.size_bytes
         while place < end:
             block = self.read(place, min(place + _BLOCK_BYTES, end))
@@ -299,7 +321,8 @@ class Spool:
     def payloads(self) -> Iterator[bytes]:
         """Yield the payload of every line in line order.
 
-        Rows finish roughly in line order, so that most payloads lie in the block that was read last.
+        The spool is read in blocks. Rows finish roughly in line order, so most payloads are in the block that was read
+        last and need no further read.
         """
         fileno = self._file.fileno()
         block, start, end = b"", 0, 0

@@ -1,6 +1,6 @@
-"""`batchinfer worker`: turns options into one frozen configuration and starts the worker with it.
+"""The command `batchinfer worker`: it turns options into one frozen configuration and starts the worker with it.
 
-The modules of the worker itself are imported when it runs, so that `--help` answers at once.
+The worker's other modules are imported only inside the functions that need them, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files from the usual 1024: hundreds of small chunks may be open, with two files each."""
+    """Raise this process's limit of open files, which usually is 1024.
+
+    Hundreds of small chunks may be open at a time, and each open chunk has two open files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -104,10 +107,10 @@ def _raise_file_limit() -> None:
 def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerConfig:
     """Turn parsed options into the worker's configuration.
 
-    Reads the small files that options name, and job.json if the manifests are chosen by rank.
+    Reads the small files that options name. May read job.json, to choose the manifests or to find the run's job.
 
     Raises:
-        ConfigError: an option cannot work, alone or with another one.
+        ConfigError: an option has a value that cannot work, or two options contradict each other.
     """
     from batchinfer.storage.opening import check_writable
     from batchinfer.worker.config import Limits, WorkerConfig
@@ -133,7 +136,10 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
 
 
 def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str]:
-    """Return the manifests of this worker, SKYPILOT_JOB_RANK among SKYPILOT_NUM_JOBS."""
+    """Return the manifests of this worker when no --manifest is given.
+
+    SkyPilot's variables say which worker this is (SKYPILOT_JOB_RANK) and how many there are (SKYPILOT_NUM_JOBS).
+    """
     if not job:
         raise ConfigError(
             "no --manifest and no --job",
@@ -174,7 +180,10 @@ def _default_output(job: str | None, manifests: list[str]) -> str:
 
 
 def _job_of_run(output: str, manifests: list[str]) -> str | None:
-    """Return the job of a run at JOB/runs/<name>. Needed for a manifest that was copied to the worker's machine."""
+    """Return the job of a run whose URL is JOB/runs/<name>, None if JOB has no job.json or a manifest shows the job.
+
+    A manifest in JOB/manifests shows its job. A manifest that was copied to the worker's machine does not.
+    """
     job = layout.job_above(output)
     if not job or any("/manifests/" in f"/{manifest}" for manifest in manifests):
         return None
@@ -185,7 +194,10 @@ def _job_of_run(output: str, manifests: list[str]) -> str | None:
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:
-    """Return SkyPilot's task id and node rank. Both outlive a recovery, so a recovered worker knows its own claims."""
+    """Return SkyPilot's task id and node rank as one name; "" outside SkyPilot.
+
+    Both stay the same when SkyPilot recovers a lost machine, so the worker there knows its own earlier claims.
+    """
     task = environment.get("SKYPILOT_TASK_ID")
     if not task:
         return ""
@@ -196,10 +208,11 @@ def _default_worker_id(environment: dict[str, str]) -> str:
 
 
 def describe_host(environment: dict[str, str]) -> dict[str, Any]:
-    """Describe the machine by SkyPilot's variables: cloud, region, GPUs, spot or not. Never by the host's name.
+    """Describe the machine for the worker's record: cloud, region, zone, GPUs, and whether it is a spot machine.
 
-    Not every cloud lets a machine find out whether it is a spot machine, so BATCHINFER_SPOT=1 or 0 says so. Without
-    BATCHINFER_ACCELERATOR the record shows the GPU's name as the driver gives it.
+    All values come from environment variables, most of them set by SkyPilot. The host's name is never used. Not every
+    cloud lets a machine find out whether it is a spot machine, so the variable BATCHINFER_SPOT says it with 1 or 0.
+    Without BATCHINFER_ACCELERATOR the worker's record shows the GPU's name as the driver gives it.
     """
     host: dict[str, Any] = {}
     try:
@@ -223,19 +236,19 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """Return the configuration of the engine that the options ask for."""
+    """Make the configuration of the engine from the options."""
     return EngineConfig(**fields_of("EngineConfig", options))
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
-    """Return the options that decide how rows become prompts and outputs. Reads the files that options name."""
+    """Make the configuration that decides how rows become prompts and outputs. Reads the files that options name."""
     from batchinfer.prompts import PromptConfig
 
     return PromptConfig(**fields_of("PromptConfig", options))
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
-    """Return the run's sampling parameters, made from the options."""
+    """Make the run's sampling parameters from the options."""
     from batchinfer.prompts import make_sampling
 
     return make_sampling(fields_of("Sampling", options), value_of("sampling", options))

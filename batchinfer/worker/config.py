@@ -23,34 +23,42 @@ _LONGEST_DELAY_SECONDS = 60.0
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Bounds on memory and disk, beside the engine's own `max_in_flight`, and on attempts."""
+    """Limits on what a worker uses of memory and disk, and on how often it tries something again."""
 
     max_open_chunks: int = 64
+    """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
     max_openings: int = 4
-    """Chunks that are being opened at the same time."""
+    """Chunks that may be in the middle of being opened at the same time."""
     max_open_bytes: int = 16 << 30
-    """Bytes of scratch disk that open chunks may use: their downloaded rows plus their finished rows."""
+    """Bytes of scratch disk that open chunks hold, input and finished rows, above which no further chunk is opened."""
     prefix_window: int = 0
-    """Rows that are sorted together by the beginnings of their prompts; 0 keeps the input order."""
+    """Rows that are sorted together, so that prompts with equal beginnings follow each other; 0 keeps the order."""
     max_build_rows: int = 512
-    """Rows whose prompts are built in one background job."""
+    """Most rows whose prompts one background job builds."""
     max_build_bytes: int = 8 << 20
-    """Bytes of input rows whose prompts are built in one background job."""
+    """Bytes of input rows after which a background job that builds prompts reads no further rows."""
     max_waiting_tokens: int = 4 << 20
-    """Tokens of prompts that are built but not yet in the engine. A token takes about 36 bytes of memory here."""
+    """Tokens of built prompts that wait for the engine, above which no further prompts are built.
+
+    A waiting token takes about 36 bytes of the worker's memory.
+    """
     row_attempts: int = 3
+    """Attempts to generate a row that fails for a passing reason."""
     storage_attempts: int = 4
-    """Attempts to open or publish a chunk; more are made while there are other rows to generate."""
+    """Failed attempts to open or publish a chunk after which it is given up.
+
+    While open chunks have unfinished rows, the attempts go on and no chunk is given up because of storage.
+    """
     storage_retry_seconds: float = 5.0
-    """Seconds to wait after the first failure; each further wait is twice as long, up to a minute."""
+    """Seconds between the first failed attempt and the second. Each further wait is twice as long, up to a minute."""
 
     def storage_delay_seconds(self, attempts: int) -> float:
-        """Return the seconds to wait after so many failures."""
+        """Return the seconds to wait before the next attempt, when `attempts` attempts have failed."""
         return min(self.storage_retry_seconds * 2.0 ** max(0, attempts - 1), _LONGEST_DELAY_SECONDS)
 
 
 class WorkerConfig(Record, frozen=True, kw_only=True):
-    """The configuration of one worker. Paths may be URLs."""
+    """The configuration of one worker. `manifests`, `output` and `job` are paths or URLs."""
 
     manifests: list[str]
     output: str
@@ -79,7 +87,7 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The outside world of one worker. Tests and the simulation supply their own."""
+    """What a worker uses of the outside world: clock, threads, storage, engine. Tests and the simulation replace it."""
 
     clock: Clock
     background: Background
@@ -96,12 +104,12 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAccess:
-    """A worker's access to its run, made once its lease is taken."""
+    """The objects with which a worker reads and writes its run. They are made after the worker has taken its lease."""
 
     store: Store
     lease: Lease
     claims: Claims | None
-    """Claims of this worker; None if the store ignores preconditions or claims are switched off."""
+    """The claims of this worker; None if the store ignores preconditions or claims are switched off."""
     publisher: Publisher
     scratch: Scratch
 
@@ -109,7 +117,7 @@ class RunAccess:
 def real_environment(
     *, grace_seconds: float, show_progress: Callable[[Telemetry], None]
 ) -> Environment:
-    """Make the environment of a real worker: threads, the system's clock, and storage by URL."""
+    """Make the environment of a real worker: real threads, the system's clock, and storage that is opened by URL."""
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.storage.opening import open_store, probe
 
@@ -130,6 +138,9 @@ def real_environment(
 
 
 def check_sampling(config: WorkerConfig) -> None:
-    """Refuse sampling parameters that the engine does not know. Starts and imports nothing heavy."""
+    """Raise if the engine does not know one of the additional sampling parameters.
+
+    Does not start the engine, and imports no large library.
+    """
     if config.sampling.extra:
         find_engine(config.engine.engine).check_parameters(config.sampling.extra)

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: a thread of its own renews the worker's record and looks for stop requests."""
+"""A worker's heartbeat: a separate thread regularly renews the worker's record and looks for stop requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 
 
 def check_stop_request(store: Store) -> None:
-    """Raise StopRequested if `batchinfer stop` has stopped the run. One request."""
+    """Raise StopRequested if `batchinfer stop` has stopped the run. Sends one request to storage."""
     try:
         store.stat(layout.STOP_KEY)
     except ObjectNotFound:
@@ -40,7 +40,10 @@ def check_stop_request(store: Store) -> None:
 
 
 class Heartbeat:
-    """Keeps the record of `lease` fresh with what `telemetry` counts, and tells `stopper` when the worker must end."""
+    """Writes the worker's record regularly, and requests a stop when the worker must end.
+
+    Each write renews `lease`, and the record holds what `telemetry` has counted. Stop requests go to `stopper`.
+    """
 
     def __init__(
         self, store: Store, lease: Lease, telemetry: Telemetry, stopper: Stopper, clock: Clock
@@ -56,11 +59,13 @@ class Heartbeat:
     def start(
         self, background: Background, stack: contextlib.ExitStack, *, max_attempts: int
     ) -> None:
-        """Take this worker's record and keep it fresh. When `stack` unwinds, the record is written for the last time.
+        """Take this worker's lease and begin the regular heartbeats.
+
+        When `stack` unwinds, the heartbeats end and the record is written for the last time.
 
         Raises:
-            NoProgress: this would be one start too many in a row without a new row.
-            BatchinferError: the stopper's error, if the record could not be taken within the grace period.
+            NoProgress: the last `max_attempts` starts of this worker, or more, finished no new row.
+            BatchinferError: the lease could not be taken, or a stop was requested and the grace period ended first.
         """
         telemetry = self._telemetry
         take = partial(self.lease.take, telemetry.begin)
@@ -79,7 +84,10 @@ class Heartbeat:
         telemetry.when_urgent(partial(background.submit, self.beat))
 
     def beat(self) -> None:
-        """Write the record once and look for a stop request. For any thread; errors go to the stopper."""
+        """Write the record once and look for a stop request. Any thread may call it.
+
+        A storage error is only logged. Any other error becomes a stop request.
+        """
         lease = self.lease
         try:
             lease.renew(self._telemetry.latest)
@@ -88,8 +96,8 @@ class Heartbeat:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))
         except BatchinferError as error:
             self._stopper.request(error)
-        # A renewal is dated from when it was sent, so a successful one can already be stale. Only a failed write ends
-        # the worker here.
+        # `silent_seconds` counts from the moment at which the last successful heartbeat was sent, so it can be long
+        # even right after a success. The next lines therefore end the worker only if the newest write failed.
         is_refused = lease.error is not None
         if is_refused and lease.silent_seconds >= lease.give_up_seconds:
             reason = (
@@ -101,7 +109,10 @@ class Heartbeat:
             self._check_lapses()
 
     def _check_lapses(self) -> None:
-        """Give up if heartbeats are written so slowly that each lease has lapsed before its heartbeat is written."""
+        """Request a stop if, for long enough, every heartbeat took longer to write than the lease lasts.
+
+        After such a heartbeat the lease has already lapsed, so the worker can publish nothing.
+        """
         lease = self.lease
         now = self._clock.monotonic()
         if lease.is_held():
@@ -120,8 +131,8 @@ class Heartbeat:
             self._stopper.request(StorageError(reason, hint=hint))
 
     def _end(self, background: Background) -> None:
-        """Write the record for the last time. Waits a few seconds at most: the machine may be going away."""
-        # Urgent, because all other threads may be waiting for that bucket.
+        """Write the record for the last time. Waits a few seconds at most, as the machine may soon be taken away."""
+        # The write is urgent work, because all threads for other work may be waiting for a bucket that does not answer.
         closing = background.submit(
             partial(self.lease.close, self._telemetry.snapshot()), urgent=True
         )

@@ -1,4 +1,7 @@
-"""How a worker joins its run, which requires an equal configuration (promise P6), and the result that it ends with."""
+"""How a worker joins its run, and the result that it prints at its end.
+
+All workers of a run must have the same configuration (promise P6), which is checked here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ANY_NUMBER = 2**31
 
 
 class Membership:
-    """A worker's membership of a run. Call `check` once, then `join` once the engine has loaded.
+    """A worker's membership of a run. Call `check` before the engine loads, and `join` after it has loaded.
 
     Args:
         config: The worker's configuration.
@@ -40,16 +43,16 @@ class Membership:
         self.assignment = assignment
         self._model_identity = ""
         self.config = config
-        """The configuration. If it names no revision of the model, `check` adds the run's revision."""
+        """The worker's configuration. If it names no revision of the model, `check` adds the one in run.json."""
         self.run: Run | None = None
-        """The content of run.json; None before it was created."""
+        """The content of run.json; None until this worker has found or created the file."""
 
     def check(self) -> None:
-        """Refuse what cannot work, before a GPU has to wait and before run.json is written. Read-only.
+        """Refuse a configuration that cannot work, before an engine is loaded and run.json is written. Writes nothing.
 
         Raises:
-            RunMismatch: the run has another configuration. Only what is known without an engine is compared.
-            ConfigError: options that cannot work with this engine or these chunks.
+            RunMismatch: the run has another configuration. Values that only a loaded engine knows are not compared.
+            ConfigError: an option cannot work with this engine or with the chunks' columns.
         """
         self.run = read_run(self._store)
         self._take_revision()
@@ -62,7 +65,7 @@ class Membership:
         self.make_builder(None, None)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
-        """Create run.json, or check that the existing one has the same fingerprint. See ledger.runs.join_run."""
+        """Create run.json, or check that the existing run.json has the same fingerprint. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),
@@ -73,10 +76,15 @@ class Membership:
         return self.run
 
     def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
-        """Make the builder of requests. Refuses templates and options that no row could be built with."""
+        """Make the object that builds requests from rows. Raises ConfigError if no row's request could be built.
+
+        Args:
+            tokenizer: The model's tokenizer; None before it is known.
+            info: Properties of the loaded engine; None before it has loaded.
+        """
         config = self.config
-        # The limit on log-probabilities: the engine's, or until it has loaded that of the engine arguments, or the
-        # default.
+        # `most` is the highest number of log-probabilities that a request may ask for. A loaded engine tells it. Before
+        # that it is taken from the engine arguments. If neither names a number, the default of PromptConfig holds.
         most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
         prompt = config.prompt
         if isinstance(most, int):
@@ -93,14 +101,13 @@ class Membership:
         )
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
-        """Return the own chunks that are left to do, in order. Pure.
+        """Return the chunks of this worker's manifests that are left to do, in order. Sends no request.
 
         Args:
-            done: Chunks that have a marker, with their highest generation.
-            goal: The generation that a repair brings every chunk to; 0 without a repair. A chunk of this generation is
-                done.
+            done: The highest generation of each chunk that has a marker, by the chunk's name.
+            goal: The generation that makes a chunk done: 0, or higher in a run that repairs error rows.
         """
-        # Chunks without error rows are passed over later, when they are opened in the background.
+        # In a repair the list also contains chunks without error rows. They are skipped when they are opened.
         return [
             ref._replace(generation=done.get(ref.name, -1) + 1)
             for ref in self.assignment.chunks
@@ -109,17 +116,17 @@ class Membership:
 
     @property
     def may_help(self) -> bool:
-        """Whether this worker does chunks of other workers once its own have run out."""
+        """Whether this worker may do chunks of other workers after it has none of its own left."""
         config = self.config
         return config.steal and self.assignment.job is not None and not config.retry_errors
 
     def all_chunks(self) -> dict[str, ChunkRef]:
-        """Return every chunk of the job by name, in order; none without a job."""
+        """Return all chunks of the job by name, in order. Return an empty dict if the worker has no job."""
         job, url = self.assignment.job, self.assignment.job_url
         return job_chunks(job, url, self.config.limit) if job is not None else {}
 
     def _take_revision(self) -> None:
-        """Take the run's revision of the model, unless --revision is given."""
+        """Use the model revision that run.json records, unless --revision is given."""
         engine = self.config.engine
         if engine.revision is None and self.run is not None:
             revision = self.run.recorded.get("revision") or None
@@ -128,7 +135,10 @@ class Membership:
                 self.config = msgspec.structs.replace(self.config, engine=engine)
 
     def _run_config(self, info: EngineInfo | None) -> dict[str, Any]:
-        """Return what the fingerprint covers. UNKNOWN stands for values that only a loaded engine knows."""
+        """Return the values from which the run's fingerprint is made.
+
+        Without `info`, UNKNOWN stands for the values that only a loaded engine knows.
+        """
         config, assignment = self.config, self.assignment
         return {
             "job_sha256": assignment.job_sha256,
@@ -137,7 +147,7 @@ class Membership:
             "tokenizer": config.engine.tokenizer or "",
             "hf_config_path": config.engine.hf_config_path or "",
             "engine_args": config.engine.answer_arguments,
-            # Without a job, only the folders tell the runs of two data sets apart.
+            # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
             "folders": []
             if assignment.job
             else sorted({redact(ref.root) for ref in assignment.chunks}),
@@ -152,7 +162,7 @@ class Membership:
         }
 
     def _recorded(self, info: EngineInfo) -> dict[str, Any]:
-        """Return what run.json records beside the fingerprint. Holds no secrets."""
+        """Return the values that run.json records but the fingerprint does not cover. Contains no secrets."""
         engine = self.config.engine
         return {
             "batchinfer_version": __version__,
@@ -171,10 +181,10 @@ class Membership:
 
 
 def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:
-    """Read what the manifests assign to this worker. Read-only.
+    """Read which chunks the manifests assign to this worker. Writes nothing.
 
     Raises:
-        ConfigError: the output's URL is the job's own.
+        ConfigError: --output is the job's own folder, or the job's folder of chunks or manifests.
     """
     assignment = read_assignment(
         config.manifests,
@@ -200,7 +210,10 @@ def make_result(
     info: EngineInfo | None,
     error: BatchinferError | None,
 ) -> dict[str, Any]:
-    """Make the JSON object of the last line. A name that older batch tools use is kept."""
+    """Make the JSON object that the worker prints as its last line.
+
+    Fields that older batch tools also print have the same names as there.
+    """
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
         "status": "SUCCESS" if error is None else "FAILED",
@@ -241,7 +254,10 @@ def make_result(
 
 
 def run_id(run: Run | None) -> str:
-    """Return the time the run was created, as 20230801T130712Z: the same for all its workers and starts."""
+    """Return the time at which the run was created, as in 20230801T130712Z; "" if it is unknown.
+
+    The id is the same for all workers of the run and all their starts.
+    """
     created = run.recorded.get("created") if run else None
     if not isinstance(created, int | float):
         return ""
@@ -249,7 +265,10 @@ def run_id(run: Run | None) -> str:
 
 
 def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
-    """Raise ErrorRateExceeded, with the commonest errors, once more rows failed than --max-error-rate allows."""
+    """Raise ErrorRateExceeded if a larger share of this worker's rows failed than --max-error-rate allows.
+
+    The error's text names the three commonest errors. With fewer than `min_errors` failed rows nothing is raised.
+    """
     if config.max_error_rate is None or telemetry.tally.num_errors < config.min_errors:
         return
     rate = telemetry.tally.num_errors / telemetry.tally.rows
@@ -269,9 +288,10 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
 
 
 def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:
-    """Raise ConfigError if the engine refuses the parameters of a plain row.
+    """Raise ConfigError if the engine refused the sampling parameters of the run.
 
-    Plain rows all share the run's parameters, so one refusal holds for every row.
+    All rows share the run's parameters, so one refused row means that every row would be refused. Does nothing if the
+    request format lets each row have its own parameters.
     """
     if find_request_format(config.prompt.request_format).has_own_parameters:
         return

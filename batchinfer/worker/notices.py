@@ -1,8 +1,9 @@
-"""Preemption notices from the cloud's metadata service, which come half a minute to two minutes ahead.
+"""Preemption notices: a cloud announces that it will take a spot machine away, half a minute to two minutes before.
 
-AWS tells of the end of a spot machine under spot/instance-action (with a session token, IMDSv2), Google under
-instance/preempted. Elsewhere no request is sent. A notice lets a worker lose even less work, but nothing relies on
-notices: errors here are silent, and a machine may vanish without one.
+The machine asks its cloud's metadata service for the notice. AWS gives it under spot/instance-action, to requests with
+a session token (IMDSv2). Google gives it under instance/preempted. On other clouds no request is sent. A notice lets a
+worker lose less work, but nothing relies on notices: a machine may vanish without a notice, and errors of this module
+only show in the debug log.
 
 Sources: "Spot Instance interruption notices" in Amazon's EC2 user guide; "Preemptible VM instances" in Google's
 Compute Engine documentation.
@@ -30,7 +31,7 @@ GCP = "gcp"
 POLL_SECONDS = 2.0
 TIMEOUT_SECONDS = 1.0
 FAILURES_BEFORE_SILENCE = 10
-"""Failed requests in a row, before any answer, after which the service counts as unreachable."""
+"""Failed requests after which the worker stops asking a service that has never answered."""
 DMI = Path("/sys/class/dmi/id")
 
 _TOKEN_SECONDS = 21600
@@ -43,7 +44,7 @@ class Service(Protocol):
     """One cloud's metadata service."""
 
     def notice(self) -> str | None:
-        """Return what the cloud announces, None if nothing.
+        """Ask the service once. Return the notice as a sentence, None if the cloud announces nothing.
 
         Raises:
             OSError, http.client.HTTPException, ValueError: the service did not answer, or gave an unexpected answer.
@@ -71,7 +72,7 @@ class AwsService:
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
-            self._token = ""  # the token has expired, or the machine was resumed elsewhere
+            self._token = ""  # get a new token next time: this one may have expired
             raise
         found = json.loads(text)
         details = found if isinstance(found, dict) else {}
@@ -96,11 +97,13 @@ class GcpService:
 def find_service(
     host: dict[str, Any], environment: dict[str, str], *, dmi: Path = DMI
 ) -> Service | None:
-    """Choose the service by SkyPilot's variables, else by the machine's maker. None outside both clouds. Sends nothing.
+    """Choose the metadata service of this machine's cloud; None outside AWS and Google. Sends no request.
+
+    The cloud is the one that `host` names, else the one that made the machine according to the kernel.
 
     Args:
-        host: As `worker.describe_host` gives it.
-        environment: BATCHINFER_METADATA_URL replaces the service's well-known address.
+        host: The machine's description, from `describe_host` in command.py.
+        environment: Environment variables. BATCHINFER_METADATA_URL replaces the service's usual address.
         dmi: Folder in which the kernel shows the machine's maker.
     """
     cloud = str(host.get("cloud") or "").lower()
@@ -121,19 +124,19 @@ def watch(
     *,
     poll_seconds: float = POLL_SECONDS,
 ) -> Repeating:
-    """Ask the service regularly in the background, and request a stop once it announces the end.
+    """Ask the service regularly in the background, and request a stop when it announces the machine's end.
 
     Args:
         service: The cloud's metadata service.
-        background: Runs the requests on a thread of their own; each takes at most a second.
-        request: Takes the stop request (`Stopper.request`). Called at most once.
-        poll_seconds: Seconds between two questions.
+        background: Runs the requests on a separate thread. A request times out after a second.
+        request: Called at most once, with the error that the worker must end with (`Stopper.request`).
+        poll_seconds: Seconds between two requests to the service.
     """
     return background.every(poll_seconds, _Watcher(service, request).look)
 
 
 class _Watcher:
-    """Asks until there is a notice, or until the service counts as unreachable."""
+    """Asks the service for a notice, until one has come or a service that never answered has failed too often."""
 
     def __init__(self, service: Service, request: Callable[[BatchinferError], None]) -> None:
         self._service = service
@@ -143,7 +146,7 @@ class _Watcher:
         self._is_over = False
 
     def look(self) -> None:
-        """Ask once. Never raises."""
+        """Ask the service once, and request a stop if it gives a notice. An unanswered request raises nothing."""
         if self._is_over:
             return
         try:
@@ -176,13 +179,14 @@ def _vendor(dmi: Path) -> str:
 
 
 def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str:
-    # No proxy is used, because the address is link-local: a proxy would answer for its own machine.
+    # No proxy is used, because the service answers for the machine that asks. With a proxy that would be the proxy's
+    # machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     question = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - http(s), see find_service
     try:
         with opener.open(question, timeout=TIMEOUT_SECONDS) as answer:
             body: bytes = answer.read(4096)
     except urllib.error.HTTPError as error:
-        error.close()  # because the error holds the connection
+        error.close()  # the error keeps the connection open until it is closed
         raise
     return body.decode()

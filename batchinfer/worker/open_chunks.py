@@ -1,11 +1,11 @@
-"""Open chunks; an `OpenChunks` owns each chunk of a worker from its opening until it is published or given back.
+"""The open chunks of a worker. `OpenChunks` owns each chunk from its opening until it is published or given back.
 
     schedule -> opening -> open -> (all rows done) -> publishing -> closed
 
-Opening, checkpointing and publishing run in the background; `tick`, which the worker's loop calls, collects their
-results and starts new ones that are due. All methods run on the main thread, and only `release_all` blocks. A chunk
-that cannot be opened or published stops neither the other chunks nor generation: it is tried again, then kept in
-`failures` until the end.
+Background jobs open, checkpoint and publish chunks. The worker's loop calls `tick`, which collects the results of these
+jobs and starts the jobs that are due. All methods run on the main thread, and only `release_all` blocks. A chunk that
+cannot be opened or published does not hold up the other chunks: it is tried again several times, and then its error is
+kept in `failures` until the worker ends.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 _RELEASE_POLL_SECONDS = 0.1
 _MOST_OPEN_CHUNKS = 1000
 _READ_ATTEMPTS = 2
-"""Attempts to open a chunk whose copy is damaged: the damage may have happened on the network."""
+"""Attempts to open a chunk that turns out damaged or missing. The second may succeed if the download did the damage."""
 _FIRST_OPENING_SECONDS = 2.0
-"""Seconds that opening a chunk is assumed to take before one has been opened."""
+"""Seconds that opening a chunk is assumed to take, before the worker has opened its first chunk."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Opening:
 
 @dataclass(slots=True)
 class _Retry:
-    """A chunk whose opening is tried again at `due`."""
+    """A chunk whose opening failed and is tried again at the clock time `due`."""
 
     candidate: Candidate
     due: float
@@ -57,18 +57,21 @@ class _Retry:
 
 
 class Demand(NamedTuple):
-    """How many rows the engine needs from the open chunks, as of one round of the worker's loop."""
+    """How many rows the engine needs from the open chunks now. The worker's loop makes a new one in each round."""
 
     rows_ahead: int = 0
-    """Rows of open chunks that the engine has not taken yet."""
+    """Rows of open chunks that are not finished and that the engine has not taken yet."""
     rows_wanted: int = 0
-    """Rows ahead that suffice to keep the engine busy; while there are fewer, more chunks are opened."""
+    """Number of `rows_ahead` that suffices to keep the engine busy. While there are fewer, more chunks are opened."""
     rows_per_second: float = 0.0
     """Rows that the engine finishes per second now."""
     own_rate: float | None = None
-    """Average rows per second of this start. Slower workers are helped with their chunks; with None, nobody is."""
+    """Average rows per second of this worker since its start. The worker helps much slower workers with their chunks.
+
+    None while the rate is not known; then it helps nobody.
+    """
     is_building: bool = False
-    """Whether a background job that builds prompts may be reading files of chunks, even of closed ones."""
+    """Whether a background job builds prompts. It may read files of open chunks and of chunks closed meanwhile."""
 
 
 class OpenChunks:
@@ -113,12 +116,12 @@ class OpenChunks:
 
     @property
     def is_closing(self) -> bool:
-        """Whether no further chunk is opened, and no further row is handed out."""
+        """Whether the worker has stopped opening chunks and handing out rows, for good."""
         return self._is_closing
 
     @property
     def num_unread(self) -> int:
-        """Rows of open chunks whose prompts have not been built yet."""
+        """Unfinished rows of open chunks that have not been read yet to build their prompts."""
         return sum(chunk.num_unread for chunk in self.open.values())
 
     @property
@@ -130,12 +133,15 @@ class OpenChunks:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no chunk is open and none will be."""
+        """Whether no chunk is open or being published, and no further chunk will be opened."""
         return not self.may_grow and not self.open and not self._publish_queue.is_busy
 
     @property
     def _has_rows_left(self) -> bool:
-        """Whether open chunks have unfinished rows, so that an unreachable store has time to come back."""
+        """Whether open chunks have unfinished rows.
+
+        While the engine generates them, a store that cannot be reached has time to come back, so nothing is given up.
+        """
         return any(chunk.num_left for chunk in self.open.values())
 
     @property
@@ -146,12 +152,19 @@ class OpenChunks:
     # -- what the worker calls while it runs and when it ends
 
     def allow_publishing(self, fingerprint: str) -> None:
-        """Publish complete chunks from the next `tick` on: the worker has joined the run with this fingerprint."""
+        """Let complete chunks be published from the next `tick` on. Call when the worker has joined the run.
+
+        Args:
+            fingerprint: The run's fingerprint, which goes into markers and segments.
+        """
         self._checkpointer.join(fingerprint)
         self._publish_queue.join(fingerprint)
 
     def tick(self, demand: Demand) -> list[str]:
-        """Collect what has finished in the background and start what is due. Return chunks that others published.
+        """Collect the results of background jobs and start the jobs that are due.
+
+        Returns:
+            Names of open chunks that another worker was just found to have published.
 
         Raises:
             BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
@@ -162,13 +175,14 @@ class OpenChunks:
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in lost:
             chunk = self.open.get(name)
-            # A chunk that is being published stays open: its publishing will find the other worker's marker, and needs
-            # its files until then.
+            # A chunk that this worker is publishing stays open, because the publishing job reads the chunk's files.
+            # That job will find the other worker's marker.
             if chunk is not None and not self._publish_queue.is_publishing(chunk):
                 self._close(chunk, "lost")
         self._retry_openings()
         self._publish_queue.start()
-        # Twice the rows that the engine finishes while a chunk is being opened, in case the bucket is slow.
+        # `cushion` is twice the number of rows that the engine finishes while one chunk is opened. It keeps the engine
+        # busy if the bucket becomes slower.
         cushion = int(2 * demand.rows_per_second * self._opening_seconds)
         self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
         if not demand.is_building:
@@ -176,7 +190,10 @@ class OpenChunks:
         return lost
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
-        """Keep finished rows of an open chunk, and publish it after its last row. Rows of closed chunks are dropped."""
+        """Keep finished rows of a chunk, and queue the chunk for publishing after its last row.
+
+        Rows of a chunk that is not open any more are dropped.
+        """
         chunk = self.open.get(name)
         if chunk is None:
             return
@@ -187,11 +204,11 @@ class OpenChunks:
             self._publish_queue.add(chunk)
 
     def checkpoint(self) -> None:
-        """Start writing a segment for every open chunk with finished rows that no segment holds yet."""
+        """Start to checkpoint: a segment is written for each open chunk that has finished rows in no segment yet."""
         self._checkpointer.ask(self.open.values())
 
     def begin_saving(self) -> None:
-        """Prepare an early end: from now on every finished row is checkpointed, also those of complete chunks."""
+        """Prepare an early end of the worker: open no more chunks, and let complete chunks be checkpointed, too."""
         self._is_saving = True
         self.close()
 
@@ -204,29 +221,40 @@ class OpenChunks:
             return False
         if self._is_saving:
             return True
-        # A complete chunk is published next, so it needs a checkpoint only if the worker is about to end, or publishing
-        # has failed.
+        # A complete chunk is published next. It needs a checkpoint only if the worker opens no more chunks, so that it
+        # may end soon, or if an attempt to publish the chunk has failed.
         is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
         return is_wanted and not self._publish_queue.is_publishing(chunk)
 
     def _must_wait(self, chunk: OpenChunk) -> bool:
-        """Whether a chunk cannot be published yet: all its segments must be known, since publishing removes them."""
+        """Whether a complete chunk must not be published yet.
+
+        Publishing removes the chunk's segments, so it waits until no segment of the chunk is being written. After
+        `begin_saving` it also waits until segments hold all rows of the chunk.
+        """
         is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
         return is_unsafe or self._checkpointer.is_writing_of(chunk)
 
     def _save_complete(self, chunk: OpenChunk) -> None:
-        """Checkpoint a chunk that could not be published, so that the next start does not generate its rows again."""
+        """Checkpoint a complete chunk that could not be published, so that no later start generates its rows again."""
         self._checkpointer.ask([chunk])
 
     def note_deaths(self, rows: dict[str, list[int]]) -> None:
-        """Write to the chunks' segments which rows were in flight when an engine died."""
+        """Record in segments which rows were in the engine when it died.
+
+        Args:
+            rows: The lines of these rows, by the name of their chunk.
+        """
         for name, lines in rows.items():
             chunk = self.open.get(name)
             if chunk is not None:
                 self._checkpointer.note_deaths(chunk, lines)
 
     def release_all(self, deadline: float) -> None:
-        """Release the claims of unfinished chunks. Claims that are not released by `deadline` will lapse."""
+        """Close all open chunks and release their claims, so that other workers can take them.
+
+        Blocks until the claims are released, at the latest until `deadline`. A claim that is not released lapses later.
+        """
         pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
             self._close(chunk, "released")
@@ -236,7 +264,7 @@ class OpenChunks:
         self._clean_retired()
 
     def _give_back(self, chunk: OpenChunk) -> Pending[None]:
-        """Release the claim of a chunk in the background."""
+        """Start a background job that releases the chunk's claim."""
         claims, name, etag = self._run.claims, chunk.name, chunk.claim_etag
 
         def work() -> None:
@@ -255,7 +283,8 @@ class OpenChunks:
         if self.is_closing:
             return
         rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
-        # A chunk stays open until its slowest row is done, so small chunks must be many to keep the engine full.
+        # A chunk stays open until its slowest row is done. If chunks are small, many must be open to keep the engine
+        # full.
         many = min(_MOST_OPEN_CHUNKS, 8 * rows_wanted // self._rows_per_chunk)
         most = max(self._limits.max_open_chunks, many)
         while (
@@ -296,8 +325,8 @@ class OpenChunks:
             self._openings.remove(entry)
             name = entry.candidate.ref.name
             took = self._clock.monotonic() - entry.started
-            # The estimate follows a slow opening at once and falls slowly afterwards, since the next opening may be
-            # slow as well.
+            # The estimate rises at once after a slow opening. It falls slowly after fast openings, since the next one
+            # may be slow again.
             self._opening_seconds = max(took, 0.7 * self._opening_seconds + 0.3 * took)
             try:
                 opened = entry.pending.result()
@@ -378,7 +407,7 @@ class OpenChunks:
     def _expected_rows(self, candidate: Candidate) -> int:
         has_checkpoints = candidate.ref.name in self._opener.chunks_with_checkpoints
         if candidate.ref.generation or has_checkpoints:
-            return 1  # few rows may be left, since most may be done already
+            return 1  # most rows may be done already, so only one is counted on
         return candidate.ref.rows or self._rows_per_chunk
 
     def _has_disk_left(self) -> bool:
@@ -404,14 +433,14 @@ class OpenChunks:
         if outcome in ("done", "lost"):
             self._schedule.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:
-            # Remove these segments here, since publishing removed only those that were known when it began.
+            # The worker that published the chunk removed only segments it knew. This worker's newer ones may be left.
             keys = list(chunk.segment_keys)
             self._background.submit(partial(_delete_quietly, self._run.store, keys))
         self._telemetry.chunk_closed(chunk, outcome)
         self._retired.append(chunk)
 
     def _clean_retired(self) -> None:
-        """Remove the local files of closed chunks that no background job reads any more."""
+        """Remove the local files of closed chunks, except files that a checkpoint or publishing job still reads."""
         for chunk in list(self._retired):
             is_read = self._checkpointer.is_writing_of(chunk)
             if not is_read and not self._publish_queue.is_publishing(chunk):

@@ -1,4 +1,4 @@
-"""Opening a chunk: claim it, fetch it, and adopt the finished rows that earlier workers left."""
+"""Opening a chunk: claim it, download it, and adopt the rows that earlier starts or other workers have finished."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from batchinfer.worker.config import RunAccess
 
 
 class AlreadyDone(NamedTuple):
-    """Opening found a marker."""
+    """The result of opening a chunk that needs no work, because it has a marker."""
 
     marker: Marker
 
 
 class HeldByOther(NamedTuple):
-    """Opening found another worker's claim."""
+    """The result of opening a chunk that another worker has claimed."""
 
     held: Held
 
@@ -38,7 +38,9 @@ Opened = OpenChunk | AlreadyDone | HeldByOther
 
 
 class Opener:
-    """Opens chunks: claim, marker, local copy, finished rows. Runs in the background; holds no chunk's state.
+    """Opens chunks: claims, looks for the marker, downloads, and adopts finished rows.
+
+    `open` and `open_backup` run in background jobs. An Opener keeps no state of the chunks that it opens.
 
     Args:
         run: Access to the run.
@@ -58,16 +60,19 @@ class Opener:
         self._publisher = run.publisher
         self._scratch = run.scratch
         self.chunks_with_checkpoints = chunks_with_checkpoints
-        """Chunks with checkpoints at start-up. A chunk outside this set whose claim is new cannot have any checkpoint,
-        so its checkpoints need not be listed."""
+        """Names of chunks that had checkpoints when the worker started.
+
+        A chunk that is not in this set, and that nobody had claimed before, cannot have a checkpoint. Then no request
+        looks for its checkpoints.
+        """
         self.fingerprint = ""
-        """Fingerprint of the run whose segments are adopted; "" while unknown."""
+        """Fingerprint of the run; "" while unknown. Only segments with this fingerprint are adopted."""
 
     def join(self, fingerprint: str) -> None:
-        """Learn the fingerprint of the run that the worker has joined.
+        """Note the fingerprint of the run that the worker has joined.
 
         Raises:
-            InputError: rows of another configuration have been adopted before.
+            InputError: the worker has read another fingerprint before, so it may have adopted rows of another run.
         """
         if self.fingerprint not in ("", fingerprint):
             raise InputError(
@@ -77,21 +82,23 @@ class Opener:
         self.fingerprint = fingerprint
 
     def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
-        """Claim a chunk, fetch it and adopt the finished rows that earlier workers left.
+        """Claim a chunk, download it and adopt the rows that earlier starts or other workers have finished.
 
-        The marker is looked for after the claim is taken: somebody may have published since the worker's listing.
+        The worker looks for the chunk's marker after it has the claim, because somebody may have published the chunk
+        after the worker listed the markers.
 
         Args:
             ref: The chunk.
             now: The time in seconds since 1970.
-            take_over: A claim that seemed to have lapsed; its owner is checked once more.
+            take_over: Another worker's claim of the chunk that seemed to have lapsed. This is checked once more.
 
         Raises:
-            InputError: the chunk is missing, damaged, or not the one that job.json describes; or its marker was written
-                for a different file of the same name.
+            InputError: the chunk's file is missing, damaged, or not the file that job.json describes; or the chunk's
+                marker was written for a different file of the same name.
         """
         if ref.generation:
-            # Most chunks of a finished run need no repair. Their markers show it, so no claim is taken.
+            # A repair does only chunks with error rows. The marker of the previous generation shows whether the chunk
+            # has any. If it has none, no claim is needed. This saves most claims, since few chunks have error rows.
             before = self._current_marker(ref, ref.generation - 1)
             if before is None:
                 ref = ref._replace(generation=ref.generation - 1)
@@ -105,7 +112,7 @@ class Opener:
         try:
             opened = self._open_claimed(ref, claim, now=now)
         except BaseException:
-            # A kept claim would block the chunk for everybody else as long as this worker lives.
+            # Release the claim. Otherwise no other worker could take the chunk as long as this worker lives.
             with contextlib.suppress(BatchinferError):
                 self._claims.release(ref.name, claim.etag)
             raise
@@ -115,7 +122,10 @@ class Opener:
         return opened
 
     def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
-        """Open a chunk that a slower worker holds, without its claim: the first of the two to publish wins."""
+        """Open a chunk that a slower worker has claimed, without taking the claim.
+
+        Both workers then do the chunk, and the first of them to publish wins.
+        """
         return self._open_claimed(ref, Taken(""), now=now)
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
@@ -151,37 +161,45 @@ class Opener:
             fingerprint=self._run_fingerprint,
             num_lines=chunk.num_rows,
         )
-        # Segments of the previous generation may be left. Their error rows are not adopted, since they are to be done
-        # again.
+        # Segments of the previous generation may still exist. A repair (generation above 0) does not adopt error rows
+        # from segments, because it does error rows again.
         chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)
         if segments.has_vanished:
             marker = self._current_marker(chunk.ref, chunk.generation)
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
-        # Rows that were read from segments stay on storage until the chunk has its marker, so no new segment repeats
-        # them.
+        # A segment stays on storage until the chunk has its marker. So if every segment could be read, no new segment
+        # has to repeat their rows.
         chunk.adopt_segments(
             segments.keys, segments.deaths, holds_every_row=not segments.has_vanished
         )
         return chunk
 
     def _current_marker(self, ref: ChunkRef, generation: int) -> Marker | None:
-        """See Publisher.current_marker. Raises InputError for the marker of a different file of the same name."""
+        """Read a chunk's marker of one generation, None if the marker is missing or damaged.
+
+        Raises:
+            InputError: the marker was written for a different file of the same name.
+        """
         marker = self._publisher.current_marker(ref.name, generation)
         if marker is not None:
             check_belongs_to(ref, marker)
         return marker
 
     def _run_fingerprint(self) -> str:
-        """Return the fingerprint of run.json, "" before there is one."""
+        """Return the fingerprint in run.json, "" while there is no run.json."""
         if not self.fingerprint:
             run = read_run(self._run)
             self.fingerprint = "" if run is None else run.fingerprint
         return self.fingerprint
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
-        """Adopt the good rows of the previous generation (``--retry-errors``)."""
+        """Adopt the rows without an error from the chunk's output of the previous generation (--retry-errors).
+
+        Raises:
+            InputError: that output or its marker is missing or changed, or the chunk itself has changed since.
+        """
         before = self._current_marker(chunk.ref, chunk.generation - 1)
         if before is None:
             raise InputError(
@@ -198,7 +216,7 @@ class Opener:
             self._run.download(layout.output_key(before.output), path)
             with scratch_errors(path.parent), path.open("rb") as file:
                 if codec.sha256_file(file) != before.output_sha256:
-                    # Refused because rows are adopted by line number, and the lines may have moved.
+                    # A changed output is refused: rows are adopted by line number, and its lines may have moved.
                     raise InputError(
                         f"{chunk.name}: {before.output} is not what its marker vouches for",
                         hint="restore it, or do the chunk again from the start: "
@@ -212,8 +230,8 @@ class Opener:
     @staticmethod
     def _take(claims: Claims, name: str, take_over: Held | None) -> Taken | Held:
         if take_over is not None:
-            # Look again, because time has passed since the claim lapsed: a frozen owner may be back, with its claims
-            # unchanged.
+            # Look at the owner again, because time has passed since its claim seemed lapsed. An owner that was frozen
+            # may run again, and its claim has not changed.
             if take_over.claim.worker and claims.look(take_over) is not None:
                 return take_over
             taken = claims.take_over(name, take_over.etag)
@@ -223,7 +241,7 @@ class Opener:
 
 
 def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
-    """Yield the ok rows of a published output as finished rows."""
+    """Yield the rows without an error from a published output's first `num_rows` lines, as finished rows."""
     for index, data in enumerate(codec.lines(file)):
         if index >= num_rows:
             return
