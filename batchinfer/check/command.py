@@ -1,4 +1,7 @@
-"""`batchinfer check`: find out before paying, without a GPU, whether a run will work. Reports all problems at once."""
+"""`batchinfer check`: find out without a GPU, before paying for one, whether a run will work.
+
+All problems are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,12 @@ from batchinfer.worker.command import engine_config, prompt_config, sampling_con
 
 
 def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
-    """Check everything and collect what is wrong. Writes one probe object to the run and removes it again.
+    """Check everything, and return the problems with the other results.
+
+    If the run's URL is given, probe objects are written there and removed again.
 
     Returns:
-        The result: `problems` holds all of them, errors first.
+        The result as a dictionary. Its entry `problems` lists all problems, errors before warnings.
     """
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     try:
@@ -40,7 +45,7 @@ def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
 
 
 def make_config(options: dict[str, Any]) -> CheckConfig:
-    """Turn options into a config. A wrong option becomes a problem, and the other options are still checked."""
+    """Make a config from command-line options. A wrong option becomes a problem; the others are still read."""
     problems: list[Problem] = []
 
     def attempt(make: Callable[[dict[str, Any]], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Sample rows for the check: from a job, from a source that is not split yet, or made up."""
+"""Take sample rows for `check`: from a job, from a source that is not split yet, or made-up rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import read_first_rows
 
 _PLACES = 4
-"""Number of places, spread evenly over the data, from which rows are taken. Data sets are often sorted."""
+"""Number of places in the data, spread evenly, from which sample rows are taken.
+
+Data sets are often sorted, so rows from a single place would be too much alike.
+"""
 _WORDS = (
     "the",
     "answer",
@@ -35,14 +38,18 @@ _WORDS = (
 
 
 class Batch(NamedTuple):
-    """Consecutive rows of one chunk. Rows of a source that is not split yet get a chunk name of their own."""
+    """Consecutive rows of one chunk. Sample rows that are in no chunk yet get a chunk with a made-up name."""
 
     chunk: ChunkRef
     rows: list[RawRow]
 
 
 class Data(NamedTuple):
-    """Size of the data, and a sample of rows. `rows` is None where it is not known without reading everything."""
+    """Size of the data, and a sample of its rows.
+
+    `rows` is None if only reading all data would tell the number of rows. `chunks` is None if the data is not in
+    chunks yet.
+    """
 
     rows: int | None
     chunks: int | None
@@ -53,7 +60,10 @@ class Data(NamedTuple):
 def from_assignment(
     assignment: Assignment, count: int, open_store: OpenStore, scratch: Scratch
 ) -> Data:
-    """Sample the first, the last and some chunks between them. Copies these chunks to the scratch folder."""
+    """Take about `count` sample rows from the first chunk, the last chunk and some chunks between them.
+
+    These chunks are copied to the scratch folder.
+    """
     chunks = assignment.chunks
     each = -(-count // min(_PLACES, len(chunks)))
     sample = [
@@ -67,7 +77,10 @@ def from_assignment(
 
 
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
-    """Sample rows of sources as `split` would write them. Counts all rows, reads a few."""
+    """Take about `count` sample rows of sources that are not split yet, in the form in which `split` would write them.
+
+    All rows are counted, but only the sample rows are read.
+    """
     from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
 
     counted = count_sources(sources, choice=ColumnChoice(), limit=limit)
@@ -82,14 +95,17 @@ def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
             for block in counted.read(range(start, stop), Oddities())
             for line in block.encode(0, block.num_rows).splitlines()
         ]
-        # Each batch needs a chunk name of its own, because a row's key is its chunk and line.
+        # Each batch needs a different chunk name, because a row is identified by its chunk's name and its line.
         chunk = ChunkRef(name=f"row-{start}", root="", key="", first_row=start)
         sample.append(Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)]))
     return Data(counted.rows, None, sample)
 
 
 def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:
-    """Make up rows with the columns that the prompt options name. The median length is 100 words."""
+    """Make up rows that have the columns named in the prompt options. The median length of a text is 100 words.
+
+    `total` is the number of rows that the data is said to have. At most `count` rows are made.
+    """
     draw = random.Random(0)
     lines = [
         json.dumps(_synthetic_row(prompt, draw, number)).encode()

@@ -1,4 +1,7 @@
-"""Estimate a job's time and cost, and advise on workers and chunk size. Rates come from the user or an earlier run."""
+"""Estimate a job's time and cost, and advise on the number of workers and the chunk size.
+
+The rate (rows per second of one worker) comes from the user or is measured on an earlier run.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,18 @@ from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow
 
 RESTART_SECONDS = 600.0
-"""Seconds from a preemption to a new machine that can load the model, where no earlier run has measured it: some
-minutes each for noticing the preemption, getting a machine and setting it up."""
+"""Assumed seconds from a preemption until a new machine can begin to load the model.
+
+Noticing the preemption, getting a machine and setting it up take some minutes each.
+"""
 MOST_LOST_SECONDS = 1800.0
-"""Seconds that a preemption may cost before `check` advises against the settings."""
+"""Seconds lost by one preemption above which `check` advises to change the settings."""
 SHORTEST_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 60.0, 1200.0
 CHUNKS_PER_WORKER = 4
-"""Chunks that each worker should have at least. With fewer, workers idle at the end because there is nothing to
-share."""
+"""Smallest number of chunks for each worker.
+
+With fewer chunks, workers that have no chunk left would wait long for the others at the end.
+"""
 MOST_CHUNKS = 10_000
 
 
@@ -35,7 +42,7 @@ MOST_CHUNKS = 10_000
 
 
 class Lengths(Record, frozen=True, kw_only=True):
-    """Prompt lengths of a sample, in tokens."""
+    """Statistics of the prompt lengths of sample rows, in tokens."""
 
     count: int
     mean: float
@@ -43,11 +50,11 @@ class Lengths(Record, frozen=True, kw_only=True):
     p95: int
     longest: int
     histogram: dict[str, int]
-    """Rows by length. A key is the bucket's largest length, a power of two."""
+    """Number of rows in each bucket of lengths. A key is the largest length in the bucket: a power of two, or 0."""
 
 
 def measure_lengths(lengths: Sequence[int]) -> Lengths:
-    """Describe the lengths of a sample, which must not be empty.
+    """Compute the statistics of some lengths. There must be at least one length.
 
     >>> measure_lengths([3, 4, 9]).histogram
     {'4': 2, '16': 1}
@@ -68,7 +75,7 @@ def measure_lengths(lengths: Sequence[int]) -> Lengths:
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """Result of rendering the sample: rows, errors by code, prompt lengths."""
+    """What was found when prompts were made from the sample rows: errors by code, and prompt lengths."""
 
     rows: int
     rows_error: int
@@ -77,7 +84,10 @@ class Measured(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, rows: list[RenderedRow]) -> Measured:
-        """Count the errors of rendered rows, and measure their lengths in tokens (None without a tokenizer)."""
+        """Count the errors of rendered rows, and compute the statistics of their lengths in tokens.
+
+        Without a tokenizer the lengths are not known, and `lengths` is None.
+        """
         errors: dict[str, int] = {}
         for row in rows:
             if row.code:
@@ -95,7 +105,10 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class RunRate(Record, frozen=True, kw_only=True):
-    """Rate of one worker of an earlier run. `row_seconds` is about how long a row is in the engine."""
+    """Average figures of one worker of an earlier run. `rate` is in rows per second.
+
+    `row_seconds` is about how many seconds a row stays in the engine.
+    """
 
     run: str
     rate: float
@@ -109,10 +122,12 @@ class RunRate(Record, frozen=True, kw_only=True):
 
 
 def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
-    """Measure a run: rows of all workers over the time that their engines were busy. Read-only.
+    """Measure the rate of an earlier run: the rows of all workers, divided by the time that their engines were busy.
+
+    Nothing in the run is changed.
 
     Raises:
-        InputError: There is no such run, or none of its workers has finished a row.
+        InputError: There is no such run, or no worker of the run has finished a row.
     """
     snapshot = RunReader(open_store(url), open_store, clock).read()
     seen = overview(snapshot, Prices())
@@ -143,7 +158,10 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
 
 
 class Estimate(Record, frozen=True, kw_only=True):
-    """Time and cost of a job. `rate` is rows per second of one worker. Costs are in dollars, None without a price."""
+    """Time and cost of a job. `rate` is rows per second of one worker.
+
+    Costs are in dollars. They are None if no price is known.
+    """
 
     rows: int
     rate: float
@@ -165,7 +183,7 @@ def estimate(
     price_per_hour: float | None,
     price_source: str = "",
 ) -> Estimate:
-    """Estimate time and cost: rows over rate, plus one start-up for each worker.
+    """Estimate time and cost. The time of work is rows divided by rate; each worker adds one start.
 
     >>> estimate(rows=36_000, rate=1.0, workers=10, start_seconds=0, price_per_hour=2.0).cost
     20.0
@@ -187,7 +205,9 @@ def estimate(
 
 
 def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: float) -> int | None:
-    """Return how many workers finish in the target time; None if starting takes longer than that.
+    """Return how many workers are needed to finish `rows` in the target time.
+
+    The result is None if a worker's start alone takes the target time or longer.
 
     >>> workers_for(36_000, 1.0, 3600, 0), workers_for(10, 1.0, 100, 200)
     (10, None)
@@ -197,9 +217,10 @@ def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: fl
 
 
 def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
-    """Return a good chunk size in rows: several chunks for each worker, each a minute to twenty minutes of work.
+    """Return a good number of rows for a chunk: each worker gets several chunks of one to twenty minutes of work.
 
-    The size does not change what a kill loses. Too few chunks leave workers idle at the end, too many cost requests.
+    With too few chunks, workers wait for others at the end. With too many, requests to storage cost time and money.
+    How much work a killed worker loses does not depend on the chunk size.
 
     >>> chunk_rows_for(1_000_000, 20.0, 16), chunk_rows_for(1000, 20.0, 16)
     (15625, 16)
@@ -207,7 +228,8 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
     even = rows / (workers * CHUNKS_PER_WORKER)
     largest, smallest = rate * LONGEST_CHUNK_SECONDS, rate * SHORTEST_CHUNK_SECONDS
     size = min(even, largest)
-    # With few rows per worker, an even share matters more than the number of requests.
+    # If a worker has less than a minute of work in all, small chunks that share the rows evenly are better than few
+    # requests.
     if size < smallest and rows / workers > smallest:
         size = smallest
     return max(1, math.ceil(max(size, rows / MOST_CHUNKS)))
@@ -216,7 +238,10 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
 def lost_seconds(
     start_seconds: float, checkpoint_seconds: float, in_flight_seconds: float
 ) -> float:
-    """Return the most seconds that a preemption costs: a new start, rows since the last checkpoint, rows in flight."""
+    """Return the most seconds of a worker that one preemption costs.
+
+    This is the time of a new start, of the rows done since the last checkpoint, and of the rows in flight.
+    """
     return start_seconds + checkpoint_seconds + in_flight_seconds
 
 
@@ -224,9 +249,9 @@ def lost_seconds(
 
 
 class Asked(Record, frozen=True, kw_only=True):
-    """Input of the advice.
+    """What `give_advice` needs to know.
 
-    `rate` is rows per second of one worker. A field is None if it is not known or not asked for.
+    `rate` is rows per second of one worker. A field is None if its value is not known or the user did not give it.
     """
 
     rows: int
@@ -241,7 +266,7 @@ class Asked(Record, frozen=True, kw_only=True):
 
 
 def give_advice(asked: Asked) -> dict[str, Any]:
-    """Return estimate and advice as entries of the result."""
+    """Return the estimate and the advice, as entries for the result of `check`."""
     rows, rate, hours, price = asked.rows, asked.rate, asked.hours, asked.price
     start = RESTART_SECONDS + (asked.load_seconds or 0.0)
     lines = []

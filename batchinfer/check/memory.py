@@ -1,4 +1,7 @@
-"""Memory of a model on named GPUs, and how many rows run there at once. Uses the worker's own rules, without a GPU."""
+"""Compute how much memory a model needs on given GPUs, and how many rows run there at once.
+
+The rules are the worker's own. No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ GPU_MEMORY_BYTES = {
         "B200": 178.4,
     }.items()
 }
-"""Total bytes by GPU as the driver reports them, a little less than the product's name says. Names are SkyPilot's."""
+"""Total memory of each GPU in bytes, by SkyPilot's name of the GPU.
+
+The numbers are those that the driver reports. They are a little less than the product's name says.
+"""
 
 
 class Memory(Record, frozen=True, kw_only=True):
@@ -55,13 +61,16 @@ class Memory(Record, frozen=True, kw_only=True):
     weights_bytes_per_gpu: int
     cache_bytes_per_gpu: int
     cache_tokens: int
-    """Tokens in the KV cache of one replica. 0 if the model's config does not tell their size."""
+    """Number of tokens that fit the KV cache of one replica; 0 if the model's config does not tell a token's size."""
     rows_at_once: int | None = None
-    """Rows that one replica runs at once, for prompts of the sample's mean length and half-finished answers."""
+    """Number of rows that one replica runs at once.
+
+    It is computed for prompts of the sample's mean length and answers that are half finished.
+    """
 
 
 def rows_at_once(cache_tokens: int, tokens_per_row: float, max_num_seqs: int | None) -> int:
-    """Return the number of rows that fit a KV cache, at most `max_num_seqs`.
+    """Return the number of rows that fit a KV cache of `cache_tokens` tokens, but no more than `max_num_seqs`.
 
     >>> rows_at_once(65_536, 512, 256), rows_at_once(1_000_000, 512, 256)
     (128, 256)
@@ -71,10 +80,10 @@ def rows_at_once(cache_tokens: int, tokens_per_row: float, max_num_seqs: int | N
 
 
 def parse_gpu(text: str) -> tuple[str, list[Gpu]]:
-    """Read NAME or NAME:N.
+    """Read the option --gpu, which is NAME or NAME:N. Return the GPU's name and a list of N GPUs.
 
     Raises:
-        ConfigError: The GPU is not in the table, or the number of GPUs is not a number.
+        ConfigError: The GPU's name is not in the table, or N is not a positive number.
 
     >>> parse_gpu("l4:2")[0], len(parse_gpu("L4:2")[1])
     ('L4', 2)
@@ -103,10 +112,13 @@ def ask_for_memory(
     prompt_tokens: float | None,
     answer_tokens: int | None,
 ) -> Memory:
-    """Lay a model out on one worker's GPUs, as the worker itself will.
+    """Compute the memory of a model on one worker's GPUs. The worker will distribute the model in the same way.
+
+    `prompt_tokens` is the mean length of a prompt, and `answer_tokens` the longest answer. They may be unknown.
 
     Raises:
-        ConfigError: The model does not fit, or its attention heads do not divide among the GPUs.
+        ConfigError: The model or one row of full length does not fit, or the model's attention heads cannot be divided
+            evenly among the GPUs.
     """
     _, gpus = parse_gpu(gpu)
     plan = choose_parallelism(model, gpus, engine)
@@ -128,7 +140,7 @@ def ask_for_memory(
         )
     at_once = None
     if tokens and prompt_tokens is not None:
-        # An answer is on average half done while its row runs.
+        # On average over the time that a row runs, half of its answer is in the cache.
         per_row = prompt_tokens + (answer_tokens or 512) / 2
         at_once = rows_at_once(tokens, per_row, engine.max_num_seqs)
     return Memory(

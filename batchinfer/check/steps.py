@@ -1,4 +1,4 @@
-"""What `check` looks at, step by step: options, task files, model, data, storage, prompts, memory, cost."""
+"""The steps of `check`: task files, options, model, data, storage, prompts, memory, and time and cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendere
 
 
 class CheckConfig(Record, frozen=True, kw_only=True):
-    """What to check. `engine`, `prompt` and `sampling` are None where the options for them are wrong."""
+    """What to check. `engine`, `prompt` or `sampling` is None if its options were wrong and could not be read."""
 
     sources: list[str] = []
     manifests: list[str] = []
@@ -56,11 +56,11 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     synthetic: int | None = None
     scratch_dir: str | None = None
     problems: list[Problem] = []
-    """Problems found while the options were read."""
+    """Problems that were found while the command line's options were read."""
 
 
 class CheckWorld(Record, frozen=True, kw_only=True):
-    """Everything outside of a check that it uses: stores, models, prices, the clock."""
+    """The outside world that a check uses: stores, models, prices and the clock. Tests replace it."""
 
     open_store: OpenStore
     probe: Callable[[Store], Preconditions]
@@ -242,7 +242,10 @@ class Examination:
         return measured.lengths
 
     def _judge(self, rows: list[RenderedRow], cut: int, room: int | None) -> None:
-        """Report what is wrong with the sample's rows."""
+        """Add problems for sample rows that would fail, and for sample rows whose answers may be cut off.
+
+        `cut` counts rows whose prompt and --max-tokens together exceed the model's length, `room` tokens.
+        """
         bad = Counter(row.code for row in rows if row.code)
         total = self.data.rows if self.data is not None else None
         for code, count in bad.most_common():

@@ -1,6 +1,7 @@
 """Find mistakes in SkyPilot task files that SkyPilot itself accepts silently.
 
-Reads the file and looks whether local sources exist; changes nothing. The rules follow SkyPilot 0.14.
+The task file is read, and files that it names on this machine are looked for. Nothing is changed. The rules are those
+of SkyPilot 0.14.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TOP_LEVEL = frozenset(
 RECOVERY = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes")
 STRATEGIES = ("EAGER_NEXT_REGION", "FAILOVER", "NONE")
 WANTED_CODES = (33, 34, 75)
-"""Exit codes of a worker after which a new machine may help."""
+"""Exit codes with which a worker says that a restart on a new machine may help."""
 _HOPELESS_CODES = {
     0: "the worker is done",
     2: "the configuration is wrong, which no restart mends",
@@ -52,21 +53,24 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTI
 
 
 class Problem(Record, frozen=True, kw_only=True):
-    """One thing found before paying. An error keeps the job from working, a warning may cost money or data."""
+    """One problem that `check` has found.
+
+    A problem of level "error" keeps the job from working. A problem of level "warning" may cost money or data.
+    """
 
     level: str
     area: str
-    """config, yaml, storage, model, data, memory or estimate."""
+    """What the problem is about: config, yaml, storage, model, data, memory or estimate."""
     message: str
     hint: str = ""
 
 
 def check_task_file(path: Path, accelerators: Iterable[str] = ()) -> list[Problem]:
-    """Check a task or pool file.
+    """Check a task file or pool file of SkyPilot, and return the problems found.
 
     Args:
-        path: The file. Local sources of mounts are looked for from the working directory, as SkyPilot does.
-        accelerators: Known names, to notice misspelled ones.
+        path: The file. Relative paths in it are looked up from the current working directory, as SkyPilot does.
+        accelerators: Known names of accelerators. Any other name in the file may be misspelled, and gets a warning.
     """
     import yaml
 
@@ -130,7 +134,7 @@ def _declared(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables(task: dict[str, Any]) -> Iterator[Problem]:
-    """Find variables that SkyPilot does not replace."""
+    """Find variables like $NAME in fields where SkyPilot will not replace them by their values."""
     declared = _declared(task)
     for field in ("file_mounts", "workdir", "volumes", "service"):
         for name in sorted(set(_names_in(task.get(field)))):
@@ -198,7 +202,7 @@ def _mounts(task: dict[str, Any]) -> Iterator[Problem]:
 def _local_source(where: str, source: str, variables: dict[str, Any]) -> Iterator[Problem]:
     names = set(_names_in(source))
     if any(variables.get(name) is None for name in names):
-        return  # given at launch, or reported elsewhere as undeclared
+        return  # The variable gets its value at launch, or it is not declared, which `_variables` reports.
     text = _VARIABLE.sub(lambda match: str(variables[match[1] or match[2]]), source)
     if "://" in text:
         return
@@ -292,7 +296,7 @@ def _codes(where: str, recovery: dict[str, Any]) -> Iterator[Problem]:
 
 
 def accelerator_names(value: Any) -> list[str]:
-    """Names in any of the forms that SkyPilot takes.
+    """Names of accelerators in a value of `accelerators`, which may be a text, a mapping, a list or a set.
 
     >>> accelerator_names({"L4:1": None, "H100": 8}), accelerator_names("A100-80GB:2")
     (['L4', 'H100'], ['A100-80GB'])

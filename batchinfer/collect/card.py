@@ -1,4 +1,4 @@
-"""The card of a collected data set: how it was made, as README.md of a Hub repository. Pure."""
+"""Make the card of a data set: the README.md of its repository on the Hub, which says how the data was made."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from batchinfer.prompts import find_request_format
 
 _SIZES = {10**3: "1K", 10**4: "10K", 10**5: "100K", 10**6: "1M", 10**7: "10M", 10**8: "100M", 10**9: "1B"}  # fmt: skip
 _LONGEST = 2000
-"""Characters of a text that the card shows."""
+"""Largest number of characters that the card shows of one text."""
 
 
 class CardFacts(Record, frozen=True, kw_only=True):
-    """Facts for the card beside the run's own configuration.
+    """Facts for the card that are not in run.json.
 
-    `lines` counts rows of the table, `rows` rows of the job.
+    `lines` is the number of rows of the table. `rows` is the number of rows of the job. They differ with --explode.
     """
 
     name: str
     columns: dict[str, str]
-    """Column to type."""
+    """Type of each column of the table, by the column's name."""
     lines: int
     rows: int
     rows_error: int
@@ -32,11 +32,14 @@ class CardFacts(Record, frozen=True, kw_only=True):
     completion_tokens: int
     sources: list[str]
     path: str
-    """Glob of the data files in the repository."""
+    """Glob pattern that matches the data files in the repository."""
 
 
 def make_card(run: Run, facts: CardFacts) -> str:
-    """Write the card. Deterministic. The licence is left to the user, as a line to fill in."""
+    """Return the card as Markdown. The same arguments give the same card.
+
+    The card has a line for the licence, which the user fills in.
+    """
     import jinja2
 
     prompt = run.config.get("prompt") or {}
@@ -62,7 +65,7 @@ def make_card(run: Run, facts: CardFacts) -> str:
 
 
 def _front_matter(run: Run, facts: CardFacts) -> str:
-    """The metadata that the Hub reads, as YAML."""
+    """The metadata at the top of the card, as YAML. The Hub reads it."""
     from huggingface_hub import DatasetCardData
 
     model = str(run.config.get("model") or "")
@@ -84,7 +87,7 @@ def _front_matter(run: Run, facts: CardFacts) -> str:
 
 
 def _size(lines: int) -> str:
-    """The Hub's name for a size.
+    """The Hub's name of the size class of a data set with `lines` rows.
 
     >>> _size(10), _size(1000), _size(10**10)
     ('n<1K', '1K<n<10K', 'n>1B')
@@ -143,7 +146,7 @@ def _cut(text: str, mark: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """Text that Markdown shows as it is, in one line of a table."""
+    """A value as text on one line, cut and escaped, so that a Markdown table shows it unchanged."""
     cut = _cut(str(value), "…")
     for sign in "\\`*_[]<>|#":
         cut = cut.replace(sign, f"\\{sign}")
@@ -151,5 +154,5 @@ def _plain(value: object) -> str:
 
 
 def _code(text: str) -> str:
-    """Text as indented code. A fenced block would not do, because the text could close the fence."""
+    """Text as an indented code block. A fenced block would be unsafe, because the text itself could close the fence."""
     return "\n".join(f"    {line}" for line in _cut(text, "\n…").splitlines())

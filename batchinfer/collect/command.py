@@ -1,4 +1,7 @@
-"""`batchinfer collect`: a run's verified answers in input order: a table in files or on the Hub, or the lines."""
+"""`batchinfer collect`: write a run's verified answers in input order, as a table or as the output lines themselves.
+
+A table goes to files or to a data set on the Hub.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,21 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
-"""Endings of files that cannot be written. A DEST with one of them is a mistake, not a folder."""
+"""Endings of file formats that `collect` cannot write.
+
+A DEST with such an ending is refused. Otherwise it would be taken for the name of a folder.
+"""
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
-    """Collect a run. The run is only read; DEST is create-only unless `overwrite`.
+    """Collect a run. Nothing in the run is changed. Data at DEST is replaced only if `overwrite` is set.
 
-    Every file at DEST is whole or absent. A crash leaves finished files and no `_COLLECTED` (on the Hub: nothing);
-    the same command then does it again. The same run and options give the same bytes.
+    Every file at DEST is whole or absent. A crash leaves finished files in a folder without `_COLLECTED`, and nothing
+    on the Hub. The same command can then be run again. The same run and options give the same bytes.
 
     Raises:
-        InputError: there is no such run, or DEST holds something else.
-        RunUnsound: chunks are missing or damaged, and `partial` was not asked for.
+        InputError: there is no such run, or DEST holds other data.
+        RunUnsound: chunks are missing or damaged, and `partial` is not set.
     """
     started = clock.monotonic()
     kind = _check(config)
@@ -82,7 +88,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
 
 
 def _check(config: CollectConfig) -> str:
-    """Check the options against each other and return the format."""
+    """Check that the options fit together, and return the format to write."""
     suffix = suffix_of(config.dest)
     if not suffix and config.dest.lower().endswith(_OTHER_FILES):
         endings = ", ".join(dict.fromkeys(FORMATS.values()))
@@ -109,7 +115,7 @@ def _check(config: CollectConfig) -> str:
 
 
 def _check_lines(config: CollectConfig) -> None:
-    """Refuse options that would change output lines: they are written as they are."""
+    """Refuse options that do not fit --format lines, which copies output lines unchanged."""
     for option, is_asked in (("--with-source", config.with_source), ("--explode", config.explode)):
         if is_asked:
             raise ConfigError(
@@ -173,7 +179,7 @@ def _open_dest(
 
 
 def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
-    """Return a hash of all that decides the bytes of the files: outputs and options."""
+    """Return a hash of everything that decides the bytes of the files: the outputs, the options and the version."""
     return codec.fingerprint(
         {
             "version": __version__,

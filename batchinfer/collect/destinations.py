@@ -1,4 +1,4 @@
-"""Where a collection goes: a folder or one file in any store, or a data set on the Hub."""
+"""The places to which `collect` writes: a folder or one file in any store, or a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from batchinfer.storage.hub import CARD, HubRepository
 logger = logging.getLogger(__name__)
 
 RECORD_KEY = "_COLLECTED"
-"""Key of the record, the last object written to a folder. Readers of data sets skip names with an underscore."""
+"""Key of the record of a collection, which is the last object that is written to a folder.
+
+Programs that read data sets skip names that begin with an underscore.
+"""
 _OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 _REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
 
@@ -33,7 +36,10 @@ class CollectedFile(Record, frozen=True, kw_only=True):
 
 
 class Collected(Record, frozen=True, kw_only=True):
-    """`_COLLECTED`: what was collected, from what, into which files. Holds no time."""
+    """Content of `_COLLECTED`: which run was collected, and into which files.
+
+    It holds no time, so that the same collection gives the same bytes.
+    """
 
     key: str
     """Hash of everything that decides the files' bytes."""
@@ -47,26 +53,26 @@ class Collected(Record, frozen=True, kw_only=True):
 
 
 class Destination(Protocol):
-    """A place that takes finished files one after the other, then the record that lists them."""
+    """A place that stores the files of a collection one after the other, then the record that lists them."""
 
     def prepare(self, key: str) -> Collected | None:
-        """Check that the place is free.
+        """Check that the place may be written to.
 
-        If it holds a collection with the same key already, return that one's record.
+        If the place already holds a collection with the same key, return the record of that collection, else None.
         """
         ...
 
     def put(self, file: TableFile, index: int) -> str:
-        """Store a file and return its name. May move the file away."""
+        """Store a file and return the name that it has at the place. The local file may be gone afterwards."""
         ...
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """End the collection: all files are stored."""
+        """End the collection, after all files are stored. `card` makes the data set card; only the Hub needs it."""
         ...
 
 
 def put_all(dest: Destination, files: Iterable[TableFile]) -> list[CollectedFile]:
-    """Store files, each as soon as it is finished."""
+    """Store files, each as soon as it has been written, and return their names, sizes and checksums."""
     return [
         CollectedFile(
             name=dest.put(file, index), rows=file.rows, bytes=file.bytes, sha256=file.sha256
@@ -76,7 +82,7 @@ def put_all(dest: Destination, files: Iterable[TableFile]) -> list[CollectedFile
 
 
 def file_name(index: int, suffix: str) -> str:
-    """Name of a file.
+    """Name of a file in a collection of several files.
 
     >>> file_name(3, ".parquet")
     'part-00003.parquet'
@@ -85,7 +91,7 @@ def file_name(index: int, suffix: str) -> str:
 
 
 def suffix_of(dest: str) -> str:
-    """The ending that makes a destination one file, else empty.
+    """The file ending of a destination that is one file; empty if the destination is a folder.
 
     >>> suffix_of("out/answers.csv"), suffix_of("s3://bucket/answers")
     ('.csv', '')
@@ -94,7 +100,7 @@ def suffix_of(dest: str) -> str:
 
 
 class FolderDestination:
-    """A folder in a store. Each file is whole or absent; `_COLLECTED` is written last, and shows that all are there."""
+    """A folder in a store. Each file is whole or absent. `_COLLECTED` is written last: then all files are there."""
 
     def __init__(self, store: Store, suffix: str, *, overwrite: bool) -> None:
         self._store = store
@@ -103,7 +109,10 @@ class FolderDestination:
         self._leftovers: set[str] = set()
 
     def prepare(self, key: str) -> Collected | None:
-        """See Destination. Foreign data files are refused, files of an unfinished collection are replaced."""
+        """See Destination. A folder with data files of something else is refused.
+
+        Files that an unfinished collection has left are replaced.
+        """
         there = [info.key for info in self._store.list("")]
         if RECORD_KEY in there:
             record = self._read_record()
@@ -145,7 +154,7 @@ class FolderDestination:
         file.path.unlink()
         return name
 
-    def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - cards are the Hub's
+    def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """See Destination."""
         self._store.delete(sorted(self._leftovers))
         try:
@@ -155,14 +164,14 @@ class FolderDestination:
 
 
 class FileDestination:
-    """One file in a store, by its name."""
+    """One file in a store. The user gives its name."""
 
     def __init__(self, store: Store, name: str, *, overwrite: bool) -> None:
         self._store = store
         self._name = name
         self._overwrite = overwrite
 
-    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - a single file has no record to compare with
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - a single file has no record whose key could be compared
         """See Destination."""
         try:
             self._store.stat(self._name)
@@ -192,7 +201,7 @@ class FileDestination:
 
 
 class HubDestination:
-    """A data set on the Hub: files gather in a local folder, and one commit at the end shows them all."""
+    """A data set on the Hub. Files are gathered in a local folder, and one commit at the end uploads them all."""
 
     def __init__(
         self, dataset: HubRepository, folder: Path, suffix: str, *, overwrite: bool
@@ -205,8 +214,11 @@ class HubDestination:
         self._delete: list[str] = []
         self.commit = ""
 
-    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub skips files that are equal
-        """See Destination. A repository with data in it is refused; a card that is there stays."""
+    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub itself skips unchanged files
+        """See Destination. A repository that holds data is refused.
+
+        With `overwrite`, files that an earlier `collect` wrote may be there. They are replaced.
+        """
         there = self._dataset.files()
         self._has_card = CARD in there
         data = [name for name in there if suffix_of(name)]

@@ -1,6 +1,6 @@
 """Write rows to files: typed parquet, JSON Lines, CSV, or output lines as they are.
 
-The same rows give the same bytes. This is the adapter around pyarrow; columns come in as lists of Python values.
+The same rows give the same bytes. Columns come in as lists of Python values or as pyarrow arrays.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from batchinfer.formats.columns import LISTS, Shape
 from batchinfer.storage.scratch import scratch_errors
 
 LINES = "lines"
-"""Format of a collection that is no table: the run's output lines, byte for byte."""
+"""Name of the format that is not a table: the run's output lines, copied byte for byte."""
 FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl", "csv": ".csv", LINES: ".jsonl"}
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
-"""Bytes of a row group in memory. A group is closed at this size or at _GROUP_ROWS, whichever comes first."""
+"""Size in bytes, in memory, at which a row group of a parquet file is written.
+
+A group is written earlier if it has _GROUP_ROWS rows before it reaches this size.
+"""
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
 _HASH_BLOCK_BYTES = 1 << 20
 
 Columns = dict[str, Any]
-"""A list or a pyarrow array for each column, all equally long."""
+"""Values of each column, by the column's name: a list or a pyarrow array. All are equally long."""
 _encoder = msgspec.json.Encoder()
 
 
 class Rows(Protocol):
-    """Consecutive rows of the job."""
+    """Consecutive rows of the job, which can be cut into parts."""
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +66,7 @@ class Writer(Protocol):
     """Writes one file."""
 
     def write(self, columns: Columns) -> None:
-        """Append rows: one list a column, all equally long."""
+        """Append rows, given as the values of each column."""
         ...
 
     def close(self) -> None:
@@ -76,9 +79,9 @@ class Schema:
 
     Args:
         shape: Columns of the answers.
-        source: Columns of the source by the name they have in the table, and their kinds.
-        dimension: Length of every embedding, 0 where there is none.
-        has_chunk: A column with the chunk's name stands first.
+        source: Kind of each of the source's columns, by the name that the column has in the table.
+        dimension: Length of every embedding; 0 if the table has no embeddings.
+        has_chunk: Whether the table's first column is the name of the row's chunk.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Schema:
 
 
 def arrow_type(kind: Kind) -> Any:
-    """The pyarrow type of a settled kind."""
+    """The pyarrow type for a kind that `kinds.settle` has returned."""
     import pyarrow as pa
 
     if isinstance(kind, str):
@@ -130,7 +133,7 @@ def arrow_type(kind: Kind) -> Any:
 
 
 def free_name(name: str, taken: set[str]) -> str:
-    """Return a name for a source's column that no column of the table has.
+    """Return the name that a source's column gets in the table, different from all names in `taken`.
 
     >>> free_name("text", {"text"}), free_name("topic", {"text"})
     ('source_text', 'topic')
@@ -152,10 +155,10 @@ class ShardWriter:
     """Cuts a stream of columns into files of `shard_rows` rows each.
 
     Args:
-        kind: parquet, jsonl or csv; or lines, which has one column of lines as they are, LINES.
-        schema: The columns; None for lines.
-        folder: Where the files are built.
-        shard_rows: Rows of the job in each file; None: all rows go into one file.
+        kind: Format of the files: parquet, jsonl, csv or lines. With lines, the only column is LINES: output lines.
+        schema: Names and types of the columns; None if `kind` is lines.
+        folder: Local folder in which the files are written.
+        shard_rows: Number of rows of the job in each file. None puts all rows into one file.
     """
 
     def __init__(
@@ -174,7 +177,10 @@ class ShardWriter:
         self._lines = 0
 
     def files(self, blocks: Iterable[R], columns_of: Callable[[R], Columns]) -> Iterator[TableFile]:
-        """Write blocks of rows one after the other, and yield each file when it is finished."""
+        """Write blocks of rows one after the other, and yield each file when it is finished.
+
+        `columns_of` makes the columns of a block.
+        """
         for block in blocks:
             start = 0
             while start < block.num_rows:
@@ -189,7 +195,10 @@ class ShardWriter:
             yield self._finish()
 
     def _write(self, columns: Columns, num_rows: int) -> None:
-        """Append columns. `num_rows` counts rows of the job, which --explode turns into several lines."""
+        """Append columns to the open file, or open a new file first.
+
+        `num_rows` counts rows of the job. With --explode, one row of the job becomes several lines of the file.
+        """
         if self._writer is None:
             self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
             self._count += 1
@@ -200,7 +209,7 @@ class ShardWriter:
         self._lines += len(next(iter(columns.values())))
 
     def _finish(self) -> TableFile:
-        """Close the open file."""
+        """Close the open file and return its description."""
         assert self._writer is not None
         with scratch_errors(self._folder):
             self._writer.close()
@@ -219,11 +228,12 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the open file. An unfinished file is removed with the scratch folder."""
+        """Close the open file, if there is one. It stays in the scratch folder and is removed together with that."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        # Closing a file on a full disk fails once more. The error that ends the block already says so.
+        # On a full disk, writing fails first and closing fails again. The first error is on its way to the user, so the
+        # second one is suppressed.
         with scratch_errors(self._folder) if error is None else contextlib.suppress(OSError):
             writer.close()
 
@@ -246,7 +256,11 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _to_batch(columns: Columns, schema: Any) -> Any:
-    """Return a record batch. A value that does not fit its column's type is an error, not a null."""
+    """Return columns as a pyarrow record batch.
+
+    Raises:
+        InputError: a value does not fit the type of its column.
+    """
     import pyarrow as pa
 
     arrays = []
@@ -266,7 +280,7 @@ def _to_batch(columns: Columns, schema: Any) -> Any:
 
 
 class _ParquetWriter:
-    """Compresses one row group in a thread while the next one is gathered."""
+    """Writes a parquet file. A thread compresses and writes one row group while the next group is gathered."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
         from pyarrow import parquet
@@ -343,7 +357,10 @@ class _JsonLinesWriter:
 
 
 class _CsvWriter:
-    """Texts are quoted and nulls are not, so that a reader can tell an empty answer from none."""
+    """Writes a CSV file.
+
+    An empty text is written as "" and a null as nothing, so that a reader can tell an empty answer from a missing one.
+    """
 
     def __init__(self, path: Path, schema: Schema) -> None:
         import pyarrow as pa
@@ -369,10 +386,10 @@ class _CsvWriter:
 
 
 def _plain(values: Any) -> list[Any]:
-    """Return a column as Python values."""
+    """Return a column, which may be a pyarrow array, as a list of Python values."""
     return values if isinstance(values, list) else list(values.to_pylist())
 
 
 def as_column(values: list[Any], kind: Kind) -> list[Any]:
-    """Return the values of a source's column; as JSON text if its kind is JSON."""
+    """Return the values of a source's column, encoded as JSON text if the column's kind is JSON."""
     return list(map(json_text, values)) if kind == JSON else values

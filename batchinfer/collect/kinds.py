@@ -1,7 +1,7 @@
-"""Types of JSON columns, found by looking at every value. Pure.
+"""Find the types of columns by looking at every JSON value.
 
-JSON Lines keep no column types, so the types are worked out from the values. A column whose values have no common type
-becomes JSON text rather than an error or a guess.
+A JSON Lines file does not say what types its columns have, so the types are found from the values. A column whose
+values have no common type becomes a column of JSON text.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Iterable
 from typing import Any
 
 Kind = Any
-"""NULL, "bool", "int", "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind})."""
+"""A type of values: NULL, "bool", "int", "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind})."""
 
 NULL = "null"
 JSON = "json"
 MAX_FIELDS = 100
-"""Fields of a struct at most. An object with more fields is used as a map, and becomes JSON text."""
+"""Largest number of fields of a struct.
+
+An object with more fields is probably a map with arbitrary keys. It becomes JSON text.
+"""
 
 _SCALARS: dict[type, Kind] = {
     type(None): NULL,
@@ -44,7 +47,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def merge_all(kinds: Iterable[Kind]) -> Kind:
-    """Return the kind that holds all of these; NULL if there are none."""
+    """Return the kind that can hold values of all given kinds; NULL if no kinds are given."""
     merged: Kind = NULL
     for kind in kinds:
         merged = merge(merged, kind)
@@ -52,7 +55,7 @@ def merge_all(kinds: Iterable[Kind]) -> Kind:
 
 
 def merge(left: Kind, right: Kind) -> Kind:
-    """Return the kind that holds both.
+    """Return the kind that can hold values of both given kinds.
 
     >>> merge("int", "float"), merge("int", "str"), merge(("list", "null"), ("list", "int"))
     ('float', 'json', ('list', 'int'))
@@ -74,7 +77,9 @@ def merge(left: Kind, right: Kind) -> Kind:
 
 
 def settle(kind: Kind) -> Kind:
-    """Return the kind of a finished column. A conflict at any depth makes it JSON text; a column of nulls is text.
+    """Return the final kind of a column, after all of its values have been seen.
+
+    If values differ in type at any depth, the whole column becomes JSON text. A column of nulls only becomes text.
 
     >>> settle(("struct", {"a": "json"})), settle(("list", "null")), settle("null")
     ('json', ('list', 'str'), 'str')
@@ -91,7 +96,7 @@ def settle(kind: Kind) -> Kind:
 
 
 class KindObserver:
-    """Finds the columns of a stream of rows, in order of appearance, and their kinds."""
+    """Looks at rows one by one, and finds their columns (in order of first appearance) and the columns' kinds."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Kind] = {}
@@ -101,12 +106,14 @@ class KindObserver:
         kinds = self._kinds
         for name, value in row.items():
             known = kinds.get(name)
-            if known == "str" and type(value) is str:  # the usual case first
+            if (
+                known == "str" and type(value) is str
+            ):  # the most frequent case, tested first because it is fast
                 continue
             if known == JSON:
                 continue
             kinds[name] = kind_of(value) if known is None else merge(known, kind_of(value))
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the finished kind of each column."""
+        """Return the final kind of each column, by the column's name."""
         return {name: settle(kind) for name, kind in self._kinds.items()}

@@ -1,7 +1,7 @@
 """Copy a run's output lines byte for byte, in input order: `collect --format lines`.
 
-Nothing is decoded: markers and checksums prove that the bytes are whole and in order. A run with `--output-format
-openai-batch` becomes the one file that clients of the OpenAI API read.
+The lines are not decoded: markers and checksums prove that the bytes are complete and in order. The lines of a run
+with `--output-format openai-batch` are in the format that clients of the OpenAI API read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchinfer.storage.scratch import Scratch
 
 
 class _LineGroup(NamedTuple):
-    """Consecutive output lines, each with its newline."""
+    """Consecutive output lines, each with its newline at the end. Implements files.Rows."""
 
     lines: list[bytes]
 
@@ -35,14 +35,14 @@ class _LineGroup(NamedTuple):
 
 
 class Concatenation:
-    """Writes output lines to files. Implements table.Collecting.
+    """Writes output lines to files unchanged. Implements table.Collecting.
 
     Args:
-        config: Destination and rows per file.
+        config: Options of `collect`, such as the rows per file.
         selection: The outputs to copy.
         store: Store of the run.
         open_store: Opens other stores.
-        scratch: Folder for one file and a few outputs at a time.
+        scratch: Folder for temporary files: the file being written, and a few fetched outputs.
     """
 
     def __init__(
@@ -74,5 +74,5 @@ class Concatenation:
             yield from writer.files(map(_LineGroup, self._reader.raw_lines()), _LineGroup.columns)
 
     def card(self, record: Collected) -> str:
-        """See Collecting. Lines do not go to the Hub."""
+        """Not used: `collect` refuses to put output lines on the Hub, and only the Hub needs a card."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Read a run's rows in input order. Every output's checksum is compared before a row of it is used.
+"""Read a run's rows in input order. The checksum of an output is compared before a row of the output is used.
 
-Read-only. Only outputs that the newest marker of a chunk names are read. Memory holds a few blocks of lines, the
-scratch disk a few chunks with their outputs.
+Nothing in the run is changed. Only outputs that the newest marker of a chunk names are read. At any time, memory holds
+a few small outputs and blocks of lines, and the scratch folder holds a few large outputs and chunks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
-"""Larger blocks are slower: they do not fit the processor's caches."""
+"""Bytes of a block of lines. Larger blocks would be slower, because they do not fit into the processor's caches."""
 _FETCHERS = 2
 _LOG_SECONDS = 10.0
 _ASK_VERIFY = "`batchinfer verify` says what mends it"
 _MEMORY_BYTES = 8 << 20
-"""Bytes of an output up to which it stays in memory. Each fetcher holds a few outputs at once."""
+"""Size in bytes up to which an output is kept in memory. Larger outputs are copied to the scratch folder."""
 CHUNKS, OUTPUTS = "chunks", "outputs"
-"""Where the source's columns are read from: the job's chunks, or the outputs (columns that `--keep` repeated)."""
+"""Places from which the source's columns can be read: the job's chunks, or the outputs.
+
+Outputs have only the columns that the worker's option --keep has copied into them.
+"""
 _OWN = (json_lines.ROW_FIELD, json_lines.ID_FIELD)
 
 
 class Gap(NamedTuple):
-    """A chunk that cannot be collected, and why: missing, corrupt or foreign."""
+    """A chunk that cannot be collected. `kind` is missing, corrupt or foreign; `problem` says why."""
 
     chunk: str
     kind: str
@@ -54,7 +57,7 @@ class Gap(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The chunks of a run in input order, with their markers, and the gaps between them."""
+    """The sound chunks of a run in input order with their markers, and the gaps: chunks that cannot be collected."""
 
     run: Run
     job: Job | None
@@ -62,11 +65,11 @@ class Selection(NamedTuple):
     sound: list[tuple[ChunkRef, Marker]]
     gaps: list[Gap]
     num_foreign: int
-    """Objects in the run's folder that batchinfer did not write."""
+    """Number of objects in the run's folder that batchinfer did not write."""
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks that the run should have, gaps included."""
+        """Number of sound chunks and gaps together."""
         return len(self.sound) + len(self.gaps)
 
     @property
@@ -83,17 +86,18 @@ def select(
     job_url: str | None = None,
     manifests: list[str] | None = None,
 ) -> Selection:
-    """Select the outputs of a run that a sound marker names.
+    """Select the chunks of a run that can be collected: those with a sound marker and output.
 
     Args:
         store: Store of the run.
         open_store: Opens the store of the job.
-        now: Unix seconds.
-        job_url: Place of the job. Default: the job that the run lies below, else the one that run.json names.
+        now: The present time in Unix seconds.
+        job_url: URL of the job. Default: the job in whose folder the run is, else the job that run.json names.
         manifests: Manifests that list the chunks, for a run over a list of files without a job.json.
 
     Raises:
-        InputError: no run there, one of a newer format version, or its job cannot be found; or run.json was edited.
+        InputError: there is no run, the run is of a newer format version, its job cannot be found, the run was made
+            from another job.json, or run.json was edited.
     """
     inventory = take_inventory(store, now=now)
     target = find_target(
@@ -126,7 +130,7 @@ def select(
 
 
 class Block(NamedTuple):
-    """Consecutive rows of one chunk: the answers, and the source's columns if they are wanted."""
+    """Consecutive rows of one chunk: their answers, and their columns in the source. `source` is None if not wanted."""
 
     chunk: str
     lines: OutputBlock | ArrowBlock
@@ -134,7 +138,7 @@ class Block(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
+        """Number of rows in the block."""
         return self.lines.num_rows
 
     def part(self, start: int, stop: int) -> Block:
@@ -144,17 +148,20 @@ class Block(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """A local copy of an output whose checksum is that of its marker; or the problem with the output."""
+    """A fetched output: its bytes, or the path of its local copy. The checksum has been compared with the marker's.
+
+    If the output cannot be used, `problem` says why.
+    """
 
     ref: ChunkRef
     output: Path | bytes
     blocks: list[ArrowBlock | OutputBlock] | None = None
-    """The output's lines, where the fetching thread has decoded them."""
+    """The output's decoded lines; None if the fetching thread has not decoded them."""
     chunk: Path | None = None
     problem: str = ""
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the output in pieces of whole lines."""
+        """Yield the output in pieces of about _BLOCK_BYTES. Each piece ends at the end of a line."""
         with self._open() as output:
             while data := output.read(_BLOCK_BYTES) + output.readline():
                 yield data
@@ -163,7 +170,7 @@ class _Fetched(NamedTuple):
         return io.BytesIO(self.output) if isinstance(self.output, bytes) else self.output.open("rb")
 
     def remove(self) -> None:
-        """Delete the local copies."""
+        """Delete the local copies of the output and the chunk."""
         for path in (self.output, self.chunk):
             if isinstance(path, Path):
                 path.unlink(missing_ok=True)
@@ -173,14 +180,14 @@ _Decode = Callable[[_Fetched], Iterable[ArrowBlock | OutputBlock]]
 
 
 class Reader:
-    """Reads a selection's rows in input order, any number of times, and logs its progress.
+    """Reads the rows of a selection in input order, and logs its progress. Rows can be read several times.
 
     Args:
         selection: The outputs to read.
         store: Store of the run.
         open_store: Opens the stores of the chunks.
-        scratch: Folder for a few outputs and chunks at a time.
-        is_partial: Whether damaged chunks are left out. Otherwise the first damaged chunk ends the reading.
+        scratch: Folder for local copies of a few outputs and chunks at a time.
+        is_partial: Whether damaged chunks are left out. If not, the first damaged chunk raises RunUnsound.
     """
 
     def __init__(
@@ -199,10 +206,10 @@ class Reader:
         roots = {ref.root for ref, _ in selection.sound}
         self._sources = {root: open_store(root) for root in roots}
         self.damaged: dict[str, Gap] = {}
-        """Chunks whose bytes differ from their marker, by name. Grows while outputs are read."""
+        """Chunks whose damage was found so far, by name. Damage is found only while outputs are read."""
 
     def used(self) -> list[Marker]:
-        """Return the markers of all chunks but the damaged ones."""
+        """Return the markers of all selected chunks except those found damaged so far."""
         return [marker for ref, marker in self.selection.sound if ref.name not in self.damaged]
 
     def blocks(
@@ -217,13 +224,13 @@ class Reader:
 
         Args:
             shape: Columns of the answers.
-            source_from: CHUNKS, OUTPUTS, or "" for no columns of the source.
-            columns: Columns of the source to read; None reads all.
+            source_from: Place of the source's columns: CHUNKS, OUTPUTS, or "" to read none.
+            columns: Names of the source's columns to read; None reads all of them.
             doing: Word for the log lines, as in "500 of 1000 rows written".
 
         Raises:
-            InputError: a line cannot be read although its checksum is right.
-            RunUnsound: a chunk is damaged, and a part is not enough.
+            InputError: a line cannot be read although the output's checksum is right.
+            RunUnsound: a chunk is damaged, and `is_partial` is not set.
         """
         is_plain = can_read(shape) and source_from != OUTPUTS
         decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else OutputBlock)
@@ -239,11 +246,12 @@ class Reader:
                 progress.add(block.num_rows)
 
     def raw_lines(self) -> Iterator[list[bytes]]:
-        """Yield every output line once, in input order and as it is, with its newline; some at a time.
+        """Yield every output line once, unchanged and in input order, in lists of some lines. Each keeps its newline.
 
         Raises:
-            InputError: an output has not as many lines as its marker counts rows.
-            RunUnsound: a chunk is damaged, and a part is not enough.
+            InputError: the number of lines of an output is not the number of rows in its marker, or a last line is cut
+                off.
+            RunUnsound: a chunk is damaged, and `is_partial` is not set.
         """
         progress = _RowCounter(self.selection.num_rows, "written")
         for fetched, marker in self._outputs(partial(self._fetch, decode=None, with_chunk=False)):
@@ -263,9 +271,9 @@ class Reader:
     def _outputs(
         self, bring: Callable[[tuple[ChunkRef, Marker]], _Fetched]
     ) -> Iterator[tuple[_Fetched, Marker]]:
-        """Yield every output whose checksum is right, in input order.
+        """Fetch the outputs with `bring`. Yield those without a problem, with their markers, in input order.
 
-        The local copy of each is removed when the next is asked for.
+        The local copies of an output are removed when the caller asks for the next output.
         """
         sound = self.selection.sound
         waiting = in_parallel(bring, sound, _FETCHERS)
@@ -289,10 +297,10 @@ class Reader:
     def _fetch(
         self, pair: tuple[ChunkRef, Marker], *, decode: _Decode | None, with_chunk: bool
     ) -> _Fetched:
-        """Fetch an output, and its chunk if wanted, and compare their checksums. Runs in a thread.
+        """Fetch an output and compare its checksum with the marker's. With `with_chunk`, do the same for the chunk.
 
-        With `decode`, a small output is decoded in this thread, too. Arrow's decoder releases the GIL, so it holds up
-        no other thread.
+        This method runs in a thread. If `decode` is given, the thread also decodes an output that is in memory.
+        Callers give only Arrow's decoder, which releases the GIL, so that other threads can run meanwhile.
         """
         ref, marker = pair
         key = layout.output_key(marker.output)
@@ -318,7 +326,10 @@ class Reader:
         return fetched
 
     def _bring(self, ref: ChunkRef, marker: Marker, key: str) -> tuple[_Fetched, str]:
-        """Return an output and its sha256. A small output stays in memory, which saves writing and reading a file."""
+        """Fetch an output and return it with its sha256.
+
+        A small output is kept in memory, which saves writing and reading a local file.
+        """
         if marker.output_bytes <= _MEMORY_BYTES:
             data = self._store.get(key).data
             return _Fetched(ref, data), codec.sha256(data)
@@ -358,7 +369,7 @@ def _check_count(fetched: _Fetched, marker: Marker, done: int) -> None:
 
 
 class _RowCounter:
-    """Logs every ten seconds how many rows are done."""
+    """Counts rows, and logs at most every ten seconds how many rows are done."""
 
     def __init__(self, total: int, doing: str) -> None:
         self._total = total
@@ -376,7 +387,7 @@ class _RowCounter:
 def _decode(
     fetched: _Fetched, shape: Shape, make: type[ArrowBlock | OutputBlock]
 ) -> Iterator[ArrowBlock | OutputBlock]:
-    """Yield an output's lines in blocks."""
+    """Decode the lines of an output, and yield them in blocks made by `make`."""
     row = fetched.ref.first_row
     for data in fetched.pieces():
         block = make(data, shape, row)
@@ -385,7 +396,10 @@ def _decode(
 
 
 def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
-    """Return a function that decodes a row's columns. A row that cannot be decoded has no columns."""
+    """Return a function that decodes one line of the source and returns the row's columns.
+
+    If the line cannot be decoded, the function returns no columns. `columns` names the wanted columns; None means all.
+    """
     if columns is None:
 
         def read_all(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turn a run's rows into the files of a table, and describe them in a record."""
+"""Write a run's rows as a table in files, and make the record that lists the files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARD_ROWS = 100_000
 
 
 class CollectConfig(Record, frozen=True, kw_only=True):
-    """Options of `collect`. An empty `format` means: by DEST's ending, else parquet."""
+    """Options of `collect`. If `format` is empty, DEST's ending decides; without an ending the format is parquet."""
 
     run: str
     dest: str
@@ -60,31 +60,31 @@ class CollectConfig(Record, frozen=True, kw_only=True):
 
 
 class Collecting(Protocol):
-    """Writes one collection: a table, or output lines as they are."""
+    """Writes one collection: a table, or unchanged output lines."""
 
     @property
     def damaged(self) -> list[str]:
-        """Names of chunks that were found damaged while reading."""
+        """Names of chunks whose damage was found while they were read."""
         ...
 
     def write(self, dest: Destination, key: str) -> Collected:
-        """Write every row and return the record of it."""
+        """Write every row to `dest`, and return the record of the files. `key` is stored in the record."""
         ...
 
     def card(self, record: Collected) -> str:
-        """Return the data set card of what was written, for the Hub."""
+        """Return the data set card for the Hub. It describes the rows that `write` has written."""
         ...
 
 
 def shard_rows_of(config: CollectConfig) -> int | None:
-    """Return the rows of the job in each file; None if one file holds all."""
+    """Return the number of rows of the job in each file; None if DEST is one file, which holds all rows."""
     return None if suffix_of(config.dest) else config.shard_rows or SHARD_ROWS
 
 
 def make_record(
     reader: Reader, files: list[CollectedFile], *, key: str, kind: str, rows_error: int
 ) -> Collected:
-    """Return the record of what `reader` has read, and log the chunks that were damaged."""
+    """Return the record of a collection whose rows `reader` has read. Log a warning for each damaged chunk."""
     for gap in reader.damaged.values():
         logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
     selection, used = reader.selection, reader.used()
@@ -101,7 +101,11 @@ def make_record(
 
 
 class _SourceColumns(NamedTuple):
-    """The source's columns. `place` is CHUNKS, OUTPUTS or ""; `names` and `kinds` are by the column's own name."""
+    """The source's columns that the table gets.
+
+    `place` says where they are read from: CHUNKS, OUTPUTS, or "" if the table gets none. `names` (in the table) and
+    `kinds` are dictionaries by the name that a column has in the source.
+    """
 
     place: str
     names: dict[str, str]
@@ -109,7 +113,7 @@ class _SourceColumns(NamedTuple):
 
 
 class Collection:
-    """Writes a table. Implements Collecting."""
+    """Writes a run's answers as a table. Implements Collecting."""
 
     def __init__(
         self,
@@ -133,11 +137,11 @@ class Collection:
 
     @property
     def damaged(self) -> list[str]:
-        """Names of chunks that were found damaged while reading."""
+        """See Collecting."""
         return list(self._reader.damaged)
 
     def write(self, dest: Destination, key: str) -> Collected:
-        """Write every row and return the record of it."""
+        """See Collecting."""
         source = self._find_source()
         self._schema = Schema(
             self._shape,
@@ -154,7 +158,10 @@ class Collection:
     # -- what is known before the first row
 
     def _find_source(self) -> _SourceColumns:
-        """Read every value of the source's columns once, so that all files have the same types."""
+        """Find the source's columns and their types by reading every value of them.
+
+        This takes one pass over the data before the first row is written, so that all files have the same types.
+        """
         kept = (self._selection.run.config.get("prompt") or {}).get("keep")
         place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
         if not place:
@@ -223,7 +230,7 @@ class Collection:
         counts["completion_tokens"] += found.completion_tokens
 
     def card(self, record: Collected) -> str:
-        """Return the data set card of what was written."""
+        """See Collecting."""
         job = self._selection.job
         total = sum(chunk.rows for chunk in job.chunks) if job is not None else record.rows
         limit = self._selection.run.config.get("limit")
@@ -246,5 +253,8 @@ class Collection:
 
 
 def _public(url: str) -> str:
-    """Return a source's URL if it is public, else only its last part, since strangers read the card."""
+    """Return a source's URL if it is public, else only its last part.
+
+    Strangers read the card, and a private URL may tell them about the user's machines or buckets.
+    """
     return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,7 @@
-"""One output against its chunk, byte by byte and line by line: what `verify --deep` does. Bounded memory."""
+"""Compare one output with its chunk, byte by byte and line by line, for `verify --deep`.
+
+Files are read line by line, so the memory used does not grow with their size.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,21 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 MAX_PROBLEMS = 5
-"""Problems of one output that are reported at most, because an output of another chunk differs in every line."""
+"""Largest number of problems that are reported of one output.
+
+Without this limit, an output that belongs to another chunk would be reported once for every line.
+"""
 
 
 class Alignment:
-    """Compares outputs of one run with their chunks. Thread-safe: each comparison has files of its own.
+    """Compares outputs of one run with their chunks.
+
+    Threads may share an Alignment, because each comparison has scratch files of its own.
 
     Args:
-        run: run.json; its prompt options name the output format and the column of ids.
+        run: The content of run.json. Its prompt options name the output format and the column of ids.
         store: The run's store.
-        scratch: Folder for two files of each comparison that is under way.
+        scratch: Folder for temporary files. Each comparison under way keeps two: the chunk and its output.
     """
 
     def __init__(self, run: Run, store: Store, scratch: Scratch) -> None:
@@ -42,13 +50,13 @@ class Alignment:
         request_format = find_request_format(str(options.get("request_format") or ""))
         if request_format.id_field:
             columns.insert(0, request_format.id_field)
-        # The worker reads at least these columns of a row, so every row that it could read can be read here.
+        # The worker reads these columns too, and maybe more. So every row that the worker could read can be read here.
         self._read_ids = json_lines.projection(columns)
         self._store = store
         self._scratch = scratch
 
     def problems(self, ref: ChunkRef, marker: Marker, source: Store) -> list[str]:
-        """Read a chunk and its output in full, and return what is wrong with them, a sentence each.
+        """Read a chunk and its output in full, and return what is wrong with them: one text for each problem.
 
         Args:
             ref: The chunk.
@@ -115,7 +123,10 @@ class Alignment:
     def _check_line(
         self, line: bytes, row: bytes, number: int
     ) -> tuple[OutputLine | None, list[str]]:
-        """Read one output line and compare it with its row. The first result is None if the line cannot be read."""
+        """Read one output line and compare it with its row. Return the line's summary and the problems found.
+
+        The summary is None if the line cannot be read. `number` is the row's number in the job.
+        """
         if not line.endswith(b"\n"):
             return None, ["is cut off"]
         try:
@@ -129,19 +140,19 @@ class Alignment:
         if not ids and summary.is_ok:
             found.append("is an answer to a row that cannot be read")
         elif not summary.is_ok:
-            ids.append(str(number))  # a row whose columns cannot be read gets its number as id
+            ids.append(str(number))  # the worker may give an error row its number as id
         if summary.id is not None and summary.id not in ids:
             found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
         return summary, found
 
     def _ids_of(self, row: bytes, number: int) -> list[str]:
-        """Return the ids that the worker may give to a row, by the worker's rules; [] if the row cannot be read."""
+        """Return a list with the id that the worker gives to a row; an empty list if the row cannot be read."""
         try:
             values = self._read_ids(row)
         except RowError:
             return []
         if len(values) > 1 and not isinstance(values[0], str):
-            values = values[1:]  # the row has no custom_id
+            values = values[1:]  # the first column is custom_id, and this row has none
         found = [value for value in values if value not in (msgspec.UNSET, None, "")]
         return [json_lines.as_id(found[0]) if found else str(number)]
 

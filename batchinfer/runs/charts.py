@@ -1,8 +1,11 @@
-"""Positions and shapes of the report's charts: areas over time, time lines and histograms. Pure.
+"""Positions and shapes of the report's charts: areas over time, time lines and histograms.
 
-The template `charts.jinja` draws them. A chart is as wide as the page lets it be, so positions along x are in percent
-of its width. Shapes are SVG paths in boxes that the template stretches to size; along time these boxes are 1000 wide.
-Times are Unix seconds by storage's clock: a worker's own times are shifted by its clock's offset.
+This module only computes; it reads and writes nothing.
+
+The template `charts.jinja` draws the charts. A chart is as wide as the page allows, so positions along the x axis are
+in percent of the chart's width. Shapes are SVG paths in boxes, which the template stretches to the chart's size. A box
+with a time axis is 1000 units wide. Times are Unix seconds by storage's clock: a worker's own times are converted by
+adding the offset of the worker's clock.
 """
 
 from __future__ import annotations
@@ -21,20 +24,23 @@ from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs.overview import clock_offset
 
 MAX_BANDS = 7
-"""Largest number of workers that get a band each in a stacked chart; more workers are drawn as one band."""
+"""Largest number of workers that get a band each in a stacked chart. A run with more workers gets one band for all."""
 MAX_BINS = 180
-"""Largest number of bins in a chart over time; in longer runs the bins are wider."""
+"""Largest number of bins (equal stretches of time) in a chart over time. The longer the run, the wider the bins."""
 MAX_TICKS = 6
 """Approximate number of labels on a time axis."""
 MAX_TRACKS = 8
-"""Largest number of tracks (rows of bars) in a worker's lane; if more chunks are open at once, their bars overlap."""
+"""Largest number of tracks (rows of bars) in a worker's lane.
+
+If a worker has more chunks than this open at once, some of their bars overlap.
+"""
 MAX_COLUMNS = 64
 _MIN_BAR = 1.2
-"""Smallest width of a bar, in thousandths of the lane's width, so that the shortest chunk can be seen."""
+"""Smallest width of a bar, in thousandths of the lane's width, so that the bar of a very short chunk can be seen."""
 _MIN_RATE_SECONDS = 10.0
-"""Shortest time in seconds over which a rate is computed: over a second or two it would be noise."""
+"""Seconds by which a rate is divided at least. A rate over only a second or two would be mostly noise."""
 _NAMED_CHUNKS = 3
-"""Largest number of chunks that the title of a lane's bars names."""
+"""Largest number of chunks that are named in the title of a shape of bars."""
 
 _STEPS_SECONDS = (
     *(1, 2, 5, 10, 15, 30),
@@ -52,7 +58,7 @@ class Period(NamedTuple):
     def percent(self, moment: float) -> float:
         """Position of a moment in percent: 0 at the beginning, 100 at the end.
 
-        Moments outside are moved to the edge.
+        A moment before the period gets 0, a moment after it gets 100.
         """
         share = (moment - self.begin) / (self.end - self.begin)
         return 100 * min(1.0, max(0.0, share))
@@ -69,7 +75,10 @@ class Tick(NamedTuple):
 
 
 def life_of(workers: Sequence[SeenWorker]) -> Period:
-    """The time from the first start to the last heartbeat, at least ten seconds."""
+    """The period from the first start of any worker to the last heartbeat of any worker.
+
+    The period is at least ten seconds long.
+    """
     begins, ends = [], []
     for seen in workers:
         offset = clock_offset(seen)
@@ -80,13 +89,15 @@ def life_of(workers: Sequence[SeenWorker]) -> Period:
 
 
 def time_ticks(period: Period) -> list[Tick]:
-    """Labels at round moments (UTC). Long labels near the edges are left out, since they would leave the page.
+    """Labels for a time axis, at round moments (UTC).
+
+    Long labels near the left or right edge are left out, because they would stick out of the page.
 
     >>> [tick.label for tick in time_ticks(Period(0.0, 7800.0))]
     ['00:00', '00:30', '01:00', '01:30', '02:00']
     """
     length = period.end - period.begin
-    # Labels with seconds are wide, and only four of them fit on a phone.
+    # A short period gets labels with seconds. They are wide: only four of them fit on a phone's screen.
     most = MAX_TICKS if length > 30 * MAX_TICKS else 4
     step = next((step for step in _STEPS_SECONDS if length / step <= most), _STEPS_SECONDS[-1])
     if step < 60:
@@ -102,7 +113,10 @@ def time_ticks(period: Period) -> list[Tick]:
 
 
 def clock_time(moment: float, form: str) -> str:
-    """A moment (UTC) formatted by `strftime`; "?" for a moment beyond the calendar, which a bad record may hold."""
+    """A moment (UTC) formatted by `strftime`.
+
+    A damaged record may hold a moment that no calendar date can express. The result is then "?".
+    """
     try:
         return datetime.fromtimestamp(moment, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):
@@ -110,7 +124,9 @@ def clock_time(moment: float, form: str) -> str:
 
 
 def nice_maximum(value: float) -> float:
-    """The smallest round number that is not below a value. Its quarters are round, too, for the labels of an axis.
+    """The smallest round number that is not below a value.
+
+    A quarter of the number is round, too, because an axis has labels at each quarter.
 
     >>> nice_maximum(0), nice_maximum(37), nice_maximum(11900)
     (1.0, 40.0, 12000.0)
@@ -128,7 +144,7 @@ def nice_maximum(value: float) -> float:
 
 
 class Bins(NamedTuple):
-    """Equal stretches of time, of `seconds` each."""
+    """Equal stretches of time. Each is `seconds` long."""
 
     begin: float
     seconds: float
@@ -136,7 +152,10 @@ class Bins(NamedTuple):
 
     @classmethod
     def covering(cls, period: Period, max_bins: int = MAX_BINS) -> Bins:
-        """Bins of whole minutes, as in workers' records. The first may begin before the period, the last end after."""
+        """Bins that together cover a period. Each is a whole number of minutes long, as workers count rows by minutes.
+
+        The first bin may begin before the period, and the last bin may end after it.
+        """
         begin = 60 * (period.begin // 60)
         minutes = math.ceil((period.end - begin) / 60)
         minutes_per_bin = math.ceil(minutes / max_bins)
@@ -148,7 +167,7 @@ class Bins(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Rows and output tokens in each bin, of one worker or of all together."""
+    """Rows and output tokens in each bin, of one worker or of all workers together."""
 
     name: str
     rows: list[float]
@@ -163,7 +182,7 @@ class Area(NamedTuple):
 
 
 class AreaChart(NamedTuple):
-    """Areas over time that are stacked, the lowest first.
+    """Stacked areas over time. The list of areas begins with the lowest.
 
     `levels` are the five labels of the y axis, from its foot to its top.
     """
@@ -174,7 +193,10 @@ class AreaChart(NamedTuple):
 
 
 def series_of(workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
-    """Rows and tokens by bin of each worker; if there are more than `MAX_BANDS`, of all workers together."""
+    """Rows and output tokens in each bin: one series for each worker.
+
+    With more than `MAX_BANDS` workers, the result is a single series with the sums over all workers.
+    """
     found = []
     for seen in workers:
         series = Series(seen.record.id, [0.0] * bins.number, [0.0] * bins.number)
@@ -189,7 +211,7 @@ def series_of(workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
 
 
 def _spread(minute: Minute, offset: float, bins: Bins, series: Series) -> None:
-    """Spread one entry of a worker's record over the bins that it covers."""
+    """Add the counts of one entry of a worker's record to the bins that the entry's time covers, in proportion."""
     begin = (minute.minute * 60 + offset - bins.begin) / bins.seconds
     end = begin + minute.length * 60 / bins.seconds
     first, last = max(0, int(begin)), min(bins.number - 1, int(end - 1e-9))
@@ -200,7 +222,7 @@ def _spread(minute: Minute, offset: float, bins: Bins, series: Series) -> None:
 
 
 def throughput(series: Sequence[Series], bins: Bins, life: Period) -> AreaChart:
-    """Output tokens per second, constant over each bin."""
+    """A chart of output tokens per second. Each bin has one value, drawn as a flat step."""
     bounds = list(pairwise(bins.edges()))
     seconds = [
         max(_MIN_RATE_SECONDS, min(end, life.end) - max(begin, life.begin)) for begin, end in bounds
@@ -218,7 +240,10 @@ def throughput(series: Sequence[Series], bins: Bins, life: Period) -> AreaChart:
 
 
 def progress(series: Sequence[Series], bins: Bins, life: Period, total: float) -> AreaChart:
-    """Rows finished since the start, at the end of each bin. The y axis reaches to `total` at least."""
+    """A chart of rows finished since the start, with a point at the end of each bin.
+
+    The y axis reaches at least to `total`, the rows of the run.
+    """
     values = [[0.0, *accumulate(one.rows)] for one in series]
     return _stack([one.name for one in series], values, bins.edges(), life, total)
 
@@ -230,7 +255,11 @@ def _stack(
     life: Period,
     least_top: float = 0.0,
 ) -> AreaChart:
-    """Stack areas on each other. `values` holds a list of numbers for each name, one number for each moment."""
+    """Stack areas on each other.
+
+    `values` holds one list of numbers for each name. Each list has one number for each moment. The y axis reaches at
+    least to `least_top`.
+    """
     top = nice_maximum(max([least_top, *map(sum, zip(*values, strict=True))]))
     xs = [10 * life.percent(moment) for moment in moments]
     base = [0.0] * len(xs)
@@ -249,7 +278,7 @@ def _stack(
 
 
 class Bars(NamedTuple):
-    """The chunks of one worker with the same outcome, as one shape.
+    """The bars of all chunks of one worker that had the same outcome, drawn as one shape.
 
     `path` is an SVG path in a box that is 1000 wide and as high as the number of tracks.
     """
@@ -260,7 +289,10 @@ class Bars(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The start or end of a worker's process. `kind` is start, resume, kill or end; `at` is in percent."""
+    """A mark on a time line: the start or the end of a worker's process.
+
+    `kind` is start, resume, kill or end. `at` is the position in percent of the width.
+    """
 
     kind: str
     at: float
@@ -318,7 +350,10 @@ def lane_of(seen: SeenWorker, life: Period) -> Lane:
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """The track (from 0) of each span. Spans that overlap get different tracks, as long as there are enough."""
+    """The track of each span; tracks are counted from 0.
+
+    Spans that overlap in time get different tracks, unless all `MAX_TRACKS` tracks are taken.
+    """
     busy: list[tuple[float, int]] = []  # a heap of (end, track)
     tracks = []
     for span in spans:
@@ -332,7 +367,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def _title(outcome: str, spans: Sequence[Span]) -> str:
-    """A description of the spans of one outcome: names of chunks, and sums of rows."""
+    """A text about spans with the same outcome: the outcome, names of the first chunks, and sums of rows."""
     names = ", ".join(span.chunk for span in spans[:_NAMED_CHUNKS])
     more = len(spans) - _NAMED_CHUNKS
     resumed = sum(span.resumed for span in spans)
@@ -345,7 +380,10 @@ def _title(outcome: str, spans: Sequence[Span]) -> str:
 
 
 def _starts(record: Worker) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """The times at which a worker's processes ran, and (kind, moment) of their marks, by the worker's clock."""
+    """Return two lists: (start, end) of each of a worker's processes, and (kind, moment) of each mark.
+
+    All times are by the worker's own clock. Old starts are no longer in the record of a worker that started often.
+    """
     up, marks = [], []
     starts = record.starts or [record.started]
     ends = [*record.ends[-(len(starts) - 1) :]] if len(starts) > 1 else []

@@ -1,9 +1,10 @@
-"""`batchinfer clean`: remove what dead workers left under a run. Safe while others work on it.
+"""`batchinfer clean`: remove what dead workers left under a run. It is safe while other workers work on the run.
 
-An output that a marker of any generation names is never touched. Any other output may still get its marker, even from a
-machine that wakes up after a week. So such an output is removed only if three things hold: its chunk has another
-marker, which prevents a second one; the output is old; and no live worker has claimed the chunk. The claim of an
-unfinished chunk is not deleted, but released by if-match, because its owner may have returned since the claim was read.
+An output that a marker of any generation names is never touched. An output without a marker (an orphan) may still get
+one, even from a machine that wakes up after a week. So an orphan is removed only if three things hold: its chunk
+already has a marker, which keeps the orphan from getting one; the orphan is old; and no live worker has claimed the
+chunk. A dead worker's claim on an unfinished chunk is not deleted, but released by a conditional write (if-match): its
+owner may have returned since the claim was read, and then the write fails.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_AGE_SECONDS = 3600.0
 PROBE_SECONDS = 600.0
-"""Seconds after which a probe object counts as left behind: a worker needs its probe only for half a dozen requests."""
+"""Age in seconds at which a probe object counts as left behind.
+
+A worker writes a probe object to test the store. It removes the object after half a dozen requests.
+"""
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
-    """What to clean. Without `yes` nothing is changed. `older_than_seconds` spares younger objects."""
+    """What to clean. Without `yes` nothing is changed. Objects younger than `older_than_seconds` stay."""
 
     run: str
     yes: bool = False
     older_than_seconds: float = DEFAULT_AGE_SECONDS
     redo: list[str] = []
-    """Chunks to do again: their markers and segments are removed, too."""
+    """Names of chunks to do again. `clean` removes the markers and segments of these chunks, too."""
 
 
 @runtime_checkable
 class _KeepsTemps(Protocol):
-    """A store whose killed writers leave temporary files (a local folder)."""
+    """A store in which killed writers leave temporary files. The local folder is such a store."""
 
     def temps(self, older_than_seconds: float) -> Iterable[object]: ...
 
@@ -55,7 +59,7 @@ class _KeepsTemps(Protocol):
 
 @runtime_checkable
 class _KeepsUploads(Protocol):
-    """A store whose killed writers leave unfinished uploads (S3)."""
+    """A store in which killed writers leave unfinished multipart uploads. S3 is such a store."""
 
     def list_multipart_uploads(self) -> Iterator[Any]: ...
 
@@ -64,20 +68,26 @@ class _KeepsUploads(Protocol):
 
 @dataclass(slots=True)
 class Removals:
-    """Objects to remove, grouped by the name of their kind, and the keys of claims to release."""
+    """`removed` holds the objects to remove by the name of their kind; `released`, the keys of claims to release."""
 
     removed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     num_kept_young: int = 0
     num_kept_orphans: int = 0
-    """Orphan outputs that stay because this store would accept a late marker that names them."""
+    """Number of orphan outputs that stay because the store ignores preconditions.
+
+    Such a store would let a late marker that names the orphan replace the chunk's marker.
+    """
 
     def add(self, what: str, info: ObjectInfo) -> None:
-        """Put an object on the list."""
+        """Add an object to the objects of one kind."""
         self.removed.setdefault(what, []).append(info)
 
     def keys(self) -> list[str]:
-        """Every key to delete. Markers come last: if `clean` is killed half way, their chunks still count as done."""
+        """Every key to delete, with markers last.
+
+        If `clean` is killed before it deletes the markers, their chunks still count as done.
+        """
         order = sorted(self.removed, key=lambda what: what == "markers")
         return [info.key for what in order for info in self.removed[what]]
 
@@ -89,24 +99,27 @@ def run_clean(
     clock: Clock,
     show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Remove what dead workers left. Idempotent: if it is killed half way, the next call removes the rest.
+    """Remove what dead workers left.
+
+    If this function is killed half way, the next call removes the rest.
 
     Args:
         config: What to clean.
         store: The run's store.
-        clock: The clock for ages in a dry run; otherwise the store's own time is used.
-        show: Called with each line about what is (or would be) removed.
+        clock: The clock by which a dry run computes ages. A run with `yes` uses the store's own time.
+        show: Called with each line of text about what is removed, or would be removed.
 
     Raises:
-        InputError: there is no run, it is of a newer format version, or a chunk to do again has nothing that could
-            be removed.
+        InputError: there is no run, or the run is of a newer format version, or a chunk to do again has neither a
+            marker nor segments.
     """
-    refuse_newer(store)  # only the newer version knows which of its objects may be removed
+    refuse_newer(store)  # only a newer batchinfer knows which objects of a newer run may be removed
     now = _time_of(store, clock) if config.yes else clock.now()
     inventory = take_inventory(store, now=now, patience_seconds=config.older_than_seconds)
     if inventory.is_empty:
         raise no_run(store)
-    # Probing writes objects, and a dry run must not write. So a dry run assumes that preconditions are honoured.
+    # Probing the store writes objects, and a dry run must not write. So a dry run assumes that the store honours
+    # preconditions.
     removals = find_removals(inventory, config, is_safe=not config.yes or probe(store).is_safe)
     for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
@@ -118,7 +131,9 @@ def run_clean(
     if removals.released:
         show(f"claims of workers that are gone, released: {len(removals.released)}")
     age_seconds = config.older_than_seconds
-    if inventory.living():  # a live worker may be uploading, which takes long
+    if (
+        inventory.living()
+    ):  # an unfinished upload may be a live worker's, and a large upload takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
     num_temps = _count_temps(store, age_seconds, now)
     if num_temps:
@@ -142,13 +157,13 @@ def run_clean(
 
 
 def _time_of(store: Store, clock: Clock) -> float:
-    """Return the store's own time, read from an object that is written for this purpose and removed again.
+    """Return the time by the store's clock: write an object, read its modification time and remove it again.
 
-    If our own clock were used and were an hour ahead, every worker would look dead and every object old. So our clock
-    is used only if the store gives no times.
+    If this machine's clock were used and were an hour ahead, every worker would look dead and every object old. So
+    this machine's clock is used only if the store gives no times.
 
     Raises:
-        InputError: there is no run, so nothing may be written there.
+        InputError: there is no run at this place. Nothing is written in that case.
     """
     places = (layout.RUN_KEY, layout.WORKERS, layout.OUTPUTS)
     if not any(next(iter(store.list(place)), None) for place in places):
@@ -162,19 +177,21 @@ def _time_of(store: Store, clock: Clock) -> float:
 
 
 def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -> Removals:
-    """Decide what to remove. Pure.
+    """Decide what to remove, without any request to the store.
 
     Args:
         inventory: The run's objects.
         config: What to clean.
-        is_safe: Whether the store honours preconditions, so that a late marker cannot replace the one that counts.
+        is_safe: Whether the store honours preconditions. If it does, a late marker cannot replace a chunk's marker.
     """
     removals = Removals()
     nobody_lives = not inventory.living()
-    no_worker_runs = not config.older_than_seconds  # the user says so by --older-than 0
+    no_worker_runs = (
+        not config.older_than_seconds
+    )  # by --older-than 0, the user says that no worker runs
 
     def is_old(info: ObjectInfo) -> bool:
-        # If the store gives no times, no object is known to be old, so all objects stay while any worker is alive.
+        # If the store gives no times, the age of objects is not known. Then all objects stay while any worker is alive.
         if not info.modified:
             return nobody_lives
         return inventory.now - info.modified >= config.older_than_seconds
@@ -192,10 +209,9 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
     for name in dict.fromkeys(config.redo):
         _redo(inventory, name, removals)
     for name, info in inventory.orphans():
-        # An unreadable marker may name this output, which stays until the chunk is done again.
         is_settled = inventory.is_passed_over(name, info) and not is_claimed(name)
-        # An orphan may be removed only while its chunk has a marker, which names another output. `--redo` removes that
-        # marker, so the orphan stays until the chunk has a new one.
+        # An unreadable marker of the chunk may name this output, so the output stays. The output of a chunk in `redo`
+        # stays, too: `clean` removes the chunk's marker, and without a marker another worker could still name it.
         if not is_settled or inventory.damaged_markers.get(name) or name in config.redo:
             continue
         if is_safe or no_worker_runs:
@@ -206,7 +222,8 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
         if name in config.redo or is_claimed(name) or inventory.current(name) is None:
             continue
         for info in infos:
-            # The segments of a chunk with error rows may belong to a repair that has not ended.
+            # Segments that are newer than the marker of a chunk with error rows may belong to a repair that has not
+            # ended. They stay, unless no worker runs.
             if no_worker_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, removals)
@@ -218,7 +235,7 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
 def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
     """Add claims and workers' records that cannot be read, whatever their age.
 
-    Workers write records whole, so these are damaged.
+    Workers write each object in one request, so an unreadable object is damaged, not half-written.
     """
     for damaged in inventory.damaged_claims.values():
         removals.add("unreadable claims", damaged.info)
@@ -228,7 +245,8 @@ def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
 
 def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:
     for info in inventory.probes:
-        # A worker probes the store before it has a record, so the owner of a young probe may be alive unseen.
+        # A worker probes the store before it writes its record. So a young probe may belong to a live worker that
+        # has no record yet.
         if inventory.now - info.modified >= max(older_than_seconds, PROBE_SECONDS):
             removals.add("probes", info)
         else:
@@ -238,7 +256,7 @@ def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: 
 def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
     """Add the markers and segments of a chunk that is to be done again.
 
-    Its outputs become orphans, which a later `clean` removes.
+    The chunk's outputs become orphans. A later `clean` removes them, once the chunk has a new marker.
     """
     markers = inventory.marker_infos.get(name, {})
     segments = inventory.segments.get(name, [])
@@ -266,7 +284,7 @@ def _consider_claims(
 
 
 def _release(store: Store, key: str, inventory: Inventory) -> None:
-    """Release a dead worker's claim, unless another worker has taken it since it was read."""
+    """Release a dead worker's claim, unless a live worker has taken the claim since the inventory was made."""
     try:
         data, etag = store.get(key)
     except ObjectNotFound:
@@ -274,8 +292,8 @@ def _release(store: Store, key: str, inventory: Inventory) -> None:
     claim = decode_claim(data, key)
     if not claim.worker:
         return
-    # The worker that has taken the claim may have started after the listing. A worker writes its record before any
-    # claim, so its record can be read now.
+    # The claim's present owner may have started after the inventory was made. A worker writes its record before its
+    # first claim, so the owner's record can be read now.
     inventory.look_again(store, claim.worker)
     if inventory.is_claim_alive(claim):
         return

@@ -1,7 +1,8 @@
-"""Summary of a run at one moment: workers, progress, rates, time left and cost. Pure; `status` and `report` show it.
+"""Summary of a run at one moment: workers, progress, rates, time left and cost. `status` and `report` show it.
 
-A worker's clock may be hours off. So a worker's times are only compared with each other, or shifted by its clock's
-offset: storage's time of its record, minus the heartbeat's time in that record.
+This module only computes; it makes no requests. A worker's clock may be hours off. So a worker's times are only
+compared with each other, or converted to storage's clock by adding the offset of the worker's clock. The offset is the
+time at which storage received the worker's record, minus the time of the heartbeat in that record.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from batchinfer.ledger.inventory import SeenWorker, Snapshot
 from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerator_name
 
 RECENT_MINUTES = 5
-"""Number of whole minutes before the current one that count as recent."""
+"""Whole minutes over which recent rates are taken. The current minute is added to them."""
 STALL_SECONDS = 600.0
-"""Seconds without a finished row after which a worker with open chunks is stalled."""
+"""Seconds without a finished row after which a worker with open chunks counts as stalled."""
 CLOCK_TOLERANCE_SECONDS = 5.0
-"""Seconds that clocks may differ before times are shifted: a heartbeat takes a while to reach storage."""
+"""Seconds of offset up to which a worker's clock counts as right.
+
+A small offset is no sign of a wrong clock, because a heartbeat takes a while to reach storage.
+"""
 NOTED_CLOCK_SECONDS = 60.0
-"""Seconds that a worker's clock may differ before a note says so."""
+"""Seconds of offset of a worker's clock above which the overview has a note about it."""
 ALIVE_STATES = ("loading", "running", "waiting", "stalled")
 
 
 class Rate(Record, frozen=True, kw_only=True):
-    """Rows and tokens per second, taken over `seconds`."""
+    """Rows and tokens per second. `seconds` is the length of the time over which they were counted."""
 
     seconds: float
     rows: float
@@ -37,7 +41,7 @@ class Rate(Record, frozen=True, kw_only=True):
 
 
 class WorkerView(Record, frozen=True, kw_only=True):
-    """One worker, all of its starts together."""
+    """Figures of one worker, summed over all starts of its process."""
 
     id: str
     state: str
@@ -49,9 +53,9 @@ class WorkerView(Record, frozen=True, kw_only=True):
     gpus: int
     is_spot: bool | None
     replicas: int
-    """Replicas that the last start loaded; 0 before it has loaded any."""
+    """Number of engine replicas that the worker's last start loaded; 0 while it has not loaded any."""
     replicas_lost: int
-    """Replicas of these that have died or stalled since."""
+    """Number of the loaded replicas that have died or stalled since."""
     epoch: int
     open_chunks: list[str]
     chunks_done: int
@@ -64,7 +68,7 @@ class WorkerView(Record, frozen=True, kw_only=True):
     overall: Rate
     heartbeat_age_seconds: float
     clock_offset_seconds: float
-    """Seconds that storage's clock is ahead of the worker's; 0 where they differ by a few only."""
+    """Seconds that storage's clock is ahead of the worker's; 0 if they differ by at most CLOCK_TOLERANCE_SECONDS."""
     up_seconds: float
     price_per_hour: float | None
     price_source: str
@@ -72,12 +76,12 @@ class WorkerView(Record, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Cloud and region, for people."""
+        """Cloud and region as one text for people."""
         return "/".join(filter(None, (self.cloud, self.region))) or units.NONE
 
     @property
     def machine(self) -> str:
-        """GPUs, for people."""
+        """Number and name of the GPUs as one text for people."""
         if not self.accelerator:
             return units.NONE
         spot = " spot" if self.is_spot else ""
@@ -85,7 +89,10 @@ class WorkerView(Record, frozen=True, kw_only=True):
 
 
 def clock_offset(seen: SeenWorker) -> float:
-    """Seconds to add to a worker's times to get storage's; 0 where they agree or storage gives no times."""
+    """Seconds to add to a time by the worker's clock to get the time by storage's clock.
+
+    The offset is 0 if the clocks differ by at most CLOCK_TOLERANCE_SECONDS, or if storage gives no times.
+    """
     if not seen.modified:
         return 0.0
     offset = seen.modified - seen.record.heartbeat
@@ -95,7 +102,8 @@ def clock_offset(seen: SeenWorker) -> float:
 def _age(seen: SeenWorker, now: float) -> float:
     """Seconds since a worker's last heartbeat.
 
-    If this process has seen the worker's record change, the seconds are counted from then, which is surest.
+    If this process itself has seen the worker's record change, the seconds are counted from that moment. This is most
+    reliable, because it compares no two machines' clocks.
     """
     if seen.age_seconds is not None:
         return seen.age_seconds
@@ -120,13 +128,16 @@ def _state(record: Worker, age: float) -> str:
 
 
 def _ready(record: Worker) -> float:
-    """When the engine of a worker's last start was ready, by the worker's clock."""
+    """The time at which the engine was loaded after the worker's last start, in Unix seconds by the worker's clock."""
     begun = record.starts[-1] if record.starts else record.started
     return begun + float(record.engine.get("load_seconds") or 0.0)
 
 
 def _recent(record: Worker, state: str) -> Rate:
-    """A worker's rate over the last minutes, by its own clock; 0 where it is no longer alive."""
+    """A worker's rate over the last minutes before its heartbeat, by its own clock.
+
+    Time before the engine was loaded is left out. The rate is 0 if the worker is no longer alive.
+    """
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     begin = max(first * 60.0, min(_ready(record), record.heartbeat))
     seconds = max(record.heartbeat - begin, 1.0)
@@ -142,7 +153,7 @@ def _recent(record: Worker, state: str) -> Rate:
 
 
 def rate_of(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int) -> Rate:
-    """A rate from sums over some seconds; 0 where no time has passed."""
+    """A rate, from the numbers of rows and tokens in some seconds; 0 if `seconds` is not positive."""
     if seconds <= 0:
         return Rate(seconds=0.0, rows=0.0, input_tokens=0.0, output_tokens=0.0)
     return Rate(
@@ -184,9 +195,9 @@ def _whole(value: object) -> int:
 def view_of(
     seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
 ) -> WorkerView:
-    """One worker as of `now` (Unix seconds).
+    """Return the figures of one worker at the moment `now` (Unix seconds).
 
-    `is_spot` says whether its machine is a spot machine, if its record does not.
+    `is_spot` says whether the worker's machine is a spot machine. It is used only if the worker's record does not say.
     """
     record = seen.record
     age = _age(seen, now)
@@ -230,7 +241,8 @@ def view_of(
 class Progress(Record, frozen=True, kw_only=True):
     """How many chunks, or rows, are done. `total` and `waiting` are None without a job.json.
 
-    Rows in progress are the finished rows of chunks that live workers have open; all others that are not done wait.
+    Rows in progress are the finished rows of chunks that live workers have open. All other rows that are not done are
+    waiting, also the unfinished rows of open chunks.
     """
 
     total: int | None
@@ -240,7 +252,10 @@ class Progress(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Cost in dollars, None where no worker's price is known. `unpriced_workers` are missing from every figure."""
+    """Cost in dollars. A cost is None if no worker's price is known.
+
+    `unpriced_workers` is the number of workers whose price is not known. No figure here includes them.
+    """
 
     so_far: float | None
     at_end: float | None
@@ -252,7 +267,7 @@ class Cost(Record, frozen=True, kw_only=True):
 
 
 class Overview(Record, frozen=True, kw_only=True):
-    """A run at one moment. Its fields are those of `status --json`."""
+    """A run at one moment. `status --json` prints these fields."""
 
     run: str
     job: str
@@ -261,7 +276,7 @@ class Overview(Record, frozen=True, kw_only=True):
     state: str
     """empty, loading, running, waiting, stalled, idle (no worker is alive), stopping, stopped or done."""
     time: float
-    """Unix seconds by our clock, or by storage's clock if that is known to be ahead."""
+    """Moment of the overview, in Unix seconds by this machine's clock, or by storage's clock if that is ahead."""
     started: float | None
     chunks: Progress
     rows: Progress
@@ -277,18 +292,24 @@ class Overview(Record, frozen=True, kw_only=True):
     cost: Cost
     notes: list[str]
     warnings: list[str]
-    """Sentences about problems that cost speed or money until somebody acts."""
+    """Texts about problems that cost speed or money until somebody acts."""
 
 
 def time_now(snapshot: Snapshot) -> float:
-    """The time by our clock, or the newest time in the listing where our clock is behind that."""
+    """The present time in Unix seconds: this machine's clock, or the newest time of an object in the run.
+
+    The later one is taken. If an object looks newer than now, this machine's clock is behind storage's.
+    """
     times = [snapshot.taken, *(seen.modified for seen in snapshot.workers)]
     times += (marker.modified for marker in snapshot.markers.values())
     return max(times)
 
 
 def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None) -> Overview:
-    """Summarize a run. `is_spot` says whether machines are spot machines, if their records do not."""
+    """Summarize a run.
+
+    `is_spot` says whether machines are spot machines. It is used only for workers whose records do not say.
+    """
     now = time_now(snapshot)
     workers = sorted(snapshot.workers, key=lambda seen: seen.record.id)
     records = [seen.record for seen in workers]
@@ -338,7 +359,7 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Sum dictionaries of counts, the largest first.
+    """Add up dictionaries of counts. The result has the largest sum first.
 
     >>> add_up([{"a": 1, "b": 2}, {"b": 3}])
     {'b': 5, 'a': 1}
@@ -350,7 +371,7 @@ def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def model_name(snapshot: Snapshot) -> str:
-    """The run's model by run.json, else by a worker's record; empty where neither names one."""
+    """The name of the run's model: from run.json, else from a worker's record; empty if neither names a model."""
     if snapshot.run is not None:
         return str(snapshot.run.config.get("model") or "")
     return next(
@@ -362,11 +383,11 @@ def model_name(snapshot: Snapshot) -> str:
 
 
 def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progress, list[str]]:
-    """Progress in chunks and in rows, and notes on markers that do not fit the job."""
+    """Return the progress in chunks, the progress in rows, and notes about markers of chunks that the job lacks."""
     done = set(snapshot.markers)
     finished: dict[
         str, int
-    ] = {}  # finished rows by open chunk; two workers may have one chunk open
+    ] = {}  # finished rows by open chunk; if two workers have a chunk open, the larger number counts
     for record in alive:
         for name in record.open_chunks:
             finished.setdefault(name, 0)
@@ -406,9 +427,9 @@ def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
 
 
 def _rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
-    """Rows to do of each chunk of a job.
+    """Number of rows to do in each chunk of a job, by the chunk's name.
 
-    With the run's limit, only the chunks that hold the job's first rows are included.
+    A run with a limit does only the job's first rows. Then chunks that hold none of these rows are left out.
     """
     limit = run.config.get("limit") if run is not None else None
     return {
@@ -445,7 +466,10 @@ def _sum_rates(rates: list[Rate], seconds: float) -> Rate:
 def _lifetime(
     pairs: list[tuple[Worker, WorkerView]], now: float, *, is_alive: bool
 ) -> tuple[float | None, float]:
-    """When the first worker started, and the seconds from then until now, or until the last heartbeat of all."""
+    """Return the time at which the first worker started, and the run's length in seconds.
+
+    The length counts until `now` if a worker is alive, else until the last heartbeat of any worker.
+    """
     if not pairs:
         return None, 0.0
     started = min(record.started + view.clock_offset_seconds for record, view in pairs)

@@ -1,4 +1,7 @@
-"""What a machine costs an hour: the user's price, else that of SkyPilot's local catalog, else a dated list price."""
+"""What a machine costs an hour.
+
+The user's price comes first, then the price in SkyPilot's catalog on this machine, then the package's own list price.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from typing import Any, NamedTuple
 import click
 
 CATALOGS = Path("~/.sky/catalogs/v8")
-"""Folder in which SkyPilot 0.14 keeps its price lists once it has been used."""
+"""Folder of SkyPilot's price lists. SkyPilot 0.14 creates it when it is first used."""
 
 
 class Price(NamedTuple):
-    """Dollars an hour for one worker's machine, and the name of the list that says so."""
+    """Dollars an hour for one worker's machine, and the name of the source of this price."""
 
     per_hour: float
     source: str
 
 
 class Machine(NamedTuple):
-    """What is known of a worker's machine. Unknown texts are empty, an unknown number is 0."""
+    """What is known about a worker's machine. A text that is not known is empty; a number that is not known is 0."""
 
     cloud: str
     region: str
@@ -34,7 +37,7 @@ class Machine(NamedTuple):
 
 
 def accelerator_name(device: str) -> str:
-    """SkyPilot's name of an accelerator, made from SkyPilot's own or the driver's name; empty for none.
+    """SkyPilot's name of an accelerator. `device` is the driver's name or already SkyPilot's; "" if there is none.
 
     >>> [
     ...     accelerator_name(n)
@@ -54,7 +57,7 @@ def accelerator_name(device: str) -> str:
 
 
 def accelerator_count(text: str) -> int:
-    """The number of accelerators in a name like "L4:2", else 0.
+    """The number of accelerators in a name like "L4:2"; 0 if the name holds no number.
 
     >>> accelerator_count("L4:2"), accelerator_count("L4")
     (2, 0)
@@ -64,13 +67,13 @@ def accelerator_count(text: str) -> int:
 
 
 class Prices:
-    """What machines cost: the user's price for any, else SkyPilot's catalog, else the package's table of list prices.
+    """Looks up what machines cost: the user's price, else SkyPilot's catalog, else the package's table of list prices.
 
-    Reads local files only, each machine's price once.
+    Only local files are read, and only once for each kind of machine.
 
     Args:
-        per_hour: Dollars an hour for any machine, as the user says.
-        catalogs: Folder of SkyPilot's price lists, <cloud>/vms.csv; it need not be there.
+        per_hour: The user's price in dollars an hour. It applies to every machine.
+        catalogs: Folder of SkyPilot's price lists, named <cloud>/vms.csv. The folder may be absent.
     """
 
     def __init__(self, per_hour: float | None = None, catalogs: Path = CATALOGS) -> None:
@@ -79,7 +82,7 @@ class Prices:
         self._found: dict[Machine, Price | None] = {}
 
     def price(self, machine: Machine) -> Price | None:
-        """Look up one machine; None where nobody knows its price."""
+        """Return the price of one machine; None if no source has its price."""
         if self._per_hour is not None:
             return Price(self._per_hour, "--price-per-hour")
         if machine not in self._found:
@@ -88,7 +91,10 @@ class Prices:
 
 
 def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:
-    """The cheapest machine that has these GPUs in the region, or anywhere if that is unknown."""
+    """Return the price in SkyPilot's catalog of the cheapest machine with these GPUs; None if there is none.
+
+    Only the machine's region is searched, or all regions if its region is not known.
+    """
     path = catalogs / machine.cloud.lower() / "vms.csv"
     if not machine.cloud.isalnum() or not machine.accelerator:
         return None
@@ -97,7 +103,7 @@ def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
-                # A row without an instance type is the price of a GPU alone, without its machine.
+                # A row without an instance type has the price of a GPU alone, without the machine around it.
                 if row["AcceleratorName"] != machine.accelerator or not row["InstanceType"]:
                     continue
                 is_there = machine.region in ("", row["Region"])
@@ -109,7 +115,10 @@ def _catalog_price(catalogs: Path, machine: Machine) -> Price | None:
 
 
 def _list_price(machine: Machine) -> Price | None:
-    """The price in the package's table; the on-demand price if it has no price for spot machines."""
+    """Return the price in the package's own table; None if the table lacks the GPU.
+
+    A spot machine gets the on-demand price if the table has no spot price for its GPU.
+    """
     table = _table()
     prices = table["gpus"].get(machine.accelerator, {})
     per_gpu = (prices.get("spot") if machine.is_spot else None) or prices.get("on_demand")
@@ -128,12 +137,12 @@ def _table() -> dict[str, Any]:
 
 
 def listed_accelerators() -> list[str]:
-    """The accelerators in the package's table, by SkyPilot's names."""
+    """SkyPilot's names of the accelerators in the package's price table."""
     return list(_table()["gpus"])
 
 
 def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say what machines cost."""
+    """Add the options about prices to a command: --spot/--on-demand and --price-per-hour."""
     for option in (
         click.option(
             "--spot/--on-demand",

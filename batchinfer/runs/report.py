@@ -1,7 +1,7 @@
-"""`batchinfer report`: a run as one HTML page that needs nothing else, finished or not.
+"""`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files.
 
-Texts from the bucket may be hostile. Jinja escapes every one of them, and the page's content security policy forbids
-scripts and requests, so nothing could run even if a text were not escaped.
+Texts from the bucket may be hostile. Jinja escapes every text. The page's content security policy also forbids scripts
+and requests, so no script could run even if a text were not escaped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from batchinfer.runs.prices import Prices, price_options
 from batchinfer.runs.samples import SampleRow, cut, read_samples
 
 MAX_LANES = 100
-"""Workers that are drawn in the time line."""
+"""Largest number of workers that are drawn in the time line."""
 MAX_WORKER_ROWS = 300
-"""Workers that are shown in the table."""
+"""Largest number of workers that are listed in the table."""
 MAX_SETTING = 4000
-"""Characters of a setting that are shown."""
+"""Largest number of characters that are shown of one setting."""
 
 
 class ReportConfig(Record, frozen=True, kw_only=True):
-    """What to report. `output` is a path or URL; `num_samples` rows of each of two chunks are shown."""
+    """What to report. `output` is the page's path or URL.
+
+    The page shows `num_samples` rows of the first finished chunk, and as many of the last.
+    """
 
     run: str
     output: str
@@ -48,10 +51,10 @@ class ReportConfig(Record, frozen=True, kw_only=True):
 
 
 def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
-    """Look at a run and write its page. An older page at the same place is replaced as a whole.
+    """Read a run and write the page about it. An older page at the same place is replaced.
 
     Raises:
-        InputError: there is no such run, or it cannot be read.
+        InputError: there is no such run, or the run cannot be read.
     """
     store = open_store(config.run)
     prices = Prices(config.price_per_hour)
@@ -77,7 +80,11 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
 
 
 def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
-    """Create the page, or replace an older one."""
+    """Write the page to a path or URL. An older page there is replaced.
+
+    Raises:
+        ConfigError: the URL names no file, or names a folder.
+    """
     folder, name = split_name(url)
     if not name or name.startswith("."):
         raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
@@ -100,7 +107,7 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
 def render_page(
     snapshot: Snapshot, seen: Overview, samples: Sequence[SampleRow], *, version: str
 ) -> str:
-    """Make the whole page."""
+    """Return the whole page as HTML."""
     import jinja2
 
     files = importlib.resources.files("batchinfer.runs") / "templates"
@@ -130,7 +137,7 @@ def render_page(
 
 
 def _policy(style: str) -> str:
-    """The content security policy: no script, no request, and no style but the page's own."""
+    """The page's content security policy: it allows no script, no request, and no style but `style`."""
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
@@ -159,7 +166,7 @@ def _charts(snapshot: Snapshot, seen: Overview) -> dict[str, Any]:
 
 
 def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
-    """Examples of errors by code, and sums over all workers that the overview does not have."""
+    """One example of each error code, and those sums over all workers that the overview lacks."""
     examples: dict[str, ErrorExample] = {}
     for record in records:
         examples = record.examples | examples
@@ -172,7 +179,7 @@ def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
 
 
 def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
-    """The figures that people look for first, as (name, figure, small print)."""
+    """The figures at the top of the page, each as (name, figure, text in small print)."""
     is_over = seen.state in ("done", "stopped")
     rate = seen.overall if is_over else seen.recent
     rows = seen.rows.done + seen.rows.in_progress
@@ -211,7 +218,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
 
 
 def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The settings of run.json as (section, [(dotted key, value)])."""
+    """The settings in run.json, in two sections, each as (section's title, [(dotted key, value)])."""
     if snapshot.run is None:
         return []
     run = snapshot.run
@@ -222,7 +229,7 @@ def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (dotted key, value), sorted by key; settings without a value are left out.
+    """Nested settings as a flat list of (dotted key, value), sorted by key. Empty settings are left out.
 
     >>> flatten({"b": 1, "a": {"x": "y", "z": None}})
     [('a.x', 'y'), ('b', '1')]

@@ -1,4 +1,4 @@
-"""The command that resumes a run: `batchinfer worker` with the options from which run.json was made. Pure."""
+"""Make the command that resumes a run: `batchinfer worker` with the options from which run.json was made."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TRUSTED = "# this run's workers ran code that comes with the model: add that op
 
 
 def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = ()) -> str:
-    """Return the command of a worker that the run at `url` accepts, for bash.
+    """Return a bash command that starts a worker for the run at `url`.
 
-    It has the options that decide answers. Other options (the machine's, and how often to checkpoint) are not in
-    run.json and may differ from worker to worker. Texts that the worker reads from files are given as
-    `<(printf …)`, since run.json has the text alone.
+    The command has the options that decide answers. Other options (about the machine, or how often to checkpoint) are
+    not in run.json and may differ from worker to worker. Some options take a file. run.json holds only the file's
+    text, so the command passes the text as `<(printf …)`.
 
-    Anybody who can write to the bucket can write run.json, so every value is quoted. If the run had
-    --trust-remote-code, a comment after the command says so, and the reader decides.
+    Anybody who can write to the bucket can change run.json, so every value is quoted. If the run had
+    --trust-remote-code, the command leaves this option out. A comment after the command says so, and the user decides.
     """
     words = [f"--manifest {_quote(manifest)}" for manifest in manifests]
     if job_url:
@@ -47,7 +47,10 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
 
 
 def _parts_of(run: Run) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Return run.json's parts, each with its values by option, and whether all of it could be read."""
+    """Return the parts of run.json, and whether all of it could be read.
+
+    Each part is a dictionary of values by the name of their parameter.
+    """
     is_readable = True
     parts = {"config": _without_the_engines_own(run), "recorded": run.recorded}
     try:
@@ -62,7 +65,11 @@ def _parts_of(run: Run) -> tuple[dict[str, dict[str, Any]], bool]:
 
 
 def _without_the_engines_own(run: Run) -> dict[str, Any]:
-    """Return the configuration without values that exist only because the engine has no model, like the echo engine."""
+    """Return the configuration without values that the engine filled in and that no option gave.
+
+    An engine without a model, like the echo engine, fills in its own name as model, "none" as dtype, and no limit of
+    length.
+    """
     config = dict(run.config)
     nothing = {
         "model": run.recorded.get("engine"),
@@ -73,8 +80,8 @@ def _without_the_engines_own(run: Run) -> dict[str, Any]:
         if config.get(name) == value:
             config.pop(name, None)
     arguments = config.get("engine_args") or {}
-    # A worker refuses this argument (the option is --trust-remote-code), so somebody has edited run.json. The command
-    # must not trust a model's code because of such an edit.
+    # No worker writes trust_remote_code into engine_args, because a worker refuses this engine argument. If it stands
+    # there, somebody has edited run.json. The command must not run a model's code because of such an edit.
     config["engine_args"] = {
         name: value for name, value in arguments.items() if name != "trust_remote_code"
     }
@@ -82,8 +89,10 @@ def _without_the_engines_own(run: Run) -> dict[str, Any]:
 
 
 def _without_option(sampling: Sampling) -> dict[str, Any]:
-    """Return the parameters that only --sampling can give."""
-    given: dict[str, Any] = msgspec.to_builtins(sampling)  # holds what is not the default
+    """Return the sampling parameters that have no option of their own. They are given by --sampling."""
+    given: dict[str, Any] = msgspec.to_builtins(
+        sampling
+    )  # leaves out parameters that have their default value
     extra = given.pop("extra", None) or {}
     known = {option.target for option in OPTIONS if option.struct == "Sampling"}
     return {name: value for name, value in given.items() if name not in known} | extra
@@ -92,7 +101,7 @@ def _without_option(sampling: Sampling) -> dict[str, Any]:
 def _quote(text: str) -> str:
     """Quote a text as one word for bash.
 
-    Control characters, which could move a terminal's cursor, are shown as escapes.
+    Control characters are written as escapes, because they could move the cursor of a terminal.
     """
     if all(letter.isprintable() or letter == "\n" for letter in text):
         return shlex.quote(text)

@@ -1,4 +1,4 @@
-"""A few rows of a run for people to read, with their answers, from outputs that markers name. Read-only."""
+"""Read a few rows of a run with their answers, for people to look at. Only outputs that a marker names are read."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 64 << 20
-"""Bytes of the largest output or chunk that is fetched for a sample."""
+"""Size in bytes up to which an output or a chunk is fetched for samples."""
 MAX_TEXT = 2000
-"""Characters of an answer or of a column that are shown."""
+"""Largest number of characters that are shown of an answer or of a column's value."""
 SHORT_TEXT = 60
-"""Characters up to which a column shares a line with others."""
+"""Largest number of characters of a value that is shown on one line together with other columns."""
 
 
 class Cell(NamedTuple):
-    """A column of a row and what is in it, as text."""
+    """One column of a row: the column's name, and the row's value as text."""
 
     name: str
     text: str
 
     @property
     def is_short(self) -> bool:
-        """Whether the text is short enough to share a line with other columns."""
+        """Whether the text is short enough to be shown on one line together with other columns."""
         return len(self.text) <= SHORT_TEXT and "\n" not in self.text
 
 
 class SampleRow(NamedTuple):
-    """One row with its answers. `line` counts from 0; `source` holds its columns, where its chunk could be read."""
+    """One row with its answers.
+
+    `line` is the row's line in its chunk, counted from 0. `source` holds the row's columns; it is empty if the chunk
+    could not be read.
+    """
 
     chunk: str
     line: int
@@ -52,15 +56,16 @@ class SampleRow(NamedTuple):
 def read_samples(
     store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
 ) -> list[SampleRow]:
-    """Read rows of the first and of the last finished chunk, a failed row among them where there is one.
+    """Read sample rows of the first and of the last finished chunk.
 
-    Outputs that cannot be read are left out with a warning, since the report need not show them.
+    If a chunk has failed rows, its first failed row is among the samples. A chunk whose output cannot be read is left
+    out with a warning.
 
     Args:
         store: The run's store.
-        snapshot: The run as it was seen.
+        snapshot: What was read of the run: its markers and its job.
         open_store: Opens the job's store.
-        num_rows: Rows of each chunk, spread evenly over it. A failed row may be added to them.
+        num_rows: Number of rows of each chunk, spread evenly over the chunk. A failed row may be added to them.
     """
     names = sorted(snapshot.markers)
     rows: list[SampleRow] = []
@@ -78,7 +83,7 @@ def read_samples(
 
 
 class _SampleReader:
-    """Reads samples of one run through a scratch folder."""
+    """Reads sample rows of one run. Outputs and chunks are copied to a scratch folder first."""
 
     def __init__(
         self, store: Store, snapshot: Snapshot, open_store: OpenStore, scratch: Scratch
@@ -90,7 +95,7 @@ class _SampleReader:
         self._scratch = scratch
 
     def read(self, name: str, num_rows: int) -> list[SampleRow]:
-        """Read rows of one finished chunk."""
+        """Read `num_rows` rows of one finished chunk, and maybe a failed row more."""
         key = layout.marker_key(name, self._markers[name].generation)
         marker = codec.decode(self._store.get(key).data, Marker, name=key)
         if "/" in marker.output:
@@ -110,11 +115,11 @@ class _SampleReader:
         ]
 
     def _sources(self, name: str, wanted: Container[int]) -> dict[int, bytes]:
-        """The wanted rows of the job's chunk, if it is there and not too large."""
+        """The wanted lines of a chunk of the job, by index; empty if the chunk is too large or cannot be read."""
         ref = self._chunks.get(name)
         if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
             return {}
-        # The chunk is not checked against job.json here, since `verify` does that.
+        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
         unchecked = ref._replace(rows=None, sha256=None)
         try:
             local = fetch(self._open_store(ref.root), unchecked, self._scratch)
@@ -125,7 +130,10 @@ class _SampleReader:
 
 
 def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) -> dict[int, bytes]:
-    """Lines of a file by their index from 0; with the first error line, if asked."""
+    """The wanted lines of a file, by their index from 0.
+
+    If `with_failed` is set, the first line with an error is added to the wanted lines.
+    """
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for index, line in enumerate(codec.lines(file)):
@@ -137,7 +145,7 @@ def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) 
 
 
 def _cells(line: bytes | None) -> list[Cell]:
-    """The columns of a row that are shown; none of a row that was not read."""
+    """The columns to show of a row; an empty list if the row was not read (`line` is None)."""
     if line is None:
         return []
     try:
@@ -180,10 +188,12 @@ def _is_turn(value: Any) -> bool:
 
 
 def cut(text: str, most: int = MAX_TEXT) -> str:
-    """A text of bounded length; a longer one ends with how much was left out.
+    """A text, cut after `most` characters. A text that was cut ends with the number of characters left out.
 
     >>> cut("abcdef", 3)
     'abc… (3 more characters)'
     """
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a page
+    text = text.encode(
+        "utf-8", "replace"
+    ).decode()  # replaces lone surrogates, which UTF-8 cannot encode
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"

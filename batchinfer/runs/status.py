@@ -1,4 +1,4 @@
-"""`batchinfer status`: how a run goes, seen from its bucket alone."""
+"""`batchinfer status`: show the progress of a run. Only the run's bucket is read; no worker is asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchinfer.runs.prices import Prices, price_options
 MAX_SHOWN_WORKERS = 60
 MAX_SHOWN_WARNINGS = 10
 WIDE = 120
-"""Width of a terminal, in characters, from which the table of workers has all of its columns."""
+"""Width in characters of a wide terminal. Only a terminal at least this wide shows all columns of workers."""
 STATE_STYLES = {
     "done": "green",
     "running": "bold green",
@@ -39,11 +39,11 @@ STATE_STYLES = {
     "gone": "red",
     "failed": "bold red",
 }
-"""Colours of states; they only repeat what the word says."""
+"""Colours of states. A colour adds nothing to the word of the state, which is always shown, too."""
 
 
 class StatusConfig(Record, frozen=True, kw_only=True):
-    """What to show. `price_per_hour` is in dollars, for one worker's machine."""
+    """What to show. `price_per_hour` is the price of one worker's machine in dollars."""
 
     run: str
     job: str = ""
@@ -52,7 +52,10 @@ class StatusConfig(Record, frozen=True, kw_only=True):
 
 
 class Status:
-    """Looks at one run whenever asked. Read-only; each look costs a request per listing page and per changed worker."""
+    """Reads one run, any number of times, and changes nothing.
+
+    Each `look` costs one request for each page of a listing, and one for each worker's record that has changed.
+    """
 
     def __init__(self, config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> None:
         self._config = config
@@ -60,21 +63,25 @@ class Status:
         self._prices = Prices(config.price_per_hour)
 
     def look(self) -> Overview:
-        """Look at the run now.
+        """Read the run as it is now.
 
         Raises:
-            InputError: there is no such run, or it cannot be read.
+            InputError: there is no such run, or the run cannot be read.
         """
         return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
 
 
 def run_status(config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
-    """Look at a run once."""
+    """Read a run once and return its overview."""
     return Status(config, open_store=open_store, clock=clock).look()
 
 
 def watch(status: Status, console: Console, clock: Clock, every_seconds: float) -> Overview:
-    """Show the run until it is done or stopped, or the user interrupts. Returns the last look."""
+    """Show the run again every `every_seconds` seconds, until the run is done or stopped or the user interrupts.
+
+    Returns:
+        The overview that was shown last.
+    """
     seen = status.look()
     with Live(
         render(seen, console.width), console=console, auto_refresh=False, screen=False
@@ -90,7 +97,7 @@ def watch(status: Status, console: Console, clock: Clock, every_seconds: float) 
 
 
 def summary(seen: Overview) -> dict[str, Any]:
-    """The few figures that scripts ask for; `--json` gives all."""
+    """The most important figures of a run. `status` prints them as its result; with --json it prints all figures."""
     return {
         "run": seen.run,
         "state": seen.state,
@@ -114,7 +121,7 @@ def summary(seen: Overview) -> dict[str, Any]:
 
 
 def render(seen: Overview, width: int = WIDE) -> Group:
-    """Lay out everything for one screen; on a narrow one, columns are left out."""
+    """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
     parts: list[Any] = [_head(seen)]
     if seen.workers:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))
@@ -139,7 +146,9 @@ def _head(seen: Overview) -> Group:
     grid.add_column()
 
     def add(name: str, text: str) -> None:
-        grid.add_row(name, Text(text))  # never as markup: it holds names from the bucket
+        grid.add_row(
+            name, Text(text)
+        )  # plain text: names from the bucket must not be read as rich's markup
 
     add(
         "rows",
@@ -164,7 +173,7 @@ def _head(seen: Overview) -> Group:
                 total=rows.total,
                 completed=min(finished, rows.total),
                 width=72,
-                complete_style="cyan",  # the default is the red of failures
+                complete_style="cyan",  # rich's default is a red, which means failure here
                 finished_style="green",
             )
         )
@@ -230,7 +239,7 @@ def _chunks(view: WorkerView) -> str:
 
 
 class _WorkerColumn(NamedTuple):
-    """One column of the table of workers. A column that `is_vital` is shown on a narrow terminal, too."""
+    """One column of the table of workers. A narrow terminal shows only the columns with `is_vital`."""
 
     name: str
     cell: Callable[[WorkerView], str]
@@ -283,7 +292,7 @@ def command(*, is_watch: bool, refresh_seconds: float, is_json: bool, **options:
     status = Status(StatusConfig(**options), open_store=open_store, clock=clock)
     if is_json and not is_watch:
         return status.look()
-    # A file or a log has no width, and gets the whole table.
+    # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
     if is_watch:
         seen = watch(status, console, clock, refresh_seconds)

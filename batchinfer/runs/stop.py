@@ -1,4 +1,4 @@
-"""`batchinfer stop`: put an object into the run that makes every worker end, or remove it again."""
+"""`batchinfer stop`: write the object stop.json, which makes every worker of a run end, or remove it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.storage import Store
 
 
 class StopConfig(Record, frozen=True, kw_only=True):
-    """Which run to stop, or to let go on if `resume` is set."""
+    """Which run to stop. If `resume` is set, the run is allowed to go on instead."""
 
     run: str
     resume: bool = False
@@ -33,16 +33,17 @@ class StopRequest(Record, frozen=True, kw_only=True):
 
 
 def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any]:
-    """Write or remove the stop request. Idempotent, one object, nothing else is touched.
+    """Write or remove the stop request, stop.json. No other object is touched, and a second call changes nothing.
 
-    Workers look for it at their start and with each heartbeat (a quarter of the lease): they finish the rows in
-    flight within their grace, checkpoint, give their claims back and exit with 3.
+    Workers look for stop.json when they start and with each heartbeat (every quarter of the lease). A worker that
+    finds it finishes the rows in flight as far as its grace period allows, writes checkpoints, gives its claims back
+    and exits with status 3.
 
     Raises:
-        InputError: there is no run, or it is of a newer format version.
+        InputError: there is no run, or the run is of a newer format version.
     """
     _require_run(store)
-    refuse_newer(store)  # workers of a newer version may be stopped in another way
+    refuse_newer(store)  # workers of a newer batchinfer may need another kind of stop request
     try:
         store.stat(layout.STOP_KEY)
         was_stopped = True
@@ -56,7 +57,7 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         )
         try:
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
-        except AlreadyExists:  # another `stop` came first
+        except AlreadyExists:  # another `stop` has written stop.json meanwhile
             was_stopped = True
     return {
         "status": "SUCCESS",
@@ -67,7 +68,10 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
 
 
 def _require_run(store: Store) -> None:
-    """Refuse a URL without a run, that is, without run.json and without a worker that is still loading its engine."""
+    """Raise InputError if there is no run: neither run.json nor a worker's record.
+
+    A worker writes its record first, and run.json only after its engine has been loaded.
+    """
     try:
         store.stat(layout.RUN_KEY)
     except ObjectNotFound:

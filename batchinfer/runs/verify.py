@@ -1,4 +1,4 @@
-"""`batchinfer verify`: prove that a run is complete and sound, or say what is not, and with which command to fix it."""
+"""`batchinfer verify`: prove that a run is complete and sound, or list its problems with the commands that fix them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 NUM_COMPARISONS = 4
-"""Chunks that --deep reads at once."""
+"""Number of chunks that --deep compares with their outputs at the same time."""
 _ORDER_OF_FIXES = ("run", "job", "chunk", "redo", "clean", "resume", "worker", "hand")
-"""Fixes in the order in which they are to be applied: a fix may need the ones before it."""
+"""Names of fixes, in the order in which the user should apply them: a fix may need an earlier one."""
 _SHOWN = 10
-"""Findings of one kind with the same fix that are shown one by one."""
+"""Number of findings of one kind and one fix that are shown in full; the others are only counted."""
 
 
 class VerifyConfig(Record, frozen=True, kw_only=True):
-    """What to verify. `job` and `manifests` are needed only where run.json and the run's URL do not lead to the job."""
+    """What to verify.
+
+    `job` and `manifests` are needed only if neither run.json nor the run's URL tells which job the run belongs to.
+    """
 
     run: str
     job: str | None = None
@@ -53,7 +56,7 @@ class VerifyConfig(Record, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """What was found. `result` is the last line of stdout, without the findings themselves."""
+    """What `verify` found. `result` is the summary that is printed to stdout; it has only the numbers of findings."""
 
     result: dict[str, Any]
     findings: list[Finding]
@@ -63,12 +66,15 @@ class Verdict(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether every chunk is done and sound. Leftovers do not matter."""
+        """Whether every chunk is done and sound. Leftover objects of dead workers do not matter."""
         return all(finding.kind == LEFTOVER for finding in self.findings)
 
     def lines(self) -> Iterator[str]:
-        """Findings for people: by kind and fix, the first few of each, then the command that fixes them."""
-        # `stop --resume` comes first, because workers cannot be started before.
+        """Yield lines of text about the findings, grouped by kind and fix.
+
+        Each group has its first few findings, then the command that fixes the group.
+        """
+        # `stop --resume` comes first, because no worker can start while the run is stopped.
         order = sorted(
             self.findings,
             key=lambda found: (found.fix != "resume", KINDS.index(found.kind), found.fix),
@@ -84,7 +90,7 @@ class Verdict(NamedTuple):
                 yield f"  then: {self.worker}"
 
     def as_json(self) -> dict[str, Any]:
-        """The result with all findings, each with the command that fixes it."""
+        """The summary with all findings added, each with the command that fixes it."""
         return {
             **self.result,
             "findings": [
@@ -97,7 +103,7 @@ class Verdict(NamedTuple):
         }
 
     def error(self) -> RunUnsound:
-        """The error of a run that is not sound; its hint is the command to run first."""
+        """The error for a run that is not sound. The error's hint is the command that the user should run first."""
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
         grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
@@ -118,16 +124,16 @@ def run_verify(
     clock: Clock,
     show: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Verify one run. Read-only.
+    """Verify one run. Nothing in the run is changed.
 
     Args:
         config: What to verify.
         open_store: Opens stores by URL.
-        clock: The clock by which workers are alive or gone.
-        show: Called with each line about progress.
+        clock: The clock that decides which workers count as alive.
+        show: Called with each line of text about the progress of `verify`.
 
     Raises:
-        InputError: there is no run, or its job cannot be found.
+        InputError: there is no run, or the run's job cannot be found.
     """
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
@@ -164,7 +170,7 @@ def _compare(
     sound: list[tuple[ChunkRef, Marker]],
     open_store: OpenStore,
 ) -> Iterator[tuple[ChunkRef, Marker, list[str]]]:
-    """Compare every chunk with its output, a few at a time, and yield the problems of each."""
+    """Compare every chunk with its output, NUM_COMPARISONS at a time. Yield each chunk, its marker and its problems."""
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
     alignment = Alignment(run, store, scratch)
@@ -205,7 +211,10 @@ def _result(config: VerifyConfig, url: str, target: RunTarget, audit: Audit) -> 
 
 
 def fix_command(fix: str, subjects: Iterable[str], run: str, worker: str) -> str:
-    """The command that fixes findings of one kind; `worker` is the command that does missing chunks.
+    """Return the command that fixes findings, or a sentence if no command does.
+
+    `fix` is the name of the fix, and `subjects` are the chunks or keys of the findings. `run` is the run's URL.
+    `worker` is the command that does missing chunks.
 
     >>> fix_command("redo", ["part-00001"], "s3://b/run", "batchinfer worker …")
     'batchinfer clean s3://b/run --redo part-00001 --yes'
