@@ -18,11 +18,11 @@ from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request
 from batchinfer.engines.config import EngineConfig, check_config
 
 UNLIMITED_LENGTH = 2**31 - 1
-"""`EngineInfo.max_model_len` of an engine without a limit."""
+"""Value of `EngineInfo.max_model_len` for an engine that has no longest sequence."""
 
 
 class Stop(Protocol):
-    """A stop signal. Everything that may wait for long reads it."""
+    """A stop signal. Every function that may wait for a long time checks it."""
 
     def is_set(self) -> bool:
         """Whether to drop all work and return now."""
@@ -30,23 +30,30 @@ class Stop(Protocol):
 
 
 class RequestSource(Protocol):
-    """The stream from which an engine takes its requests. Its methods never wait for storage."""
+    """The stream from which an engine takes its requests. Its methods never read or write storage."""
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Return up to `max_requests` requests that are ready now, perhaps none; None once there will never be more.
+        """Return up to `max_requests` requests that are ready now. The list may be empty.
 
-        The caller of `Engine.generate` gets new requests ready each time that `generate` yields. An engine that got
-        none therefore yields before it asks again.
+        The caller of `Engine.generate` prepares new requests each time that `generate` yields. So an engine that got
+        an empty list yields before it calls `take` again.
 
         Args:
-            max_requests: At least 1.
-            free_slots: With several replicas, the number of requests that each can take now. The first `free_slots[0]`
-                requests go to the first replica, and so on; a source may use this to bring requests together.
+            max_requests: Most requests to return; at least 1.
+            free_slots: Number of requests that each replica can take now; empty if there is only one replica. The
+                first `free_slots[0]` requests go to the first replica, the next `free_slots[1]` to the second, and so
+                on. A source may use this to send similar requests to the same replica.
+
+        Returns:
+            The requests, or None if the source will never have another request.
         """
         ...
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until a request may be ready, or the time is up. Engines call it only while nothing is in flight."""
+        """Wait until a request may be ready, but at most `timeout_seconds`.
+
+        An engine calls this only while it has no request in flight.
+        """
         ...
 
 
@@ -59,16 +66,17 @@ class Engine(Protocol):
         Raises:
             EngineLoadError: loading failed; another start may help.
             ConfigError: the configuration cannot work.
-            Interrupted: `stop` was set meanwhile.
+            Interrupted: `stop` was set while the model was loading.
         """
         ...
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
         """Take requests whenever slots are free, and yield the completions that finished, in any order.
 
-        Yields after every step and at least once a second, perhaps an empty list, so that the caller can do other
-        work. A request that the engine refuses comes back as a completion with a failure. Ends when the source
-        returned None and nothing is in flight, or soon after `stop` is set; requests in flight are then dropped.
+        The generator yields after every step of the engine, and at least once a second, so that the caller can do
+        other work in between. The list may be empty. A request that the engine refuses comes back as a completion with
+        a failure. The generator ends when the source has returned None and no request is in flight. It also ends soon
+        after `stop` is set, and then drops the requests in flight.
 
         Raises:
             EngineDied: an engine process ended. Only `close` may be called afterwards.
@@ -77,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the counters since `open`. Takes no time."""
+        """Return the engine's counters since `open`. Returns at once."""
         ...
 
     def close(self) -> None:
-        """End all processes of the engine and free its memory. Idempotent; works after a failure too."""
+        """End all processes of the engine and free its memory. May be called twice, and after a failure."""
         ...
 
 
@@ -103,14 +111,17 @@ class EngineKind:
     longest sequence, and the number of GPUs per replica. If not, the engine takes texts and conversations without a
     tokenizer, gets no GPU, and its name is the identity."""
     is_rehearsal: bool
-    """Whether the engine only imitates a real engine. A single replica then runs inside the worker. A rehearsed crash
-    of a replica with a process of its own kills that process by SIGKILL, as a real crash would."""
+    """Whether the engine only imitates a real engine. If so, a single replica runs inside the worker's process. Several
+    replicas run in a process each; when such a replica raises EngineDied, its process kills itself by SIGKILL, so that
+    the worker sees what it would see in a real crash."""
     create: Callable[[EngineConfig], Engine]
-    """Function that creates an engine in the calling process, not yet open. It alone imports the engine's module."""
+    """Function that creates an engine in the calling process, without opening it. The engine's module is imported only
+    when this function runs."""
     check_installed: Callable[[], None] = _accept
-    """Function that raises ConfigError if the engine's package is not installed. Imports nothing."""
+    """Function that raises ConfigError if the engine's package is not installed. It does not import the package."""
     check_parameters: Callable[[Iterable[str]], None] = _accept
-    """Function that raises ConfigError for names that are no sampling parameters of the engine. Imports no package."""
+    """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. It does not
+    import the engine's package."""
 
 
 def _create_vllm(config: EngineConfig) -> Engine:
@@ -159,14 +170,14 @@ ENGINES = {
         ),
     )
 }
-"""All engines by name. `EngineConfig.engine` holds the default."""
+"""All engines by name. The default engine is the default of `EngineConfig.engine`."""
 
 
 def find_engine(name: str) -> EngineKind:
-    """Return the engine of this name.
+    """Return the entry of `ENGINES` with this name.
 
     Raises:
-        ConfigError: there is no such engine; the message lists all engines.
+        ConfigError: no engine has this name; the message lists all engines.
     """
     if name in ENGINES:
         return ENGINES[name]
@@ -200,16 +211,16 @@ def check_engine(config: EngineConfig) -> EngineKind:
 
 
 def has_model(config: EngineConfig) -> bool:
-    """Whether the configuration names a model whose files can be read.
+    """Whether the configuration names a model, and its engine loads one.
 
-    An unknown engine counts as one that needs a model.
+    An unknown engine counts as an engine that loads a model.
     """
     kind = ENGINES.get(config.engine)
     return bool(config.model) and (kind is None or kind.needs_model)
 
 
 def create_engine(config: EngineConfig) -> Engine:
-    """Create an engine, not yet open. Starts no process, and imports neither vllm nor torch.
+    """Create an engine without opening it. Starts no process, and imports neither vllm nor torch.
 
     Raises:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
@@ -224,7 +235,9 @@ def create_engine(config: EngineConfig) -> Engine:
 
 
 def identify_model(config: EngineConfig) -> str:
-    """Return the model's commit on the Hub, or a hash of its local folder. Downloads no weights.
+    """Return the text that identifies the model: its commit on the Hub, or a hash of its local folder.
+
+    For an engine without a model, this is the engine's name. Downloads no weights.
 
     Raises:
         ConfigError: the engine or the model does not exist, or the configuration cannot work.
@@ -238,7 +251,11 @@ def identify_model(config: EngineConfig) -> str:
 
 
 def longest_sequence(config: EngineConfig) -> int | None:
-    """Return the most tokens that prompt and answer may have together; None where only loading the model tells."""
+    """Return the most tokens that prompt and answer may have together.
+
+    Returns:
+        None if the engine has no limit, or if the limit is known only after the model is loaded.
+    """
     if config.max_model_len is not None or not find_engine(config.engine).needs_model:
         return config.max_model_len
     from batchinfer.engines.models import describe_model
@@ -258,7 +275,7 @@ def share_out(held: Sequence[int], free_slots: Sequence[int], count: int) -> lis
         count: Number of requests to divide.
 
     Returns:
-        The number for each replica. The sum is smaller than `count` where the free slots do not suffice.
+        Number of requests for each replica. The sum is smaller than `count` if there are too few free slots.
 
     >>> share_out([4, 0, 0], [9, 9, 9], 5)
     [0, 3, 2]

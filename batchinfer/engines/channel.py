@@ -24,13 +24,16 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
 
 
 class Load(Frame, frozen=True, kw_only=True, tag=True):
-    """From the worker: load this engine. Always the first frame."""
+    """From the worker: load the engine with this configuration. It is always the first frame."""
 
     config: EngineConfig
 
 
 class Work(Frame, frozen=True, kw_only=True, tag=True):
-    """From the worker: answer these requests. Each is encoded by itself, so a broken one spoils no other."""
+    """From the worker: answer these requests.
+
+    Each request is encoded separately, so a request that cannot be decoded does not affect the others.
+    """
 
     requests: list[msgspec.Raw]
 
@@ -52,7 +55,10 @@ class Ready(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(Frame, frozen=True, kw_only=True, tag=True):
-    """From the engine process: it ends because of an error. `kind` is the name of a class in batchinfer.core.errors."""
+    """From the engine process: this process ends because of an error.
+
+    `kind` is the name of the error's class in batchinfer.core.errors.
+    """
 
     kind: str
     message: str
@@ -63,8 +69,9 @@ class Failed(Frame, frozen=True, kw_only=True, tag=True):
 class Done(Frame, frozen=True, kw_only=True, tag=True):
     """From the engine process: its counters, and the completions since its last `Done` frame, perhaps none.
 
-    `round` lets the worker ignore completions of requests that it has dropped meanwhile. `tokens` counts generated
-    tokens, including those of unfinished requests; the worker's watchdog takes its growth for progress.
+    The worker ignores the completions if `round` is an earlier round than its own, because it has dropped their
+    requests. `tokens` is the number of generated tokens, including those of unfinished requests. While it grows, the
+    worker's watchdog considers the engine to make progress.
     """
 
     round: int
@@ -90,7 +97,12 @@ _key_decoder = msgspec.msgpack.Decoder(_KeyOnly)
 
 
 def pack_request(request: Request) -> msgspec.Raw | Completion:
-    """Encode a request; return a failure if that is impossible, as with a lone surrogate or a huge integer."""
+    """Encode a request.
+
+    Returns:
+        The encoded request, or a completion with a failure if the request cannot be encoded. Examples of the latter
+        are a text with a lone surrogate, and an integer of more than 64 bits.
+    """
     try:
         return msgspec.Raw(_encoder.encode(request))
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
@@ -98,7 +110,7 @@ def pack_request(request: Request) -> msgspec.Raw | Completion:
 
 
 def unpack_request(data: msgspec.Raw) -> Request | Completion:
-    """Decode a request; return a failure if one of its values has a wrong type."""
+    """Decode a request; return a completion with a failure if one of its values has a wrong type."""
     try:
         return _request_decoder.decode(data)
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
@@ -115,10 +127,10 @@ class Closed(Exception):
 
 
 class Channel:
-    """One end of the connection.
+    """One end of the connection between the worker and an engine process.
 
     Args:
-        connection: A stream socket in blocking mode. `close` closes it.
+        connection: A stream socket in blocking mode. `Channel.close` closes it.
         decoder: Decoder of the frames that this end receives.
     """
 
@@ -133,12 +145,12 @@ class Channel:
         self._outgoing = bytearray()
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor, for `select`; negative once closed."""
+        """Return the socket's file descriptor, for `select`; negative once the socket is closed."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait in the buffer for the socket."""
+        """Whether the buffer holds bytes that the socket has not accepted yet."""
         return bool(self._outgoing)
 
     def send(self, frame: Frame) -> None:
@@ -171,10 +183,10 @@ class Channel:
         """Return the complete frames that have arrived, perhaps none.
 
         Args:
-            block: Wait until at least one byte has arrived.
+            block: Whether to wait until at least one byte has arrived.
 
         Raises:
-            Closed: the other side is gone, and all complete frames were returned before.
+            Closed: the other side is gone. Earlier calls have returned all frames that arrived completely.
         """
         flags = 0 if block else socket.MSG_DONTWAIT
         try:
@@ -197,7 +209,8 @@ class Channel:
             if len(buffer) < end:
                 break
             with memoryview(buffer) as view:
-                # Copy the bytes: encoded requests in the frame stay views of them, while this buffer is reused.
+                # Decode a copy of the bytes, since the `Raw` requests in the frame keep referring to the decoded bytes,
+                # and this buffer changes.
                 frames.append(self._decoder.decode(bytes(view[start + HEADER.size : end])))
             start = end
         if start:

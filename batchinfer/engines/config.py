@@ -12,9 +12,10 @@ from batchinfer.core.records import Record
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine that a user asks for. None leaves the choice to the engine, which reports it in `EngineInfo`.
+    """The engine that a user asks for, with its options.
 
-    The `echo_*` fields only concern ``--engine echo``; `batchinfer.engines.echo` describes them.
+    If a field is None, the engine chooses the value. `EngineInfo` then tells what it chose. The `echo_*` fields only
+    concern ``--engine echo``; `batchinfer.engines.echo` describes them.
     """
 
     engine: str = "vllm"
@@ -27,7 +28,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int = 1
     replicas: int | Literal["auto"] = "auto"
-    """Number of engine processes. "auto" gives each the fewest GPUs that serve the model well, and uses all GPUs."""
+    """Number of engine processes. With "auto", each process gets the fewest GPUs that serve the model well, and there
+    are as many processes as the GPUs suffice for."""
     gpus: list[str] | None = None
     """GPUs to use, as indices or UUIDs like those in CUDA_VISIBLE_DEVICES; None means all visible GPUs."""
     max_model_len: int | None = None
@@ -38,14 +40,14 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     enforce_eager: bool | None = None
     trust_remote_code: bool = False
     engine_args: dict[str, Any] = {}
-    """Further arguments for vLLM's EngineArgs, by name. They win over our defaults; a name with a field above is
-    refused."""
+    """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses the name of a
+    field of this class."""
     seed: int = 0
     stall_seconds: float = 300.0
     """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung."""
     load_timeout_seconds: float = 1800.0
     in_process: bool = False
-    """Whether the echo engine runs inside the worker, whatever `replicas` says. Other engines never do."""
+    """Whether the echo engine runs inside the worker's process, whatever `replicas` says. Other engines ignore this."""
 
     echo_latency_seconds: float = 0.0
     echo_seed: int = 0
@@ -57,7 +59,7 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def answer_arguments(self) -> dict[str, Any]:
-        """The `engine_args` that may change answers. All workers of a run must agree on them."""
+        """The `engine_args` that may change answers. They must be the same for all workers of a run."""
         return {
             name: value
             for name, value in self.engine_args.items()
@@ -67,7 +69,10 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 @cache
 def worker_args() -> tuple[str, ...]:
-    """Return patterns of the engine arguments in which the workers of one run may differ, from worker_args.txt."""
+    """Return name patterns of engine arguments, from worker_args.txt.
+
+    The workers of a run may give these arguments different values.
+    """
     text = importlib.resources.files("batchinfer.engines").joinpath("worker_args.txt").read_text()
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
@@ -113,7 +118,10 @@ def check_config(config: EngineConfig) -> None:
 
 
 def _check_arguments(config: EngineConfig) -> None:
-    """Refuse an engine argument that has an option, since run.json and the choice of GPUs only know the option."""
+    """Refuse an engine argument that has an option of its own.
+
+    run.json records only the option, and the choice of GPUs reads only the option.
+    """
     for name in config.engine_args:
         hint = f"use --{name.replace('_', '-')} instead"
         if name == "seed":

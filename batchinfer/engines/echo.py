@@ -1,20 +1,19 @@
 """An engine without a model: it answers with the prompt.
 
-It serves rehearsals (does the data come through? how fast is the pipeline without a GPU?), benchmarks of everything
-but the engine, and tests. It needs no further package, and is so fast that a benchmark measures the pipeline around
-it::
+It is for rehearsals (is the data read and written correctly? how fast is the pipeline without a GPU?), for benchmarks
+of everything but the engine, and for tests. It needs no further package. It takes so little time that a benchmark
+measures the pipeline and not the engine::
 
     batchinfer worker --engine echo …
 
-A token is a word, that is, the text between two single spaces; spaces are quick to count. `max_tokens` cuts the answer
-after that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word.
-Options:
+A token is a word: the text between two single spaces. (Spaces are quick to count.) `max_tokens` cuts the answer after
+that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. Options:
 
-* `echo_latency_seconds`: mean of the time that a request runs. The time of each request is exponentially distributed
-  and follows from its key and `echo_seed` alone, whatever the order, the worker or the attempt. At most
-  `max_num_seqs` requests run at once; the others wait.
-* `echo_tokens` (least, most): the answer has a random number of words and repeats the prompt's words.
-* `echo_load_seconds`: time that `open` takes.
+* `echo_latency_seconds`: mean number of seconds that a request runs. The seconds of each request are random, with an
+  exponential distribution. They depend only on the request's key and on `echo_seed`, so they are the same in every
+  worker and at every attempt. At most `max_num_seqs` requests run at once; the others wait.
+* `echo_tokens` (least, most): the answer has a random number of words in this range, and repeats the prompt's words.
+* `echo_load_seconds`: seconds that `open` takes.
 * `echo_fail_marker`, `echo_kill_marker`, `echo_hang_marker`: a request whose prompt contains this text is refused,
   kills the engine, or is never answered.
 """
@@ -48,9 +47,9 @@ from batchinfer.engines.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 256
-# Seconds between two calls of `take` while slots are free and the source has nothing ready.
+# Seconds between two calls of `RequestSource.take` while slots are free and the source has no request ready.
 POLL_SECONDS = 0.02
-# Longest sleep, in seconds, before the stop signal is looked at again.
+# Most seconds to sleep before the engine checks the stop signal again.
 LONGEST_SLEEP_SECONDS = 0.2
 SPACE = " "
 WORDS = re.compile(r"^[^ ]*| [^ ]*")
@@ -60,7 +59,7 @@ class EchoEngine:
     """Answers every request with its own prompt. Implements Engine in the calling process.
 
     Args:
-        config: Only max_num_seqs, max_model_len, stall_seconds and the `echo_*` options are read.
+        config: Configuration of the engine. Its parallel sizes, GPUs and memory options are ignored.
         clock: Replaces the system's clock.
     """
 
@@ -75,9 +74,9 @@ class EchoEngine:
         self._reset()
 
     def _reset(self) -> None:
-        # Two heaps for the requests in flight: the time at which each slot becomes free, and the completions with the
-        # time at which each is due.
+        # Heap of the times at which the slots become free.
         self._slots: list[float] = []
+        # Heap of the requests in flight: the time at which each request finishes, its number, and its completion.
         self._running: list[tuple[float, int, Completion]] = []
         self._admitted = 0
         self._kill_reason = ""
@@ -162,7 +161,10 @@ class EchoEngine:
         return [completion.key for _, _, completion in self._running]
 
     def _admit(self, requests: list[Request], now: float) -> list[Completion]:
-        """Start requests; without a latency or a marker they finish at once. Returns the finished ones."""
+        """Start requests, and return the completions of those that finish at once.
+
+        All requests finish at once if no latency, kill marker or hang marker is configured.
+        """
         config = self.config
         if not (config.echo_latency_seconds or config.echo_kill_marker or config.echo_hang_marker):
             return self._count([self._answer(request) for request in requests])
@@ -185,7 +187,10 @@ class EchoEngine:
         return self._count(finished)
 
     def _start_time(self, now: float) -> float:
-        """Return the time at which the next request starts: now if a slot is free, else when the first becomes free."""
+        """Return the time at which the next request starts.
+
+        This is `now` if a slot is free, else the time at which the first slot becomes free.
+        """
         if len(self._slots) < self.max_num_seqs:
             return now
         return max(heapq.heappop(self._slots), now)
@@ -294,7 +299,7 @@ def content_text(content: Any) -> str:
 
 
 def num_words_of(text: str) -> int:
-    r"""Return the number of words in a text. White space alone has none.
+    r"""Return the number of words in a text. A text of white space alone has no words.
 
     >>> num_words_of("a b\nc"), num_words_of(" ")
     (2, 0)
@@ -312,9 +317,9 @@ def first_words(text: str, num_words: int) -> str:
 
 
 def word_logprobs(text: str) -> list[TokenLogprob]:
-    """Return a log-probability of -1.0 for each word, with the space before it.
+    """Return a log-probability of -1.0 for each word of a text.
 
-    The word itself is its only alternative.
+    Each token consists of a word and the space before the word. Its list of alternatives holds only this token itself.
     """
     return [
         TokenLogprob(token=word, logprob=-1.0, top=[(word, -1.0)]) for word in WORDS.findall(text)

@@ -25,14 +25,17 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# vLLM's own default of gpu_memory_utilization.
+# Share of a GPU's memory that vLLM uses by default (its option gpu_memory_utilization).
 DEFAULT_UTILIZATION = 0.92
-# Memory of a GPU that a replica needs beside weights and KV cache: activations, CUDA graphs, CUDA's context and NCCL.
+# Bytes of a GPU's memory for what is neither weights nor KV cache: activations, CUDA graphs, CUDA's context and NCCL.
 OVERHEAD_BYTES = 2 * GIB
-# A smaller KV cache holds too few sequences (64 of 1024 tokens each) to use the GPU well.
+# Number of tokens that a KV cache should hold: 64 sequences of 1024 tokens each. With fewer sequences at once, the GPU
+# is not used well.
 USEFUL_KV_TOKENS = 65_536
+# Most seconds to wait for nvidia-smi.
 QUERY_SECONDS = 20.0
-# Engine arguments that do not change the size of the weights. With any other one the size is only an estimate.
+# Names of engine arguments that do not change the size of the weights. If the user gives any other engine argument, the
+# computed size of the weights is only an estimate.
 HARMLESS_ENGINE_ARGS = {"load_format", "kv_cache_dtype", "enable_prefix_caching", "download_dir"}
 
 
@@ -43,18 +46,18 @@ class Gpu(Record, frozen=True, kw_only=True):
     """Name of the GPU for CUDA_VISIBLE_DEVICES: an index or a UUID."""
     name: str = ""
     total_bytes: int = 0
-    """Bytes of memory; 0 where the driver does not tell."""
+    """Bytes of the GPU's memory; 0 if the driver does not report it."""
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """The number of replicas, and of GPUs for each."""
+    """The number of replicas, and the number of GPUs that each replica gets."""
 
     tensor_parallel_size: int
     replicas: int
     explanation: str
-    """Reason for the layout, in one sentence with its arithmetic."""
+    """Reason for the layout, in one sentence that shows the calculation."""
     warning: str = ""
-    """Warning that the model may not fit; empty if it should."""
+    """Warning that the model may not fit into the GPUs; empty if it probably fits."""
 
 
 class Placement(Record, frozen=True, kw_only=True):
@@ -62,9 +65,9 @@ class Placement(Record, frozen=True, kw_only=True):
 
     config: EngineConfig
     replicas: list[tuple[str, dict[str, str]]]
-    """Name of each replica, and the environment variables that it gets beside the worker's own."""
+    """Name of each replica, and the environment variables that it gets in addition to the worker's."""
     revision: str = ""
-    """Commit of the model on the Hub; empty for a local one."""
+    """Commit of the model on the Hub; empty for a local model."""
 
 
 def place(config: EngineConfig) -> Placement:
@@ -110,17 +113,17 @@ def place(config: EngineConfig) -> Placement:
 
 
 def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
-    """Choose the layout with the most replicas, giving each the fewest GPUs that serve the model well. Pure.
+    """Choose the layout with the most replicas. Each replica gets the fewest GPUs that serve the model well. Pure.
 
-    A tensor-parallel size serves the model well if the model's heads can be divided by it, and if the memory that
-    vLLM may use on each GPU holds that GPU's part of the weights, an overhead, and a KV cache for `USEFUL_KV_TOKENS`
-    tokens or for one sequence of the greatest length, whichever is more. Sizes that the user states are taken as they
-    are, provided that there are enough GPUs.
+    A tensor-parallel size serves the model well if two conditions hold. First, the model's heads can be divided by it.
+    Second, the memory that vLLM may use on each GPU holds that GPU's part of the weights, `OVERHEAD_BYTES`, and a KV
+    cache. The KV cache must hold `USEFUL_KV_TOKENS` tokens, and at least one sequence of the greatest length. If the
+    user states a size, this size is used without the second condition, provided that there are enough GPUs.
 
     Args:
-        model: Sizes of the model. A size of 0 is unknown and counts as fitting.
-        gpus: GPUs that may be used. Without any, the model runs on the CPU.
-        config: The parallel sizes, replicas, memory share, offload and lengths are read.
+        model: Sizes of the model. A size of 0 means unknown.
+        gpus: GPUs that may be used. If there are none, the model runs on the CPU.
+        config: Options of the user: parallel sizes, replicas, share of GPU memory, offload and lengths.
 
     Raises:
         ConfigError: more GPUs are asked for than there are, the heads cannot be divided, or the weights do not fit.
@@ -171,7 +174,11 @@ def layout_on_cpu(config: EngineConfig) -> Layout:
 
 
 def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
-    """Refuse a layout that needs more GPUs than there are. The message shows the product."""
+    """Refuse a layout that needs more GPUs than there are.
+
+    Raises:
+        ConfigError: there are too few GPUs. The message shows how the number of GPUs is calculated.
+    """
     needed = replicas * size * pipeline
     if needed <= count:
         return
@@ -194,7 +201,10 @@ def check_heads(model: ModelInfo, size: int) -> None:
 
 
 def divides(model: ModelInfo, size: int) -> bool:
-    """Whether vLLM can split the model's heads over `size` GPUs. If key-value heads are fewer, vLLM repeats them."""
+    """Whether vLLM can split the model's heads over `size` GPUs.
+
+    If there are fewer key-value heads than GPUs, vLLM repeats the heads. Then `size` must be a multiple of their number.
+    """
     heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads and heads % size:
         return False
@@ -206,9 +216,10 @@ def smallest_size(
 ) -> tuple[int, str, str]:
     """Return the smallest tensor-parallel size that serves the model well, the reason, and a warning or "".
 
-    If no size up to `most` serves it well, return `most`, with a warning if not even one sequence is likely to fit.
+    If no size up to `most` serves the model well, the largest possible size is returned. There is a warning if the KV
+    cache will probably not even hold one sequence of the greatest length.
     """
-    # Powers of two suit vLLM best. `most` is tried too, since only all GPUs together may hold the model.
+    # Powers of two suit vLLM best. `most` is tried too, because a large model may need all GPUs.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
     sizes = [size for size in sizes if divides(model, size)]
     smallest_gpu = min(gpu.total_bytes for gpu in gpus)
@@ -245,7 +256,7 @@ def smallest_size(
 def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: int) -> None:
     """Refuse a model whose weights alone need more memory than vLLM may use.
 
-    Nothing is refused if an option may change the size of the weights, since that size is only an estimate then.
+    If an option may change the size of the weights, the computed size is only an estimate, and no model is refused.
 
     Raises:
         ConfigError: the weights do not fit. The message shows the arithmetic.
@@ -266,7 +277,7 @@ def check_weights(model: ModelInfo, config: EngineConfig, size: int, gpu_bytes: 
 
 
 def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) -> str:
-    """Return what to change if `cache_bytes` of KV cache do not suffice for one sequence."""
+    """Return the user's best remedy if one sequence does not fit into a KV cache of `cache_bytes`."""
     _, per_token = memory_per_gpu(model, config, size, 1)
     fitting = cache_bytes // per_token // 1024 * 1024 if per_token else 0
     if fitting > 0:
@@ -281,7 +292,8 @@ def memory_per_gpu(
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
-    # With more GPUs than key-value heads, the heads are repeated, so the cache per GPU shrinks no further.
+    # Each GPU holds at least one key-value head. So if there are more GPUs than key-value heads, another GPU does not
+    # make the cache per GPU smaller.
     split = min(size, model.num_kv_heads or size)
     return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
 
@@ -296,11 +308,11 @@ def gib(size_bytes: int) -> str:
 
 
 def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
-    """Return the GPUs that this process may use, in order. Read-only; opens no CUDA context.
+    """Return the GPUs that this process may use, in order. Changes nothing, and opens no CUDA context.
 
     Args:
-        wanted: Indices or UUIDs as the driver lists them. None means those in CUDA_VISIBLE_DEVICES, or all GPUs where
-            that variable is not set.
+        wanted: Indices or UUIDs of GPUs, as the driver lists them. None means the GPUs in CUDA_VISIBLE_DEVICES, or all
+            GPUs if that variable is not set.
 
     Returns:
         An empty list on a machine without a GPU.
@@ -317,8 +329,8 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
     for name in (name.strip() for name in names):
         gpu = find_gpu(found, name)
         if gpu is None and wanted is None:
-            # CUDA, too, ignores an index that does not exist and everything behind it. UUIDs are kept: the list of
-            # GPUs above has none for MIG slices.
+            # At an index that does not exist, CUDA ignores this index and all names after it, so we do the same. A UUID
+            # is kept although `found` lacks it, because `found` does not contain MIG slices.
             if not name.startswith(("GPU-", "MIG-")):
                 break
             gpu = Gpu(id=name)
@@ -330,7 +342,10 @@ def visible_gpus(wanted: Sequence[str] | None = None) -> list[Gpu]:
 
 
 def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
-    """Return the GPU with this index or UUID. A UUID may be shortened as long as it fits one GPU only."""
+    """Return the GPU with this index or UUID; None if there is none.
+
+    The beginning of a UUID is enough if only one GPU's UUID begins with it.
+    """
     for gpu, uuid in found:
         if name and name in {gpu.id, uuid}:
             return gpu
@@ -341,17 +356,21 @@ def find_gpu(found: Sequence[tuple[Gpu, str]], name: str) -> Gpu | None:
 
 
 def is_driver_order(wanted: Sequence[str] | None = None) -> bool:
-    """Whether the indices of `visible_gpus` count GPUs in the driver's order, by PCI bus.
+    """Whether the indices that `visible_gpus` returns count GPUs in the driver's order, by PCI bus.
 
-    CUDA's own order, fastest first, may differ; a replica that gets the driver's indices needs CUDA_DEVICE_ORDER to
-    match. Indices that come from CUDA_VISIBLE_DEVICES are passed on unchanged, in the order that its author meant.
+    By default CUDA counts GPUs in another order, the fastest first. So a replica that gets the driver's indices needs
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. Indices that were taken from CUDA_VISIBLE_DEVICES already have the order that the user
+    of that variable meant, so they are passed on without CUDA_DEVICE_ORDER.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     return wanted is not None or variable is None or "GPU-" in variable
 
 
 def query_nvidia() -> list[tuple[Gpu, str]]:
-    """Return every NVIDIA GPU of the machine with its UUID, from NVML if it can be imported, else from nvidia-smi."""
+    """Return every NVIDIA GPU of the machine with its UUID.
+
+    The list comes from NVML if the package pynvml can be imported, else from the command nvidia-smi.
+    """
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -369,7 +388,7 @@ def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
     with contextlib.suppress(nvml.NVMLError):
         try:
             for index in range(nvml.nvmlDeviceGetCount()):
-                # A GPU that has failed ("fallen off the bus") must not hide the others.
+                # If one GPU has failed ("fallen off the bus"), skip it and list the others.
                 with contextlib.suppress(nvml.NVMLError):
                     found.append(describe_nvml(nvml, index))
         finally:
@@ -378,12 +397,12 @@ def query_nvml(nvml: Any) -> list[tuple[Gpu, str]]:
 
 
 def describe_nvml(nvml: Any, index: int) -> tuple[Gpu, str]:
-    """Return one GPU and its UUID."""
+    """Return the GPU with this index in NVML, and its UUID."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     try:
         total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:  # for example a GPU that shares the CPU's memory
+    except nvml.NVMLError:  # for example, the GPU shares the CPU's memory
         total = 0
     return Gpu(id=str(index), name=str(name), total_bytes=total), str(uuid)
 
@@ -407,7 +426,7 @@ def query_nvidia_smi() -> list[tuple[Gpu, str]]:
 
 
 def parse_nvidia_smi(text: str) -> list[tuple[Gpu, str]]:
-    """Read lines of index, name, MiB and UUID. Memory that the driver does not tell counts as 0.
+    """Read nvidia-smi's lines of index, name, MiB of memory and UUID. Memory that is not a number counts as 0.
 
     >>> parse_nvidia_smi("0, NVIDIA L4, 23034, GPU-1f")[0][0].total_bytes // 2**20
     23034

@@ -1,8 +1,9 @@
-"""An engine process: loads one engine and answers the worker's requests until the worker closes it or dies.
+"""An engine process: loads one engine and answers the worker's requests until the worker sends `Close` or dies.
 
-`batchinfer.engines.replica` starts it as ``python -m batchinfer.engines.host FD PARENT``. FD is this process's end of a
-socket pair, PARENT the worker's process id. This process never outlives the worker: the kernel kills it when the thread
-that started it ends, and it kills its own process group when the socket closes.
+`batchinfer.engines.replica` starts this process as ``python -m batchinfer.engines.host FD PARENT``. FD is the number of
+this process's end of a socket pair; PARENT is the worker's process id. This process never outlives the worker. The
+kernel kills it when the worker's thread that started it ends. It also kills its own process group when the worker's end
+of the socket closes.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ from batchinfer.engines.parent_death import ENGINE_VARIABLE, die_with_parent, gu
 
 logger = logging.getLogger(__name__)
 
-# Most seconds between two reports of the counters, which the worker's watchdog reads.
+# Seconds between two reports of the counters to the worker, whose watchdog reads them.
 STATS_SECONDS = 0.5
+# Seconds between two attempts to send bytes that the socket did not accept.
 FLUSH_SECONDS = 0.01
-# Most seconds that the process waits at its end for the socket to take the reason.
+# Most seconds that a process waits before it ends, so that the socket accepts the `Failed` frame with the reason.
 LAST_WORDS_SECONDS = 2.0
 
 
 class Inbox:
     """The requests that the worker sent and the engine has not taken. Implements RequestSource and Stop.
 
-    A thread fills it. When the worker abandons a round, the stop signal is set, so that `generate` ends. Requests of
-    the next round are given out only after `resume`.
+    A thread fills the inbox. When the worker abandons a round, the inbox sets the stop signal, so that
+    `Engine.generate` ends. `take` returns requests of the next round only after `resume`.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -66,7 +68,7 @@ class Inbox:
     def run(self) -> None:
         """Read frames until the worker sends `Close`.
 
-        If the worker vanishes instead, kill this process's group at once.
+        If the connection ends without `Close`, or a frame cannot be read, kill this process's group at once.
         """
         try:
             while not self._closing:
@@ -100,7 +102,11 @@ class Inbox:
             self._interrupted = self._closing = True
 
     def config(self) -> EngineConfig | None:
-        """Wait for the worker's configuration of the engine; None if the worker sends `Close` instead."""
+        """Wait until the worker has sent the engine's configuration, and return it.
+
+        Returns:
+            None if the worker has sent `Close`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._config is not None or self._closing)
             return None if self._closing else self._config
@@ -113,13 +119,13 @@ class Inbox:
             return not self._closing
 
     def is_set(self) -> bool:
-        """Whether `generate` should drop all work and return."""
+        """Whether `Engine.generate` should drop all work and return."""
         return self._interrupted
 
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Return up to `max_requests` requests. Never None: more may come until the worker closes."""
-        del free_slots  # one engine
-        if not self._requests:  # no lock: called at every step, and mostly empty
+        """Return up to `max_requests` requests. Never returns None, since more requests may come until `Close`."""
+        del free_slots  # unused, since this process has only one engine
+        if not self._requests:  # read without the lock, because this runs at every step and the queue is mostly empty
             return []
         with self._changed:
             if self._interrupted:
@@ -128,7 +134,7 @@ class Inbox:
             return [self._requests.popleft() for _ in range(count)]
 
     def take_rejected(self) -> list[Completion]:
-        """Return the failures of requests that could not be decoded; the engine never sees those."""
+        """Return the failures of requests that could not be decoded. The engine never gets these requests."""
         if not self._rejected:
             return []
         with self._changed:
@@ -139,7 +145,10 @@ class Inbox:
         return bool(self._requests or self._rejected) or self._interrupted
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until a frame arrives, and meanwhile go on sending what the socket did not take."""
+        """Wait until a request or the stop signal arrives, but at most `timeout_seconds`.
+
+        Meanwhile, go on sending the bytes that the socket did not accept.
+        """
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
             self._channel.flush()
@@ -150,7 +159,7 @@ class Inbox:
 
 
 def serve(channel: Channel, inbox: Inbox) -> None:
-    """Load the engine, then answer requests until the worker closes."""
+    """Load the engine, then answer requests until the worker sends `Close`."""
     config = inbox.config()
     if config is None:
         return
@@ -169,7 +178,10 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 
 
 def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
-    """Call `generate` once. Sends completions as they finish, and the counters at least twice a second."""
+    """Answer the requests of one round, by one call of `Engine.generate`.
+
+    Completions are sent as they finish. Between them, the counters are sent about every `STATS_SECONDS`.
+    """
     next_stats = 0.0
     for finished in engine.generate(inbox, inbox):
         now = time.monotonic()
@@ -187,7 +199,10 @@ def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
 
 
 def report(channel: Channel, error: BaseException) -> None:
-    """Tell the worker why this process ends, and wait a little until the socket has taken the message."""
+    """Tell the worker why this process ends.
+
+    Waits at most `LAST_WORDS_SECONDS` until the socket has accepted the message.
+    """
     if isinstance(error, BatchinferError):
         in_flight = error.in_flight if isinstance(error, EngineError) else []
         frame = Failed(
@@ -209,13 +224,14 @@ def main(arguments: list[str]) -> int:
     descriptor, parent = int(arguments[0]), int(arguments[1])
     die_with_parent(parent)
     os.environ[ENGINE_VARIABLE] = str(os.getpid())
-    # The worker handles Ctrl-C and decides what happens to its engines.
+    # Ignore Ctrl-C: the worker handles it, and decides what happens to its engines.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     channel = Channel(connection, to_engine_decoder)
-    # The worker notices the end of this process by its connection, so a forked engine core must not keep it open.
+    # The worker notices that this process has ended when the connection closes. So an engine core that is forked from
+    # this process must close its copy of the connection.
     guard_forks(channel.close)
     inbox = Inbox(channel)
     threading.Thread(target=inbox.run, name="inbox", daemon=True).start()
@@ -224,7 +240,7 @@ def main(arguments: list[str]) -> int:
     except Closed:
         return 1
     except BatchinferError as error:
-        # Log no traceback, so that the last lines, which the worker shows, are vLLM's own.
+        # Log no traceback: the worker shows the last lines that this process wrote, and they should be vLLM's.
         report(channel, error)
         return 1
     except Exception as error:
@@ -235,10 +251,11 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__mp_main__":
-    register()  # runs in a process that vLLM spawned, because multiprocessing imports the parent's main module there
+    # This runs in a process that vLLM spawned: multiprocessing imports the main module of the parent there.
+    register()
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # Skip the interpreter's own shutdown, which vLLM's threads and garbage can delay for ever.
+    # Skip the interpreter's own shutdown, which vLLM's threads and garbage collection could delay for ever.
     os._exit(status)

@@ -26,7 +26,7 @@ from batchinfer.storage.hub import hub_errors
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-# Config of a model in Mistral's own format, which vLLM reads as well.
+# Name of the config file in Mistral's own format, which vLLM can read as well.
 MISTRAL_CONFIG_FILE = "params.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,38 +39,39 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-# Bytes read at each end of a weight file, to tell it from another file of equal size.
+# Bytes that are read at each end of a weight file for its hash.
 SAMPLE_BYTES = 1 << 20
-# Entries of a config that state the longest sequence. If there are several, vLLM takes the smallest value.
+# Names of config entries that state the longest sequence. If a config has several of them, vLLM takes the smallest value.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-# Entry that only configs of models with latent attention (DeepSeek) have.
+# Name of a config entry that exists only for models with latent attention (DeepSeek).
 LATENT_RANK = "kv_lora_rank"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
 class ModelInfo(Record, frozen=True, kw_only=True):
-    """A model's description. Numbers are 0 and texts empty where the config does not tell."""
+    """A model's description. If the model's config lacks a value, the number is 0 or the text is empty."""
 
     name: str
     identity: str
-    """Text that changes with the model's answers, for the fingerprint of a run: the commit on the Hub, or a hash of the
-    small files of a local folder and of samples of its weights."""
+    """Text for the fingerprint of a run; models with different answers have different texts. For a model on the Hub it
+    is the commit. For a local folder it is a hash of the small files and of samples of the weights."""
     revision: str = ""
-    """Commit on the Hub; empty for a local model."""
+    """Commit of the model on the Hub; empty for a local model."""
     is_local: bool = False
     architecture: str = ""
     dtype: str = ""
     quantization: str = ""
     max_model_len: int = 0
     is_length_exact: bool = False
-    """Whether vLLM surely refuses sequences longer than `max_model_len`; False if the config leaves that open."""
+    """Whether vLLM surely refuses sequences longer than `max_model_len`. False if the config has other entries from
+    which vLLM may derive a higher limit."""
     parameter_bytes: int = 0
-    """Bytes of all weights in memory, as an estimate: quantization while loading makes them smaller."""
+    """Bytes of all weights in memory. This is an estimate: weights that vLLM quantizes while loading take less."""
     kv_bytes_per_token: int = 0
-    """Bytes of KV cache per token, as an estimate: attention windows and shared caches take less."""
+    """Bytes of KV cache per token. This is an estimate: models with attention windows or shared caches take less."""
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -78,12 +79,12 @@ class ModelInfo(Record, frozen=True, kw_only=True):
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
-    """Describe a model in a local folder or on the Hub. Writes nothing but small files in the Hub's cache.
+    """Describe a model in a local folder or on the Hub. Writes nothing but small files in the Hub's local cache.
 
     Raises:
-        ConfigError: the folder does not exist, or a file that every engine needs is missing; the message names it.
+        ConfigError: the folder does not exist, or it lacks a config, a tokenizer or weights; the message names what.
         InputError: the Hub has no such model or revision.
-        AccessDenied: the model needs a token, or its licence to be accepted.
+        AccessDenied: the Hub wants a token for this model, or the user must accept its licence first.
         EngineLoadError: the Hub cannot be reached and the model is not in the cache.
     """
     path = Path(config.model).expanduser()
@@ -105,7 +106,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name can only be a path, and is no name on the Hub.
+    """Whether a model's name can only be a path, since no name on the Hub looks like it.
 
     >>> looks_like_path("Qwen/Qwen3-0.6B"), looks_like_path("./model"), looks_like_path("a/b/c")
     (False, True, True)
@@ -136,7 +137,7 @@ def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
     """Refuse a model without a config, a tokenizer or weights.
 
     Raises:
-        ConfigError: one of them is missing. The message names it, the hint an option that helps.
+        ConfigError: one of the three is missing. The message names it, and the hint tells what may help.
     """
     there = set(names)
     if not config.hf_config_path and not there & {CONFIG_FILE, MISTRAL_CONFIG_FILE}:
@@ -158,10 +159,13 @@ def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
 
 
 def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the files that vLLM would load, with their bytes: safetensors rather than .bin, and no second copy."""
+    """Return the weight files that vLLM would load, with their sizes in bytes.
+
+    If there are files of several formats, vLLM loads only one format: safetensors if there is one, else .bin, and so on.
+    """
     for suffix in (".safetensors", ".bin", ".pt", ".gguf"):
         chosen = {name: size for name, size in sizes.items() if name.endswith(suffix)}
-        # Mistral's repositories hold the same weights twice, once under this name.
+        # Mistral's repositories hold the same weights twice; the names of the second copy contain "consolidated".
         without_copy = {name: size for name, size in chosen.items() if "consolidated" not in name}
         if chosen:
             return without_copy or chosen
@@ -169,7 +173,10 @@ def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
-    """Return a hash that changes with every file of a folder that may change the answers."""
+    """Return a hash of those files in a folder that may change the model's answers.
+
+    Small files are hashed whole, and weight files as in `hash_weights`.
+    """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         if name.endswith((".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")):
@@ -179,7 +186,7 @@ def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
 
 
 def hash_weights(files: Mapping[str, Path]) -> str:
-    """Return a hash of the size and both ends of each weight file. Reading all of them would take too long."""
+    """Return a hash of the size and both ends of each weight file. Reading whole weight files would take too long."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         size = path.stat().st_size
@@ -195,7 +202,10 @@ def hash_weights(files: Mapping[str, Path]) -> str:
 
 
 def describe_on_hub(config: EngineConfig) -> ModelInfo:
-    """Describe a model on the Hub at its revision; if the Hub cannot be reached, describe the copy in the cache."""
+    """Describe a model on the Hub at the configured revision.
+
+    If the Hub refuses access or cannot be reached, describe the model's copy in the Hub's local cache.
+    """
     import huggingface_hub as hub
     from huggingface_hub import constants
 
@@ -227,11 +237,11 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
 
 
 def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> ModelInfo:
-    """Describe the copy of a model in the Hub's cache.
+    """Describe the copy of a model in the Hub's local cache.
 
     Args:
-        config: Names the model and its revision.
-        cause: Error of asking the Hub; None if HF_HUB_OFFLINE forbids to ask.
+        config: Configuration that names the model and its revision.
+        cause: Error with which the request to the Hub failed; None if HF_HUB_OFFLINE forbids requests to the Hub.
 
     Raises:
         AccessDenied: the Hub refused access, and the cache has no copy.
@@ -266,7 +276,7 @@ def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> Mo
 
 
 def read_model_config(config: EngineConfig, path: Path | None) -> dict[str, Any]:
-    """Read config.json. The entries of a multimodal model's text part win over those outside.
+    """Read config.json. In a multimodal model's config, entries of the part `text_config` replace outer entries.
 
     Raises:
         ConfigError: the file is no JSON object, or the folder of --hf-config-path has no config.json.
@@ -290,9 +300,12 @@ def read_model_config(config: EngineConfig, path: Path | None) -> dict[str, Any]
 def build_info(
     config: EngineConfig, values: Mapping[str, Any], weight_bytes: int, **identity: Any
 ) -> ModelInfo:
-    """Describe a model by the values of its config.json and the bytes of its weight files."""
+    """Build a model's description from the values of its config.json and the bytes of its weight files.
+
+    `identity` holds the fields of `ModelInfo` that say which model it is.
+    """
     stored = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
-    # With "auto", vLLM runs a float32 checkpoint in 16 bits.
+    # If the user's dtype is "auto", vLLM runs weights that are stored as float32 in 16 bits.
     automatic = "bfloat16" if stored in {"float32", "float"} else stored
     dtype = config.dtype if config.dtype != "auto" else automatic
     method = values.get("quantization_config") or {}
@@ -303,7 +316,9 @@ def build_info(
     heads = number(values, "num_attention_heads", "n_head", "n_heads")
     kv_heads = number(values, "num_key_value_heads", "multi_query_group_num") or heads
     if number(values, LATENT_RANK):
-        kv_heads = 1  # each GPU of a tensor-parallel group keeps the whole latent vector
+        # With latent attention, each GPU of a tensor-parallel group keeps the whole latent vector, as if it were one
+        # key-value head.
+        kv_heads = 1
     architectures = values.get("architectures") or [""]
     return ModelInfo(
         architecture=str(architectures[0]),
@@ -322,7 +337,7 @@ def build_info(
 
 
 def number(values: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these entries that is a positive integer, else 0."""
+    """Return the first of the named entries that is a positive integer, or 0 if none is."""
     for name in names:
         value = values.get(name)
         if isinstance(value, int) and value > 0:
@@ -331,7 +346,7 @@ def number(values: Mapping[str, Any], *names: str) -> int:
 
 
 def longest_length(values: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a config allows, read as vLLM reads it.
+    """Return the tokens of the longest sequence that a config allows, by vLLM's rules; 0 if the config states none.
 
     >>> longest_length({"max_position_embeddings": 8192, "seq_length": 2048})
     2048
@@ -341,7 +356,10 @@ def longest_length(values: Mapping[str, Any]) -> int:
 
 
 def has_other_lengths(values: Mapping[str, Any]) -> bool:
-    """Whether a nested part of the config scales positions or states a length, from which vLLM may derive its limit."""
+    """Whether a nested part of the config has an entry from which vLLM may derive another longest sequence.
+
+    Such an entry is a scaling factor of positions, or one of `LENGTHS`.
+    """
     parts = [part for name, part in values.items() if name != "text_config"]
     return any(
         not part.keys().isdisjoint({"factor", *LENGTHS}) or has_other_lengths(part)
@@ -351,13 +369,13 @@ def has_other_lengths(values: Mapping[str, Any]) -> bool:
 
 
 def check_length(config: EngineConfig, model: ModelInfo) -> str:
-    """Refuse, before anything is loaded, a --max-model-len that vLLM would surely refuse.
+    """Refuse a --max-model-len that vLLM would surely refuse, before anything is loaded.
 
     Returns:
-        A warning if the config states a shorter length, but only vLLM can tell whether that one holds; else "".
+        A warning if the model's config states a shorter length, but vLLM may still accept --max-model-len; else "".
 
     Raises:
-        ConfigError: --max-model-len is more than the model's own.
+        ConfigError: --max-model-len is more than the model's longest sequence.
     """
     most, wanted = model.max_model_len, config.max_model_len or 0
     if not 0 < most < wanted:
@@ -377,9 +395,10 @@ def check_length(config: EngineConfig, model: ModelInfo) -> str:
 def kv_bytes_per_token(
     config: EngineConfig, values: Mapping[str, Any], heads: int, kv_heads: int, dtype: str
 ) -> int:
-    """Return the bytes that one token takes in the KV cache: keys and values of each head, in all layers.
+    """Return the bytes that one token takes in the KV cache, for all layers together.
 
-    Models with latent attention (DeepSeek) keep one compressed vector and one rotary key per layer instead.
+    In each layer, a token takes a key and a value for each key-value head. In models with latent attention (DeepSeek),
+    it takes one compressed vector and one rotary key per layer instead.
     """
     layers = number(values, "num_hidden_layers", "n_layer", "n_layers")
     element = DTYPE_BYTES.get(dtype, 2)

@@ -1,8 +1,9 @@
-"""Replicas of an engine, each in a process of its own, fed from one source.
+"""Replicas of an engine, each in a process of its own. All get their requests from one source.
 
-The worker never imports vllm, so a crash, the memory and the threads of an engine stay in a child process; there is one
-child per replica, that is, per group of GPUs. Each replica with free slots gets requests. When a replica dies, the log
-names it and its rows go to the others. See docs/decisions/0003.
+The worker never imports vllm. So a crash of an engine does not end the worker, and an engine's memory and threads are
+not the worker's. There is one child process per replica, that is, per group of GPUs. Each replica with free slots gets
+requests. When a replica dies, the log names the replica, and its rows go to the other replicas. See
+docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -46,22 +47,25 @@ from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two calls of `take` while slots are free and the source has nothing ready.
+# Seconds until `RequestSource.take` is called again if slots are free. The pause doubles after each call of `take` that
+# returns no request.
 POLL_SECONDS = 0.01
-# Longest pause between two such calls, in seconds: the pause starts at POLL_SECONDS and doubles after each call of
-# `take` that brings no request.
+# Most seconds between two calls of `RequestSource.take` while slots are free, however often the pause has doubled.
 SLOWEST_POLL_SECONDS = 0.1
-# Most seconds until the caller gets control again and the watchdog looks at the replicas.
+# Most seconds that `generate` waits for replicas before it yields and the watchdog checks the replicas.
 LONGEST_WAIT_SECONDS = 0.25
-# Seconds between two checks that the processes still run. A closed connection usually shows their end earlier.
+# Seconds between two checks that the replicas' processes still run. Usually the end of a process is noticed earlier,
+# because its connection closes.
 RUNNING_LOOK_SECONDS = 0.5
-# Seconds that replicas have to end by themselves before they are killed: in general, and after a failure.
+# Seconds that `close` waits for replicas to end by themselves before it kills them.
 CLOSE_SECONDS = 8.0
+# Seconds that `close` waits for replicas to end by themselves if the pool has failed.
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
-# If a row was in flight in this many replicas when they died, it may be the cause, and the whole pool fails.
+# Number of replicas that may die while the same row is in flight in them. At this number the row may be the cause of the
+# deaths, and the whole pool fails.
 MAX_DEATHS = 2
-# Seconds between two looks of the watchdog from which on this process itself, not an engine, stood still (a frozen
-# machine).
+# If more seconds than this pass between two checks of the watchdog, this process itself was frozen, perhaps with its
+# machine. The watchdog then does not count these seconds against the engines.
 FROZEN_SECONDS = 5.0
 
 
@@ -69,7 +73,8 @@ class ProcessPool:
     """One or more engine processes. Implements Engine.
 
     Args:
-        config: Configuration of every replica. Its `replicas`, `gpus` and parallel sizes decide how many there are.
+        config: Configuration of every replica. Its `replicas`, `gpus` and parallel sizes decide how many replicas
+            there are.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -87,7 +92,7 @@ class ProcessPool:
     # ------------------------------------------------------------------ life
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Start all replicas and wait until they are loaded. After a failure no process is left."""
+        """Start all replicas and wait until they are loaded. If one fails to load, all processes are ended."""
         start = time.monotonic()
         self._failure = None
         try:
@@ -152,7 +157,7 @@ class ProcessPool:
 
     @property
     def max_in_flight(self) -> int:
-        """Number of requests that all living replicas together should hold."""
+        """Number of requests that all living replicas together should have in flight."""
         return sum(replica.info.max_in_flight for replica in self.replicas if replica.info)
 
     def close(self) -> None:
@@ -173,13 +178,16 @@ class ProcessPool:
         self.replicas = []
 
     def stats(self) -> EngineStats:
-        """Return the counters of all replicas together. Their last reports are at most half a second old."""
+        """Return the sums of the counters of all replicas, lost ones included.
+
+        Replicas report their counters about every half second.
+        """
         return add_stats([self._lost_stats, *(replica.stats for replica in self.replicas)])
 
     # ------------------------------------------------------------------ work
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """See Engine.generate. Completions are yielded as they arrive, whichever replica they come from."""
+        """See Engine.generate. Completions of all replicas are yielded in the order in which they arrive."""
         if self._failure:
             raise self._failure
         exhausted = False
@@ -202,11 +210,12 @@ class ProcessPool:
                     elif not taken:
                         yield []
                         source.wait(1.0)
-                        self._collect(0.0)  # needed to notice a replica that dies while it is idle
+                        self._collect(0.0)  # notices a replica that died while no request was in flight
                     self._looked = time.monotonic()
                     continue
                 hungry = not exhausted and num_free > len(taken or [])
-                # Near the end of the rows, slots stay free and nothing comes: ask the source less and less often.
+                # Near the end of the rows, slots stay free and the source has no more requests ready. So ask the source
+                # less and less often.
                 poll_seconds = (
                     POLL_SECONDS if taken else min(2 * poll_seconds, SLOWEST_POLL_SECONDS)
                 )
@@ -235,8 +244,8 @@ class ProcessPool:
                     packed.append(data)
             replica.note_sent(sent)
             if packed:
-                # If the replica is gone, the requests count as in flight there until `_collect` notices it and gives
-                # them to others.
+                # If the replica has died, the requests still count as in flight there. `_collect` notices the death
+                # later, and then other replicas get these requests.
                 with contextlib.suppress(Closed):
                     replica.channel.send(Work(requests=packed))
         self._orphans = requests
@@ -245,8 +254,9 @@ class ProcessPool:
     def _shares(self, count: int) -> list[int]:
         """Return how many of the next `count` requests each replica gets.
 
-        A replica gets requests that follow each other in the stream, because these often share a prefix, which is then
-        computed once. A source that was told the free slots gives requests in the order of the replicas.
+        Each replica gets requests that follow each other in the stream. Such requests often share a prefix, and the
+        replica then computes the prefix only once. So a source that knows the free slots can decide which requests
+        come to the same replica.
         """
         held = [len(replica.in_flight) for replica in self.replicas]
         return share_out(held, self._free_slots, count)
@@ -258,7 +268,10 @@ class ProcessPool:
     def _received(
         self, timeout_seconds: float
     ) -> Iterator[tuple[Replica, Sequence[object] | None]]:
-        """Yield replicas from which frames have arrived, with the frames; None instead of frames if it is gone."""
+        """Yield each replica from which frames have arrived, with the frames.
+
+        A replica that has ended is yielded with None instead of frames.
+        """
         for replica in self.replicas:
             want = selectors.EVENT_READ
             if replica.channel.has_unsent:
@@ -272,7 +285,7 @@ class ProcessPool:
                 with contextlib.suppress(Closed):
                     replica.channel.flush()
             try:
-                # Read even after a failed write, because the replica may have sent a reason before it ended.
+                # Read even if writing has failed, because the replica may have sent the reason before it ended.
                 frames = replica.channel.receive()
             except Closed:
                 yield replica, None
@@ -283,7 +296,8 @@ class ProcessPool:
         if now < self._next_running_look:
             return
         self._next_running_look = now + RUNNING_LOOK_SECONDS
-        # The connection of a dead replica may stay open, held by a process that vLLM started.
+        # The connection of a dead replica may still be open in a process that vLLM started. So check the replicas'
+        # processes as well.
         for replica in {*self.replicas}.difference(key.data for key, _ in ready):
             if not replica.is_running():
                 with contextlib.suppress(Closed):
@@ -323,7 +337,7 @@ class ProcessPool:
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > FROZEN_SECONDS:
-            # This process itself stood still, as on a frozen machine, so the engines did not stall.
+            # This process itself was frozen, perhaps with its machine. So the gap does not show that an engine stalled.
             for replica in self.replicas:
                 replica.forgive(gap)
         for replica in list(self.replicas):
@@ -342,12 +356,19 @@ class ProcessPool:
         reason: str,
         suspects: Iterable[RowKey] = (),
     ) -> None:
-        """End a replica and give its rows to the others.
+        """End a replica's process and put its rows into the queue for the other replicas.
+
+        Args:
+            replica: Replica that has died or stalled.
+            kind: Class of the error that is raised if the pool cannot go on.
+            reason: Text for the log or the error.
+            suspects: Rows that the engine itself reported as in flight.
 
         Raises:
             EngineError: no replica is left, or a row was in flight at `MAX_DEATHS` deaths. Its class is `kind`.
         """
-        # If the engine said which rows it was working on, only those may be the cause of its death.
+        # If the engine reported the rows that it was working on, only these may have caused its death. Otherwise every
+        # row in flight may have.
         rows = dict(replica.in_flight)
         for key in [key for key in suspects if key in rows] or rows:
             self._deaths[key] += 1
@@ -381,7 +402,10 @@ class ProcessPool:
         self._orphans += rows.values()
 
     def _abandon(self) -> None:
-        """Make all replicas drop the requests in flight. Late completions are recognized by their round."""
+        """Make all replicas drop the requests in flight.
+
+        Completions of dropped requests that still arrive belong to an earlier round, and are ignored.
+        """
         self._orphans = []
         self._deaths.clear()
         if not any(replica.in_flight for replica in self.replicas):
@@ -394,20 +418,24 @@ class ProcessPool:
 
 
 def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:
-    """Return why a replica did not load: the error that it reported, or its last lines if that is no error of ours."""
+    """Return the error with which the pool's `open` fails because a replica did not load.
+
+    If the replica reported an error of batchinfer's, this is that error. Otherwise it is an EngineLoadError with the
+    last lines that the replica wrote.
+    """
     kind = getattr(errors, frame.kind, None)
     if kind is EngineLoadError:
         return EngineLoadError(f"{replica.name}: {frame.message}", hint=frame.hint)
     if kind is not None and kind is not EngineDied:
         return cast("errors.BatchinferError", kind(frame.message, hint=frame.hint))
     replica.settle()
-    # An engine core in a process of its own tells its reason only in the traceback that it wrote.
+    # If the engine core is a process of its own, its reason stands only in the traceback that it wrote.
     hint = MEMORY_ADVICE if replica.has_written("OutOfMemoryError") else frame.hint
     return EngineLoadError(f"{replica.name}: {frame.message}{replica.last_lines()}", hint=hint)
 
 
 def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Return the sum of counters."""
+    """Return the sums of several replicas' counters."""
     return EngineStats(
         steps=sum(part.steps for part in parts),
         preemptions=sum(part.preemptions for part in parts),

@@ -21,11 +21,11 @@ from batchinfer.engines.channel import Channel, to_worker_decoder
 
 logger = logging.getLogger(__name__)
 
-# Number of lines of the process's output that are kept.
+# Number of last lines of an engine process's output that are kept.
 LAST_LINES = 200
-# Number of these lines that an error's reason shows.
+# Number of last lines of an engine process's output that an error message shows.
 REASON_LINES = 6
-# Bytes for the send buffer of each end of the connection.
+# Bytes that the kernel may buffer for sending at each end of the connection.
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
@@ -34,7 +34,7 @@ class Replica:
 
     Args:
         name: Name for messages, as in "replica 1 (GPU 2,3)".
-        environment: Environment variables that it gets beside those of this process.
+        environment: Environment variables that the engine process gets in addition to those of this process.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -63,9 +63,9 @@ class Replica:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # With a process group of its own, the process is not reached by Ctrl-C, and can be killed with its
-                # children. A session of its own would be harmful: Linux may share the processor among sessions
-                # (autogroup), and a busy engine core would then leave its worker without processor time for seconds.
+                # The process gets a group of its own. Then Ctrl-C does not reach it, and it can be killed together with
+                # its children. It gets no session of its own, because Linux may divide processor time among sessions
+                # (autogroup). A busy engine core could then leave its worker without processor time for seconds.
                 process_group=0,
                 env=child_environment(environment),
             )
@@ -75,7 +75,7 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Id of the process, and of its group."""
+        """Process id of the engine process, which is also the id of its process group."""
         return self._process.pid
 
     @property
@@ -95,18 +95,27 @@ class Replica:
             logger.debug("%s: %s", self.name, line)
 
     def note_loaded(self, info: EngineInfo) -> None:
-        """Take note that the model is loaded. From now on the replica has free slots."""
+        """Remember that the model is loaded. From now on the replica has free slots."""
         self.info = info
 
     def note_sent(self, requests: list[Request]) -> None:
-        """Count requests as in flight. The time without progress is counted from the first one."""
+        """Count requests as in flight.
+
+        If no request was in flight before, the time without progress starts now.
+        """
         if not self.in_flight:
             self._last_step = self._last_token = time.monotonic()
         for request in requests:
             self.in_flight[request.key] = request
 
     def note_progress(self, stats: EngineStats, tokens: int, num_finished: int) -> None:
-        """Remember when the engine last made a step, and when it last made a token or an answer."""
+        """Remember the time of the engine's last step, and the time of its last token or finished request.
+
+        Args:
+            stats: Counters that the engine process reports.
+            tokens: Number of tokens generated so far, including those of unfinished requests.
+            num_finished: Number of requests that have finished since the last report.
+        """
         self.stats = stats
         self._num_finished += num_finished
         now = time.monotonic()
@@ -118,7 +127,7 @@ class Replica:
         self._progress = (stats.steps, max(tokens, before), self._num_finished)
 
     def note_finished(self, key: RowKey) -> bool:
-        """Count a request as finished. Returns whether it was in flight here."""
+        """Count a request as finished. Returns whether this replica had it in flight."""
         return self.in_flight.pop(key, None) is not None
 
     def note_abandoned(self) -> None:
@@ -126,12 +135,15 @@ class Replica:
         self.in_flight.clear()
 
     def forgive(self, seconds: float) -> None:
-        """Do not count `seconds` as time without progress."""
+        """Subtract `seconds` from the time without progress."""
         self._last_step += seconds
         self._last_token += seconds
 
     def stalled_seconds(self) -> float:
-        """Return the seconds without progress; 0 while nothing is in flight."""
+        """Return the seconds since the last step or the last token, whichever is longer ago.
+
+        0 while no request is in flight.
+        """
         if not self.in_flight:
             return 0.0
         return time.monotonic() - min(self._last_step, self._last_token)
@@ -142,18 +154,18 @@ class Replica:
         return describe_exit(self._process.poll()) + self.last_lines()
 
     def settle(self) -> None:
-        """Wait a moment for a process that is about to end, so that its last lines are read."""
+        """Wait up to 1.5 seconds for a process that is about to end, so that its last lines are read."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._reader.join(0.5)
 
     def last_lines(self) -> str:
-        """Return the last lines that the process wrote, to be appended to a reason; empty if there are none."""
+        """Return the last lines that the process wrote, as a text to append to a message; empty if it wrote none."""
         lines = [line for line in self._lines if line.strip()][-REASON_LINES:]
         return "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def has_written(self, text: str) -> bool:
-        """Whether one of the process's last lines contains a text, such as the name of an exception."""
+        """Whether one of the last `LAST_LINES` lines of the process contains a text, such as an exception's name."""
         return any(text in line for line in self._lines)
 
     def end(self, grace_seconds: float) -> None:
@@ -166,14 +178,17 @@ class Replica:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         self.channel.close()
-        # A process of another group may still hold the pipe open, so the wait for its end is short.
+        # The reader ends when the pipe closes. A process of another group may keep the pipe open, so do not wait long.
         self._reader.join(0.5)
         if not self._reader.is_alive() and self._process.stdout:
             self._process.stdout.close()
 
 
 def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `additions`. A child started in it can import this very package."""
+    """Return this process's environment with `additions`, for a child process.
+
+    PYTHONPATH is extended if necessary, so that the child imports the same copy of this package.
+    """
     environment = {**os.environ, **additions}
     root = str(Path(batchinfer.__file__).resolve().parent.parent)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -183,7 +198,7 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return an exit status in words.
+    """Say in words how a process ended, by its exit status. None: the process still runs.
 
     >>> describe_exit(-9)
     "killed by SIGKILL (often the kernel's or the container's memory limit)"
