@@ -203,7 +203,7 @@ def check_heads(model: ModelInfo, size: int) -> None:
 def divides(model: ModelInfo, size: int) -> bool:
     """Whether vLLM can split the model's heads over `size` GPUs.
 
-    If there are fewer key-value heads than GPUs, vLLM repeats the heads. Then `size` must be a multiple of their number.
+    If there are fewer key-value heads than GPUs, vLLM repeats them, and `size` must be a multiple of their number.
     """
     heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads and heads % size:

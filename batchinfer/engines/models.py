@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # Bytes that are read at each end of a weight file for its hash.
 SAMPLE_BYTES = 1 << 20
-# Names of config entries that state the longest sequence. If a config has several of them, vLLM takes the smallest value.
+# Names of config entries that state the longest sequence. If a config has several, vLLM takes the smallest value.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -161,7 +161,7 @@ def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
 def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the weight files that vLLM would load, with their sizes in bytes.
 
-    If there are files of several formats, vLLM loads only one format: safetensors if there is one, else .bin, and so on.
+    If there are files of several formats, vLLM loads only one format: safetensors if possible, else .bin, and so on.
     """
     for suffix in (".safetensors", ".bin", ".pt", ".gguf"):
         chosen = {name: size for name, size in sizes.items() if name.endswith(suffix)}

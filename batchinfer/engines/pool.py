@@ -61,8 +61,8 @@ RUNNING_LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
 # Seconds that `close` waits for replicas to end by themselves if the pool has failed.
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
-# Number of replicas that may die while the same row is in flight in them. At this number the row may be the cause of the
-# deaths, and the whole pool fails.
+# If the same row was in flight in this many replicas when they died, the row may be the cause of the deaths, and the
+# whole pool fails.
 MAX_DEATHS = 2
 # If more seconds than this pass between two checks of the watchdog, this process itself was frozen, perhaps with its
 # machine. The watchdog then does not count these seconds against the engines.

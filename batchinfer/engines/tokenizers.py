@@ -1,8 +1,8 @@
 """A model's tokenizer, from transformers. Prompts come out as in vLLM's own `LLM.chat` and `LLM.generate`.
 
-A chat is rendered and then tokenized without adding special tokens, since the chat template has written them. A plain
-prompt gets the tokenizer's special tokens. In both, if a user's text contains the name of a special token, it becomes
-that token, as everywhere in vLLM.
+A chat is rendered as one text and then tokenized. No special tokens are added, because the chat template has already
+written them. To a plain prompt, the tokenizer's special tokens are added. In both cases, if a user's text contains the
+name of a special token, the name becomes that token. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.prompts.types import RowProblem
 
 logger = logging.getLogger(__name__)
 
-# Arguments of `apply_chat_template` that neither a run nor a request may replace.
+# Names of arguments of transformers' `apply_chat_template` that neither a run nor a request may set. They are ignored.
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "conversation", "add_generation_prompt", "continue_final_message"}
 )
@@ -34,7 +34,7 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
 
     Args:
         model: Name on the Hub, or a local folder.
-        revision: Branch, tag or commit; empty for the default.
+        revision: Branch, tag or commit on the Hub; empty for the default branch.
         trust_remote_code: Whether to run code that comes with the model.
 
     Raises:
@@ -51,8 +51,8 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
         tokenizer = AutoTokenizer.from_pretrained(
             model, revision=revision or None, trust_remote_code=trust_remote_code
         )
-    # A tokenizer can fail to load in many ways (a file is missing or broken, a package is needed), each with its own
-    # class of error. In none of them does a retry with the same options help.
+    # Loading can fail for many reasons, such as a missing file or package, and each has another class of error. A retry
+    # with the same options never helps.
     except Exception as error:
         raise _not_loaded(model, revision, error) from error
     return HfTokenizer(tokenizer)
@@ -66,7 +66,7 @@ def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
     """
     if not find_engine(config.engine).needs_model:
         return None
-    # --revision names a commit of the model. A tokenizer from another repository has other commits.
+    # --revision names a commit of the model's repository. The repository of another tokenizer has other commits.
     revision = "" if config.tokenizer else config.revision or ""
     return load_tokenizer(
         config.tokenizer or config.model, revision, trust_remote_code=config.trust_remote_code
@@ -125,15 +125,15 @@ class HfTokenizer:
         except RowError:
             raise
         except Exception as error:
-            # Templates raise on purpose (as when roles do not alternate) or by accident. In both cases only this
-            # conversation cannot be rendered.
+            # Templates raise on purpose, for example if roles do not alternate, or because they have a bug. In both
+            # cases only this conversation cannot be rendered.
             raise RowProblem(
                 Code.TEMPLATE_ERROR, f"chat template: {type(error).__name__}: {str(error)[:500]}"
             ) from error
         return str(rendered)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text. With a fast tokenizer, other threads run meanwhile."""
+        """Return the token ids of each text. A fast tokenizer releases Python's lock, so other threads can run."""
         encoded = self._tokenizer(
             list(texts),
             add_special_tokens=add_special_tokens,
@@ -145,7 +145,7 @@ class HfTokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, with special tokens."""
+        """Return the text of token ids. The text contains the names of special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _default_template(self, has_tools: bool) -> str:
@@ -171,9 +171,10 @@ def _in_template_form(message: dict[str, Any], wants_parts: bool) -> dict[str, A
 def _wants_parts(template: str) -> bool:
     """Whether a chat template loops over a message's content, as templates of vision models do.
 
-    Such a template expects the content as a list of parts. Other templates would print the list itself.
+    A template that loops over the content expects a list of parts. Any other template expects a text, and would print a
+    list as Python writes it.
     """
-    # Plain Jinja cannot parse the tag `generation`, which transformers adds for training, so `if` replaces it here.
+    # Plain Jinja cannot parse the tag `generation`, which transformers defines for training. So `if` replaces the tag.
     plain = template.replace("endgeneration", "endif").replace("{% generation", "{% if true")
     plain = plain.replace("{%- generation", "{%- if true")
     try:

@@ -1,8 +1,8 @@
 """vLLM, driven by one thread through ``LLMEngine.add_request`` and ``step``, in the calling process.
 
 The worker does not use this module itself: `batchinfer.engines.pool` runs it in a child process (see
-docs/decisions/0003). The engine holds about 1.5 times as many requests as can run at once, so that each finished
-request is replaced before the next step.
+docs/decisions/0003). The engine holds about 1.5 times as many requests as can run at once. So when a request finishes,
+another one is waiting in vLLM and starts at the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from batchinfer.engines.vllm_requests import (
 
 logger = logging.getLogger(__name__)
 
+# Number of requests that vLLM holds, as a multiple of the number that can run at once.
 IN_FLIGHT_FACTOR = 1.5
+# Seconds between two checks that the engine core's process is alive.
 WATCH_SECONDS = 0.2
 
 
@@ -39,7 +41,7 @@ class VllmEngine:
     """One vLLM engine. Implements Engine.
 
     Args:
-        config: All fields are read but `replicas` and `gpus`, which concern the pool.
+        config: Configuration of the engine. `replicas` and `gpus` are ignored: `batchinfer.engines.pool` reads them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -58,7 +60,7 @@ class VllmEngine:
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def open(self, stop: Stop) -> EngineInfo:  # noqa: ARG002 - the pool kills this process when stopped
-        """Load the model. This cannot be interrupted, but its process may be killed meanwhile."""
+        """Load the model. `stop` is ignored: to stop the loading, the pool kills this process."""
         start = time.monotonic()
         is_cpu = prepare_process()
         imported = time.monotonic()
@@ -95,7 +97,11 @@ class VllmEngine:
         )
 
     def _watch_core(self) -> None:
-        """Wake `step` when the engine core dies in its own process; vLLM's client would wait for it for ever."""
+        """Start a thread that makes vLLM's `step` raise when the engine core's process has died.
+
+        Without this thread, `step` would wait for the dead engine core for ever. If the engine core runs in this
+        process, no thread is started.
+        """
         core = self._engine.engine_core
         resources = getattr(core, "resources", None)
         outputs = getattr(core, "outputs_queue", None)
@@ -111,7 +117,7 @@ class VllmEngine:
         threading.Thread(target=watch, name="engine core watch", daemon=True).start()
 
     def close(self) -> None:
-        """End vLLM's own processes. The memory of this process is only freed at its end."""
+        """End vLLM's own processes. The memory of this process is freed only when this process ends."""
         self._closed.set()
         engine, self._engine = self._engine, None
         core = getattr(engine, "engine_core", None)
@@ -132,12 +138,12 @@ class VllmEngine:
     def generated_tokens(self) -> int:
         """Return the number of tokens generated so far, including those of unfinished requests.
 
-        The watchdog needs it.
+        The worker's watchdog considers the engine to make progress while this number grows.
         """
         return self._completion_tokens + unfinished_tokens(self._engine)
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """See Engine.generate. A step on a slow CPU may take longer than a second."""
+        """See Engine.generate. On a slow CPU, more than a second may pass between two yields."""
         exhausted = False
         try:
             while not stop.is_set():
@@ -186,7 +192,7 @@ class VllmEngine:
         return finished
 
     def _death(self, error: Exception) -> EngineDied:
-        """Return the error for an exception from vLLM, with the rows in flight."""
+        """Return an EngineDied for an exception that vLLM raised. The error lists the rows in flight."""
         resources = getattr(self._engine.engine_core, "resources", None)
         what = "the engine core's process ended" if getattr(resources, "engine_dead", False) else ""
         reason = what or f"{type(error).__name__}: {last_line(error)}"
@@ -199,7 +205,7 @@ class VllmEngine:
         ids = list(self._in_flight)
         self._in_flight.clear()
         self._recorder.forget_all()
-        # Aborting raises if the engine core is dead, and then nothing is left to abort.
+        # If the engine core is dead, aborting raises. The error is ignored, since nothing is left to abort.
         with contextlib.suppress(Exception):
             self._engine.abort_request(ids)
 
@@ -226,7 +232,13 @@ class VllmEngine:
         return None
 
     def _prompt(self, request: Request) -> Any:
-        """Return the prompt in vLLM's form. Messages are rendered by the tokenizer's chat template."""
+        """Return a request's prompt in the form that vLLM takes.
+
+        Messages are rendered by the tokenizer's chat template and then tokenized.
+
+        Raises:
+            RowError: the task is not "generate", or the chat template refuses the messages.
+        """
         if request.task != "generate":
             raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
         if request.token_ids is not None:
@@ -238,7 +250,7 @@ class VllmEngine:
                 request.messages, tokenize=False, add_generation_prompt=True
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the template's author chooses what it raises
+        except Exception as error:  # a chat template can raise an error of any class
             raise RowError("template_error", f"chat template: {first_line(error)}") from error
         return {"prompt_token_ids": ids}
 
@@ -251,7 +263,10 @@ class VllmEngine:
         return LoRARequest(name, number, name)
 
     def _refusal(self, prompt: Any, params: Any, error: Exception) -> Failure:
-        """Return why vLLM refused a request. Its messages differ between versions, so the request is examined."""
+        """Return why vLLM refused a request.
+
+        The reason is found by examining the request, because vLLM's messages differ between its versions.
+        """
         message = first_line(error)
         length = self._length(prompt)
         if length == 0:
@@ -264,10 +279,13 @@ class VllmEngine:
         return Failure(code="engine_rejected", message=message)
 
     def _length(self, prompt: Any) -> int | None:
-        """Return a prompt's number of tokens, or a lower bound if it is far too long; None if tokenizing fails."""
+        """Return a prompt's number of tokens; None if it cannot be tokenized.
+
+        For a prompt that is far too long, return a number that the prompt surely reaches, without tokenizing it.
+        """
         if isinstance(prompt, dict):
             return len(prompt["prompt_token_ids"])
-        # No token has more characters than `longest`, which gives a lower bound without tokenizing.
+        # No token has more than `longest` characters. So a prompt has at least its characters / `longest` tokens.
         longest = getattr(self._tokenizer, "max_chars_per_token", 0)
         if longest and len(prompt) > longest * self._max_model_len:
             return math.ceil(len(prompt) / longest)
@@ -278,7 +296,7 @@ class VllmEngine:
             return None
 
     def _refuses_parameters(self, params: Any) -> bool:
-        """Whether vLLM refuses the same parameters with a prompt that is surely valid."""
+        """Whether vLLM refuses these sampling parameters even with a prompt that is surely valid."""
         probe = str(next(self._ids))
         try:
             self._engine.add_request(probe, {"prompt_token_ids": [0]}, params.clone())
@@ -292,47 +310,49 @@ class VllmEngine:
 
 
 class StepRecorder:
-    """Measures waiting times and counts preemptions. Takes the place of vLLM's logger manager.
+    """Measures how long requests wait and run, and counts preemptions. Takes the place of vLLM's logger manager.
 
-    vLLM's own statistics, per token and request, would cost a tenth of the throughput of a small model. This class
-    only uses what comes with every step: the scheduler's counters, and the events of each request. Requests start in
-    the order in which they were added. So if the scheduler counts fewer requests as waiting than before, the oldest of
-    them have started. A preempted request counts as waiting again, which is neglected.
+    vLLM's own statistics work per token and request, and would cost a tenth of the throughput of a small model. This
+    class only uses the scheduler's counters and the requests' events, which vLLM returns at every step anyway.
+
+    Requests start in the order in which they were added. So if the scheduler counts fewer requests as waiting than
+    this class does, the oldest waiting requests have started. The scheduler also counts a preempted request as waiting;
+    the small error from this is accepted.
     """
 
     def __init__(self) -> None:
         self.preemptions = 0
         self._num_waiting = 0
-        # Id and number of sequences of each request that may be waiting, oldest first.
+        # Id and number of sequences of each request that has not surely started, oldest first.
         self._waiting: deque[tuple[str, int]] = deque()
         self._num_sequences = 0
         self._added: dict[str, float] = {}
         self._started: dict[str, float] = {}
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
-        """Take the scheduler's counters. vLLM calls this once per step."""
+        """Remember how many requests the scheduler counts as waiting. vLLM calls this once per step."""
         if scheduler_stats is None:
             return
         self._num_waiting = scheduler_stats.num_waiting_reqs
 
     def count_preemptions(self, outputs: Iterable[Any]) -> None:
-        """Count preemptions in one step's outputs of the engine core."""
+        """Count the preemptions among the events in the engine core's outputs of one step."""
         for output in outputs:
             events = getattr(output, "events", None)
             if events:
                 self.preemptions += sum(event.type.name == "PREEMPTED" for event in events)
 
     def log(self) -> None:
-        """Do nothing. vLLM calls this every few seconds to have a line logged."""
+        """Do nothing. vLLM calls this every few seconds so that its logger manager logs a line."""
 
     def note_added(self, request_id: str, num_sequences: int) -> None:
-        """Take note of a request that was given to vLLM."""
+        """Remember a request that was given to vLLM, and the present time."""
         self._added[request_id] = time.monotonic()
         self._waiting.append((request_id, num_sequences))
         self._num_sequences += num_sequences
 
     def note_step(self) -> None:
-        """Take note of the end of a step: requests that wait no more have started."""
+        """Remember at the end of a step which requests have started, and the present time."""
         now = time.monotonic()
         while self._waiting and self._num_sequences > self._num_waiting:
             request_id, num_sequences = self._waiting.popleft()
@@ -340,7 +360,10 @@ class StepRecorder:
             self._started[request_id] = now
 
     def seconds_of(self, request_id: str) -> tuple[float, float]:
-        """Return the seconds that a finished request waited and ran, exact to about a step, and forget it."""
+        """Return the seconds that a finished request waited, and the seconds that it ran. Forgets the request.
+
+        The seconds may be wrong by about the duration of one step.
+        """
         now = time.monotonic()
         added = self._added.pop(request_id, now)
         started = self._started.pop(request_id, now)
@@ -355,7 +378,7 @@ class StepRecorder:
 
 
 def install(engine: Any) -> StepRecorder:
-    """Make an LLMEngine report its steps to a new recorder, and switch its own statistics off."""
+    """Make an LLMEngine report its steps to a new recorder, and switch off vLLM's own statistics."""
     recorder = StepRecorder()
     engine.logger_manager = recorder
     engine.log_stats = False
@@ -372,7 +395,7 @@ def install(engine: Any) -> StepRecorder:
 
 
 def unfinished_tokens(engine: Any) -> int:
-    """Return the number of tokens generated for unfinished requests."""
+    """Return the number of tokens that were generated so far for unfinished requests."""
     states = getattr(engine.output_processor, "request_states", {}).values()
     detokenizers = (getattr(state, "detokenizer", None) for state in states)
     return sum(each.num_output_tokens() for each in detokenizers if each is not None)

@@ -1,14 +1,15 @@
 """Loads vLLM's engine from our configuration: defaults, engine arguments, and errors of loading.
 
-Defaults where the user states nothing:
+Options that the user does not state have these defaults:
 
-* On a GPU, vLLM's own for offline use (usage context LLM_CLASS, as in `vllm.LLM`): 256 sequences and 8192 tokens per
-  step, or 1024 and 16384 on GPUs with 70 GiB or more other than the A100. vLLM's defaults for serving give up
-  throughput for a quick first token, for which nobody waits here. The engine core gets a process of its own, so that
-  tokenizing and decoding do not hold up the GPU.
-* On a CPU, 1 GiB of KV cache (by itself vLLM takes nearly all memory, and a second worker cannot start); eager mode;
-  no chunked prefill (a request with a seed whose prompt is split over two steps crashes the engine on a CPU); and the
-  engine core in the same process, which then starts in seconds and computes on all cores.
+* On a GPU, vLLM's own defaults for offline use (usage context LLM_CLASS, as in `vllm.LLM`). They are 256 sequences and
+  8192 tokens per step, or 1024 and 16384 on GPUs other than the A100 with 70 GiB or more. vLLM's defaults for serving
+  have less throughput and a quicker first token, but in a batch nobody waits for the first token. The engine core is a
+  process of its own, so that the GPU need not wait while texts are tokenized or decoded.
+* On a CPU, 1 GiB of KV cache. vLLM's own default takes nearly all memory, so that a second worker could not start.
+* On a CPU, eager mode, and no chunked prefill. With chunked prefill, a prompt may be split over two steps; on a CPU the
+  engine then crashes if the request has a seed.
+* On a CPU, the engine core in the same process. The engine then starts in seconds and computes on all cores.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MEMORY_ADVICE = (
 
 
 def prepare_process() -> bool:
-    """Set vLLM's environment variables and import it. Returns whether it runs on the CPU.
+    """Set vLLM's environment variables and import vLLM. Returns whether vLLM runs on the CPU.
 
     Raises:
         EngineLoadError: vllm, or a package that it needs, cannot be imported.
@@ -43,7 +44,7 @@ def prepare_process() -> bool:
         from vllm.platforms import current_platform
         from vllm.v1.engine import llm_engine  # noqa: F401 - imports most of vLLM
     except Exception as error:
-        # One cause is a torchaudio or torchvision that was built for another torch; it raises OSError.
+        # The error need not be an ImportError: a torchaudio that was built for another torch raises OSError.
         raise EngineLoadError(
             f"vllm: cannot be imported ({type(error).__name__}: {last_line(error)})",
             hint="python -c 'import vllm.v1.engine.llm_engine' shows why; "
@@ -54,15 +55,17 @@ def prepare_process() -> bool:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     else:
-        # A forked core would inherit locks that other threads hold, and the connection to the worker.
+        # Spawn vLLM's processes. A forked process would inherit locks that other threads hold, and the connection to
+        # the worker.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return is_cpu
 
 
 def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
-    """Return the arguments for vLLM's EngineArgs, leaving out those for which vLLM's own default holds. Pure.
+    """Return the arguments for vLLM's EngineArgs. Pure.
 
-    `--engine-arg` wins over our defaults. It cannot replace an option: `check_config` has refused that.
+    Arguments that neither the user nor this package sets are left out, so that vLLM's defaults apply. `--engine-arg`
+    replaces our defaults. It cannot replace an option, because `check_config` has refused that.
     """
     values: dict[str, Any] = {
         "model": config.model,
@@ -96,7 +99,7 @@ def check_names(arguments: Mapping[str, Any], known: set[str]) -> None:
     """Refuse an engine argument that this version of vLLM does not have.
 
     Raises:
-        ConfigError: the message names the argument, the hint the most similar one.
+        ConfigError: vLLM has no such argument. The message names it, and the hint names the most similar argument.
     """
     for name in arguments:
         if name in known:
@@ -119,7 +122,8 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM collects garbage several times while it loads. Freezing the objects of imported modules makes that quick.
+    # While vLLM loads, it runs Python's garbage collection several times. `freeze` exempts the objects that exist now,
+    # such as imported modules, so that these collections are quick.
     gc.collect()
     gc.freeze()
     arguments = engine_arguments(config, is_cpu=is_cpu)
@@ -139,7 +143,7 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     """Return our error for an exception from vLLM's check of a configuration."""
     reason = last_line(error)
     if isinstance(error, OSError):
-        # transformers raises this for a config or tokenizer that it cannot find.
+        # transformers raises OSError if it cannot find a config or a tokenizer.
         return ConfigError(
             f"--model: {config.model} cannot be read: {reason}",
             hint="--tokenizer and --hf-config-path take the missing files from elsewhere",
@@ -153,7 +157,7 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
 
 
 class CoreFailed(EngineLoadError):
-    """An engine core in its own process did not start. The reason is among the lines that it wrote."""
+    """An engine core in a process of its own did not start. The lines that this process wrote tell the reason."""
 
 
 def failed_load(error: Exception) -> EngineLoadError:

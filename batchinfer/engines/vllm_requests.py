@@ -16,9 +16,9 @@ import msgspec
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
-# vLLM's finish reasons that mean that a request ended without an answer. Another attempt may succeed.
+# Finish reasons by which vLLM says that a request ended without an answer. Another attempt may succeed.
 UNFINISHED_REASONS = frozenset({"abort", "error"})
-# Parameters that a request must not set: this module sets them, or they concern only vLLM's inside.
+# Names of sampling parameters that a request must not set. This module sets them, or they are internal to vLLM.
 RESERVED_PARAMETERS = frozenset({"output_kind", "skip_clone", "n", "detokenize", "flat_logprobs"})
 # Parameters with the same name in our Sampling and in vLLM's SamplingParams.
 SHARED_PARAMETERS = (
@@ -42,8 +42,8 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
     """Return a request's sampling as keyword arguments of vLLM's SamplingParams, without structured outputs.
 
     Args:
-        sampling: Fields that are None take the value of `defaults`, or else vLLM's own default. Where neither states
-            `max_tokens`, the answer may fill the model's context.
+        sampling: The request's sampling. A field that is None takes its value from `defaults`, or else vLLM's own
+            default. If `max_tokens` is stated in neither, the answer may fill the model's context.
         defaults: Values of the model's generation_config.json.
 
     Raises:
@@ -61,7 +61,7 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
     kwargs["skip_special_tokens"] = sampling.skip_special_tokens
     kwargs["n"] = num_generated(sampling, kwargs)
     if keeps_best(sampling) and sampling.logprobs is None:
-        # 0 asks for the log-probability of the chosen token alone, which is enough for ranking.
+        # With 0, vLLM returns only the log-probability of the chosen token. This is enough to rank answers.
         kwargs["logprobs"] = 0
     if sampling.logit_bias is not None:
         try:
@@ -76,7 +76,13 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
 
 
 def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
-    """Return how many answers vLLM generates: `n` or `best_of`, but 1 at temperature 0, where all would be equal."""
+    """Return how many answers vLLM generates for a request: `n`, or `best_of` if that is larger.
+
+    At temperature 0 all answers would be equal, so vLLM generates only one.
+
+    Raises:
+        RowError: `invalid_parameter`: `best_of` is less than `n`.
+    """
     if sampling.best_of is not None and sampling.best_of < sampling.n:
         raise RowError(
             "invalid_parameter",
@@ -87,7 +93,7 @@ def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
 
 
 def keeps_best(sampling: Sampling) -> bool:
-    """Whether only the best of the generated answers are kept."""
+    """Whether `best_of` is larger than `n`, so that only the best `n` answers are kept."""
     return sampling.best_of is not None and sampling.best_of > sampling.n
 
 
@@ -112,7 +118,7 @@ def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
 
 
 def checked_extra(name: str, value: Any) -> Any:
-    """Return a value in the type of a field of vLLM's SamplingParams, since vLLM itself checks few of its types.
+    """Convert a value to the type of the field `name` of vLLM's SamplingParams. vLLM itself checks few types.
 
     Raises:
         RowError: `invalid_parameter`: there is no such field, or the value has a wrong type.
@@ -124,7 +130,7 @@ def checked_extra(name: str, value: Any) -> Any:
         return msgspec.convert(value, types[name])
     except msgspec.ValidationError as error:
         raise RowError("invalid_parameter", f"{name}: {error}") from error
-    except TypeError as error:  # the field's type cannot be written in JSON
+    except TypeError as error:  # the field has a type for which JSON has no values
         raise RowError("invalid_parameter", f"{name}: cannot be given here") from error
 
 
@@ -136,10 +142,10 @@ def _parameter_types() -> dict[str, Any]:
 
 
 def check_structured(structured: Mapping[str, Any]) -> None:
-    """Refuse a kind of structured output that vLLM does not have, since vLLM would ignore it.
+    """Refuse a kind of structured output that this version of vLLM does not have.
 
     Raises:
-        RowError: `invalid_parameter`: the message lists the kinds there are.
+        RowError: `invalid_parameter`: vLLM has no such kind; the message lists the kinds that it has.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -156,13 +162,13 @@ def client_errors() -> tuple[type[Exception], ...]:
     """Return the classes of exceptions with which vLLM refuses a request."""
     try:
         from vllm.exceptions import VLLMClientError
-    except ImportError:  # in older versions, which have no class for this
+    except ImportError:  # older versions of vLLM lack this class
         return (ValueError, TypeError, NotImplementedError)
     return (VLLMClientError, ValueError, TypeError, NotImplementedError)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if there is none."""
+    """Return the first line of an error's message, or the name of the error's class if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
 
@@ -171,10 +177,10 @@ def first_line(error: BaseException) -> str:
 
 
 def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -> Completion:
-    """Return a finished RequestOutput as a completion.
+    """Convert vLLM's RequestOutput of a finished request to a completion.
 
     Args:
-        request: The request that it answers.
+        request: The request that `output` answers.
         output: vLLM's RequestOutput.
         seconds: Seconds that the request waited, and seconds that it ran.
     """
@@ -187,7 +193,7 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         failure = Failure(code="engine_error", message=message, transient=True)
         return Completion(key=request.key, failure=failure, prompt_tokens=len(prompt_ids))
     num_tokens = sum(len(each.token_ids) for each in outputs)
-    if len(outputs) == 1 < sampling.n:  # at temperature 0 all answers are equal
+    if len(outputs) == 1 < sampling.n:  # at temperature 0 vLLM generated one answer for all `n`
         outputs *= sampling.n
         num_tokens *= sampling.n
     if keeps_best(sampling):
@@ -205,12 +211,12 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
 
 
 def mean_logprob(output: Any) -> float:
-    """Return the mean log-probability of a token. OpenAI's `best_of` ranks answers by it."""
+    """Return the mean log-probability of an answer's tokens. As in OpenAI's API, `best_of` keeps the highest."""
     return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
 def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
-    """Return one of vLLM's CompletionOutputs as a choice."""
+    """Convert one of vLLM's CompletionOutputs to a choice."""
     logprobs = None
     if sampling.logprobs is not None and output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=False)
@@ -227,7 +233,10 @@ def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
 
 
 def position_of(token_id: int, alternatives: Mapping[int, Any], most: int) -> TokenLogprob:
-    """Return the log-probabilities at one position, with its `most` likeliest alternatives; all if it is negative."""
+    """Return the log-probability of the token at one position, with its `most` likeliest alternatives.
+
+    If `most` is negative, all alternatives are returned.
+    """
     chosen = alternatives[token_id]
     ranked = sorted(alternatives.values(), key=lambda each: each.rank or 0)
     if most >= 0:
@@ -241,7 +250,10 @@ def position_of(token_id: int, alternatives: Mapping[int, Any], most: int) -> To
 
 
 def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | None] | None:
-    """Return one entry per prompt token, the first of them None; or None if the request did not ask for them."""
+    """Return the log-probabilities of the prompt's tokens; None if the request did not ask for them.
+
+    The list has one entry per token. The first token has no log-probability, so its entry is None.
+    """
     if sampling.prompt_logprobs is None or output.prompt_logprobs is None:
         return None
     most = sampling.prompt_logprobs
@@ -254,9 +266,10 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
 
 
 def known_parameters() -> frozenset[str]:
-    """Return the fields of SamplingParams in the installed vLLM. Read from its source, as importing it takes seconds.
+    """Return the names of the fields of SamplingParams in the installed vLLM.
 
-    Empty if the source cannot be read; then only the engine itself finds a wrong name.
+    The names are read from vLLM's source file, because importing vLLM takes seconds. If the source cannot be read, the
+    set is empty, and a wrong name is found only when the engine gets a request.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
