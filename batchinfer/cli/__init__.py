@@ -1,1 +1,1 @@
-"""The command line below the commands: the click group, options, settings files and logs."""
+"""What all commands of the command line share: the click group, options, settings files and logs."""

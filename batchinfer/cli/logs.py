@@ -1,4 +1,4 @@
-"""The log: the events that may stand in it (docs/logs.md lists them, too), its two formats, and its set-up."""
+"""The log: the events that it may contain (docs/logs.md lists them, too), its two formats, and its set-up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVENTS: dict[str, str] = {
     "stop_requested": "A signal, `batchinfer stop`, or a newer start of the same worker ends this one.",
     "worker_ended": "The last line: state, reason and sums of this start.",
 }
-"""What each event says, by its name. Names are stable: people search logs for them."""
+"""Meaning of each event, by the event's name. Names must not change, because people search logs for them."""
 
 
 def event(name: str, /, **fields: Any) -> dict[str, Any]:
@@ -51,7 +51,10 @@ def event(name: str, /, **fields: Any) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes one line of JSON per record: time, level, logger and message; also event, fields and traceback if any."""
+    """Writes each log record as one line of JSON: its time, level, logger and message.
+
+    If the record has an event, fields or a traceback, the line contains these as well.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
@@ -78,19 +81,19 @@ def configure_logging() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    # Python prints what a library without a handler logs. stamina would print the bare name of each retry, which our
-    # own log already has; gcsfs would print the traceback of an exception that it then raises.
+    # If a library logs and has no handler, Python prints its warnings to stderr. stamina would print each retry, which
+    # our own log already reports. gcsfs would print the traceback of an exception that it raises anyway.
     for library in ("stamina", "gcsfs"):
         logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def set_level(level: str) -> None:
-    """Log only lines of at least this level: debug, info, warning or error."""
+    """Log only lines whose level is at least `level`: debug, info, warning or error."""
     logging.getLogger("batchinfer").setLevel(level.upper())
 
 
 def set_format(name: str) -> None:
-    """Log lines for people (text) or one JSON object a line (json)."""
+    """Set the log's format: "text" for people to read, or "json" for one JSON object per line."""
     if name == "json":
         for handler in logging.getLogger("batchinfer").handlers:
             handler.setFormatter(JsonFormatter())

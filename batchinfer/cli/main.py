@@ -23,7 +23,10 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class LazyGroup(click.Group):
-    """The group of all commands. It imports a command's module only to run that command, and none for `--help`."""
+    """The group of all commands.
+
+    A command's module is imported only when that command runs. `batchinfer --help` imports none of them.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """See click.Group."""
@@ -41,7 +44,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See click.Group. A misspelt command is answered with the nearest one."""
+        """See click.Group. If a command is misspelt, the error names the command with the most similar name."""
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
         if args[0] not in COMMANDS and near and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}. (Did you mean {near[0]!r}?)")
@@ -54,7 +57,10 @@ class LazyGroup(click.Group):
 
 
 def _name_variables(command: click.Command, name: str) -> None:
-    """Name each option's environment variable after the option. click by itself names it after the parameter."""
+    """Set the name of each option's environment variable to BATCHINFER_<COMMAND>_<OPTION>.
+
+    By default click would derive it from the name of the Python parameter, which may differ from the option's.
+    """
     for option in command.params:
         if isinstance(option, click.Option) and option.envvar is None:
             spelling = max(option.opts, key=len).lstrip("-")
@@ -83,7 +89,9 @@ def print_result(result: Any) -> None:
 
         try:
             click.echo(codec.encode(result).decode())
-        except BrokenPipeError:  # the reader, such as `head`, is gone; click ends quietly
+        except (
+            BrokenPipeError
+        ):  # the reader of stdout, such as `head`, has ended; click then ends without a message
             raise
         except OSError as error:
             raise BatchinferError(
@@ -93,7 +101,7 @@ def print_result(result: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit status. Never shows a traceback for a user's mistake."""
+    """Run a command line and return its exit status. A user's mistake gives an error message without a traceback."""
     configure_logging()
     try:
         group.main(
@@ -128,26 +136,30 @@ def _show(error: BatchinferError) -> None:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script and of ``python -m batchinfer``.
 
-    It leaves by os._exit, so that neither an object-store client's threads nor an engine that did not close can keep
-    a paid machine running. By then every result is durable and the streams are flushed.
+    It ends the process by os._exit. Otherwise the threads of an object-store client, or an engine that did not close,
+    could keep the process, and so a paid machine, running. Every result is durable by then, and the streams are flushed.
     """
     try:
         _open_closed_streams()
         status = main(arguments)
-    except KeyboardInterrupt:  # outside of click, which handles its own
+    except (
+        KeyboardInterrupt
+    ):  # Ctrl-C before or after the command; while it runs, click handles Ctrl-C
         click.echo("error: interrupted", err=True)
         status = _INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the disk is full; `main` has said so
+        with contextlib.suppress(
+            OSError
+        ):  # for example, the disk is full; `print_result` has reported that
             stream.flush()
     os._exit(status)
 
 
 def _open_closed_streams() -> None:
-    """Send stdout and stderr to nowhere if the caller has closed them.
+    """Redirect stdout and stderr to the null device if the caller has closed them.
 
-    Otherwise the next file that we open would get the closed stream's number, and what child processes print would
-    go into that file.
+    Otherwise the next file that we open would get the file descriptor of the closed stream. Child processes would then
+    print into that file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -1,8 +1,8 @@
-"""What an option of a run is, and help in sections.
+"""The class for an option of a run, and help that shows options in sections.
 
-The options themselves are rows of a table, `batchinfer.cli.run_options`. From a row come the option of the command line
-with its help, its environment variable and its key in settings files, the value in the configuration, and the words in
-the command that goes on with a run.
+The options themselves are rows of the table `batchinfer.cli.run_options.OPTIONS`. Each row defines the option of the
+command line with its help, its environment variable, its key in settings files, and the value in the configuration. It
+also defines how the option is written in the command that resumes a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Option:
     kind: Kind
     help: str
     default: Any = None
-    """Default, spelled as on the command line. None: there is no default, or the kind of value gives one."""
+    """Default, spelled as on the command line. None: there is no default, or `kind` defines the default."""
     name: str = ""
     """Name of click's parameter, if it differs from the flag's name. Settings files accept both names."""
     section: str = ""
@@ -44,19 +44,20 @@ class Option:
     is_first: bool = False
     """Whether help shows the option among the few that a first run needs."""
     struct: str | None = None
-    """Name of the struct that has a field for the value. Empty: there is no such struct; None: the struct of the
-    option's group."""
+    """Name of the struct of the configuration that has a field for the value. Empty: no struct has such a field. None:
+    the struct is that of the option's group."""
     field: str = ""
     """Name of the struct's field, if it differs from the name of click's parameter."""
     recorded: str = ""
-    """Part of run.json that holds the value, ``config`` or ``recorded``, if run.json does not keep the whole struct."""
+    """Part of run.json that holds the value, such as ``config`` or ``recorded``. Empty: run.json keeps the value in the
+    part with the struct's name, or not at all."""
     metavar: str | None = None
     envvar: Sequence[str] | None = None
     """Environment variables, if they are not just BATCHINFER_<COMMAND>_<OPTION>."""
 
     @property
     def flag(self) -> str:
-        """Spelling on the command line, without that of the negation."""
+        """Spelling on the command line, without the negated spelling: ``--steal`` for ``--steal/--no-steal``."""
         return self.flags.partition("/")[0]
 
     @property
@@ -71,7 +72,7 @@ class Option:
 
     @property
     def part(self) -> str:
-        """Part of run.json that holds the value; empty if none does."""
+        """Part of run.json that holds the value; empty if no part holds it."""
         return self.recorded or self.struct or ""
 
     @property
@@ -79,7 +80,7 @@ class Option:
         return {} if self.default is None else {"default": self.default}
 
     def read(self, given: Any) -> Any:
-        """Turn what click has parsed into the configuration's value. Reads the file that the option names.
+        """Convert the value that click has parsed to the configuration's value. Reads the file if the value names one.
 
         Raises:
             ConfigError: the value cannot be read.
@@ -87,9 +88,10 @@ class Option:
         return self.kind.read(self.flag, given)
 
     def spell(self, value: Any) -> list[tuple[str, str | FromFile | None]]:
-        """Return the flags that give this value of the configuration, each with its word, or None for no word.
+        """Return the words of a command line that give the option this value.
 
-        No flags are returned for the default, nor for None or an empty text where the option is simply left out.
+        Each item is a flag and the word after it; None instead of the word if the flag takes no word. The list is empty
+        if the option can be left out, because the value is the default or an empty one.
         """
         settings = self.kind.click | self._click_default
         if value == self.read(settings.get("default")):

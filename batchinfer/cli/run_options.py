@@ -1,7 +1,7 @@
-"""The options of a run, one row each. `batchinfer worker` and `batchinfer check` have them all.
+"""The options of a run, one row each. `batchinfer worker` and `batchinfer check` have all of them.
 
-To add an option, add a row here, and the field that takes its value to the struct that the row names. The rows stand in
-the order in which --show-config prints them; help orders them by section.
+To add an option, add a row here, and add a field for its value to the struct that the row names. --show-config prints
+the options in the order of the rows; help orders them by section.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CONTINUED = Kind(
     lambda _flag, given: True if given == "row" else given or False,
     lambda value: ["row"] if value is True else [value] if value else [],
 )
-"""A text, or the word "row". The configuration has the text, True for the word, or False for neither."""
+"""A text, or the word "row". The configuration has the text, True for the word "row", or False for no text."""
 
 OPTIONS: tuple[Option, ...] = (
     *group(
@@ -450,7 +450,7 @@ def run_options(*, with_look: bool) -> Callable[[F], F]:
     """Return a decorator that adds the options of a run to a command.
 
     Args:
-        with_look: Whether to add the options of the section LOOK, too.
+        with_look: Whether to add the options of the section `LOOK`, too: --show-config and --preview.
     """
 
     def decorate(function: F) -> F:
@@ -463,11 +463,11 @@ def run_options(*, with_look: bool) -> Callable[[F], F]:
 
 
 def fields_of(struct: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return values for the fields of one struct that options fill, by field. Reads the files that options name.
+    """Return the values that options give to the fields of one struct, by field. Reads the files that options name.
 
     Args:
         struct: Name of the struct.
-        given: What click has parsed, by its parameters.
+        given: Values that click has parsed, by the names of its parameters.
 
     Raises:
         ConfigError: a value cannot be read.

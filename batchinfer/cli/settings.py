@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class CommandEntry(NamedTuple):
-    """Module that has the click command, under the name `command`, and the line for it in `batchinfer --help`."""
+    """A command: the module whose attribute `command` is the click command, and its line in `batchinfer --help`."""
 
     module: str
     help: str
@@ -57,16 +57,17 @@ COMMANDS: dict[str, CommandEntry] = {
         "Find out before paying: configuration, access, prompts, memory, time and cost.",
     ),
 }
-"""The commands by name. A module is imported only when its command runs, so that `--help` answers at once."""
+"""All commands by name. A command's module is imported only when the command runs, so that `--help` answers at once."""
 
 RUN_COMMANDS = ("worker", "check")
-"""Commands that take the options of a run. The other commands skip SECTIONS of a settings file."""
+"""Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
 
 
 def common_options(function: F) -> F:
     """Add the options that every command has: --config, --log-format and --log-level.
 
-    The command then also warns of environment variables that look like its options but are none.
+    The command then also logs a warning for each environment variable whose name looks as if it set an option, if no
+    option has this variable.
     """
 
     @functools.wraps(function)
@@ -124,10 +125,10 @@ def common_options(function: F) -> F:
 def unknown_variables(
     context: click.Context, environment: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Find environment variables that are named as if they set an option of this command. Pure.
+    """Find environment variables that are named as if they set an option of this command, but set none. Pure.
 
     Returns:
-        Each such variable, with the nearest one that does set an option, or "" if none is near.
+        Name of each such variable, with the most similar name that does set an option, or "" if no name is similar.
     """
     prefix = context.auto_envvar_prefix
     if not prefix:
@@ -152,15 +153,16 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
 
 
 def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
-    """Read a settings file for one command. Its keys are names of options, with - or _, in sections or outside.
+    """Read a settings file for one command.
 
-    Sections named after other commands are skipped, so that one file serves several commands.
+    The file's keys are names of options, spelled with - or _. They may stand in sections or outside of them. Sections
+    that are named after other commands are skipped, so that several commands can use the same file.
 
     Returns:
-        Values by click's parameters, as they would be on the command line.
+        Values by the names of click's parameters, in the form that they would have on the command line.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or a key is no option; the hint names the nearest one.
+        ConfigError: the file is missing or not YAML, or a key is not an option; the hint names the most similar option.
     """
     import yaml
 
@@ -195,7 +197,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """Return options by each of their spellings, with _ for - and no dashes in front."""
+    """Return a command's options by each of their names, without leading dashes and with _ in place of -."""
     found: dict[str, click.Option] = {}
     for parameter in command.params:
         if (
@@ -231,7 +233,7 @@ def _put(
 
 
 def _click_value(option: click.Option, value: Any) -> Any:
-    """Bring a value of YAML to the form that it would have on the command line."""
+    """Convert a value from YAML to the form that it would have on the command line."""
     if option.multiple:
         if isinstance(value, dict):
             return [f"{key}={json.dumps(item)}" for key, item in value.items()]
@@ -277,9 +279,10 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a value with its secrets replaced by "(secret)", and with no user and password in URLs.
+    """Return a value with each secret replaced by "(secret)". User and password are removed from URLs.
 
-    A secret is recognized by its name: `name`, the key of a dictionary within the value, or KEY in KEY=VALUE.
+    A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, or KEY in a
+    text KEY=VALUE.
     """
     if isinstance(value, dict):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
@@ -304,10 +307,11 @@ def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]
 
     Args:
         context: The command's context after parsing.
-        parts: Structs of the configuration that follow from the options, by name.
+        parts: Structs of the configuration that were made from the options, by name.
 
     Returns:
-        `options`: every option's value, and where it came from; `resolved`: the parts. Secrets are left out.
+        A dictionary of two entries. `options` has every option's value, and where the value came from. `resolved` has
+        `parts`. Secrets are replaced by "(secret)".
     """
     import msgspec
 

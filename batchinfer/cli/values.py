@@ -1,6 +1,6 @@
-"""How the values of options are spelled: from what click parses to the configuration's value, and back.
+"""Kinds of options' values: how a command line's word becomes the configuration's value, and the other way round.
 
-The way back is needed for the command that resumes a run: it spells the values that run.json keeps.
+The second direction is for the command that resumes a run: the values in run.json are written as words again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class FromFile(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One way to spell values. `read` and `write` undo each other."""
+    """One kind of values. `read` converts a word of the command line to a value, and `write` does the opposite."""
 
     click: dict[str, Any]
-    """Arguments of click.Option that say how the command line is parsed."""
+    """Arguments of click.Option that say how click parses the option's word."""
     read: Callable[[str, Any], Any]
-    """Function that turns what click has parsed into the configuration's value; it takes the flag for its messages."""
+    """Function that converts the value that click has parsed to the configuration's value. Its first argument is the
+    option's flag, which error messages name."""
     write: Callable[[Any], Sequence[str | FromFile]]
-    """Function that turns the configuration's value into words, one for each time that the option is given."""
+    """Function that converts the configuration's value to words. The option is given once for each word."""
 
 
 def _write_plain(value: Any) -> list[str]:
@@ -41,7 +42,7 @@ def _write_plain(value: Any) -> list[str]:
 
 
 def _plain(kind: click.ParamType[Any] | type) -> Kind:
-    """Return a kind whose values click parses into their final form, such as a number."""
+    """Return a kind whose values need no conversion after click has parsed them, such as numbers."""
     return Kind({"type": kind}, lambda _flag, given: given, _write_plain)
 
 
@@ -58,7 +59,7 @@ def at_least(least: int) -> Kind:
 
 
 def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
-    """Return the kind of numbers from `least` to `most`, both included unless `is_open` leaves out `least`."""
+    """Return the kind of numbers from `least` to `most`. If `is_open`, `least` itself is excluded."""
     return _plain(click.FloatRange(least, most, min_open=is_open))
 
 
@@ -68,7 +69,7 @@ def one_of(*names: str) -> Kind:
 
 
 def whole_or(word: str, meaning: str | None) -> Kind:
-    """Return the kind of whole numbers, or a word in place of one, which the configuration has as `meaning`."""
+    """Return the kind of values that are a whole number or `word`. `word` becomes `meaning` in the configuration."""
 
     def read(flag: str, given: Any) -> Any:
         return meaning if str(given).lower() == word else _integer(flag, given, f" or {word}")
@@ -121,7 +122,7 @@ REPEATED = Kind(
     lambda _flag, given: list(given or ()) or None,
     lambda value: list(value or ()),
 )
-"""Texts, each by an option of its own. The configuration has None in place of an empty list."""
+"""Texts. The option is repeated for each text. The configuration has None in place of an empty list."""
 
 
 def _json(value: Any) -> str:
@@ -147,13 +148,13 @@ _decode_json = json.JSONDecoder().raw_decode
 
 
 def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; an argument may hold several, with commas between. Pure.
+    """Read NAME=VALUE pairs. An argument may hold several pairs, separated by commas. Pure.
 
-    A value is JSON where it can be (commas inside belong to it), else text up to the next pair. Of equal names the
-    last one counts.
+    If a value is valid JSON, it is read as JSON, and commas inside it belong to it. Otherwise it is the text up to the
+    next pair. If a name occurs several times, its last value counts.
 
     Raises:
-        ConfigError: an argument that does not begin with NAME=.
+        ConfigError: an argument does not begin with NAME=.
 
     >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
     {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}
@@ -207,10 +208,10 @@ def _read_file(flag: str, path: Path) -> str:
 
 
 def _read_text(flag: str, given: str) -> str:
-    """Return a text as it is, or the content of the file that is named after @.
+    """Return the given text, or, if it begins with @, the content of the file whose name follows the @.
 
     Raises:
-        ConfigError: the file cannot be read, or the text is the name of a file.
+        ConfigError: the file cannot be read, or a text without @ is the name of an existing file.
     """
     if given.startswith("@"):
         return _read_file(flag, Path(given[1:]))

@@ -210,7 +210,9 @@ class ProcessPool:
                     elif not taken:
                         yield []
                         source.wait(1.0)
-                        self._collect(0.0)  # notices a replica that died while no request was in flight
+                        self._collect(
+                            0.0
+                        )  # notices a replica that died while no request was in flight
                     self._looked = time.monotonic()
                     continue
                 hungry = not exhausted and num_free > len(taken or [])
