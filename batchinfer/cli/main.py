@@ -137,7 +137,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script and of ``python -m batchinfer``.
 
     It ends the process by os._exit. Otherwise the threads of an object-store client, or an engine that did not close,
-    could keep the process, and so a paid machine, running. Every result is durable by then, and the streams are flushed.
+    could keep a paid machine running. Before the process ends, every result is durable and the streams are flushed.
     """
     try:
         _open_closed_streams()
