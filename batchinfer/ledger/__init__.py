@@ -1,4 +1,5 @@
 """What a run holds on storage and the rules by which it changes: jobs, claims, checkpoints, outputs, markers.
 
-Synchronous: each function makes its requests in the thread of its caller. Only `worker/` knows background threads.
+The functions here are synchronous: each makes its storage requests before it returns. Background threads that call
+these functions are started in `worker/`.
 """

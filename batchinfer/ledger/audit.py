@@ -1,8 +1,9 @@
 """Proof that a run is complete and sound: its markers, outputs and chunks compared with each other. Read-only.
 
-A sound run keeps promises P1 to P4 and P6: every chunk of the job has a marker that can be read, is of this run
-and this chunk, counts exactly the chunk's rows and names an output of the right size. `verify --deep` also
-reads the outputs: sha256, and line by line the right row, in order, with the right id.
+A sound run keeps promises P1 to P4 and P6. Every chunk of the job then has a marker. The marker can be read, belongs to
+this run and this chunk, counts exactly the chunk's rows, and names an output of the right size. `verify --deep` also
+reads the outputs: it compares their sha256, and checks that the lines answer the right rows in order, with the right
+ids.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ KINDS = (MISSING, CORRUPT, FOREIGN, LEFTOVER)
 
 
 class Finding(Record, frozen=True, kw_only=True, rename={"fix": "mend"}):
-    """One problem of a run. Every kind of finding except a leftover makes the run unsound."""
+    """One problem that the audit found in a run. A run is unsound if it has a finding of any kind but LEFTOVER."""
 
     kind: str
     subject: str
-    """Name of the chunk, or key of the object."""
+    """Name of the chunk that has the problem, or key of the object that has it."""
     problem: str
     fix: str
-    """Word that `verify.fix_command` turns into a command; called "mend" in JSON."""
+    """Word for the way to fix the problem, such as "redo"; `verify` turns it into a command. JSON calls it "mend"."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the sound chunks."""
+    """Sums over the markers of all chunks that passed the audit."""
 
     chunks: int = 0
     rows_ok: int = 0
@@ -58,7 +59,7 @@ class Totals:
     errors: dict[str, int] = field(default_factory=dict)
 
     def add(self, marker: Marker) -> None:
-        """Count a sound chunk."""
+        """Add the numbers in a sound chunk's marker."""
         self.chunks += 1
         self.rows_ok += marker.rows_ok
         self.rows_error += marker.rows_error
@@ -73,10 +74,10 @@ class Audit:
     """Checks one run.
 
     Args:
-        run: run.json.
-        job_sha256: Checksum of the job.json that was found; empty for lists without a job.json.
-        expected: The chunks that must be done, by name, cut to the run's --limit.
-        known: Names of all chunks of the job, also of those beyond --limit; None without a job.json.
+        run: The content of run.json.
+        job_sha256: Checksum of the job.json that was found; empty if the run was made from a list without a job.json.
+        expected: The chunks that must be done, by name. With --limit, only the chunks that hold rows below the limit.
+        known: Names of all chunks of the job, also of those beyond --limit; None if there is no job.json.
         inventory: The objects that are stored under the run.
     """
 
@@ -98,10 +99,10 @@ class Audit:
         self.findings: list[Finding] = []
 
     def check_all(self) -> list[tuple[ChunkRef, Marker]]:
-        """Check everything that needs no reading of outputs. Return the chunks that passed, with their markers."""
+        """Make every check that does not read an output. Return the chunks that passed, with their markers."""
         if self._is_edited() or self._is_of_another_job():
-            # Stop here if the job or run.json is wrong. With the wrong job every chunk looks foreign, and the commands
-            # to fix that would destroy sound chunks; an edited --limit would hide chunks.
+            # The audit ends here if run.json was edited or the job is the wrong one. With the wrong job every chunk
+            # would look foreign, and the suggested fixes would destroy sound chunks. An edited limit would hide chunks.
             return []
         sound = []
         for name, ref in self._expected.items():
@@ -113,11 +114,11 @@ class Audit:
         return sound
 
     def count(self, marker: Marker) -> None:
-        """Count a chunk that has passed every check."""
+        """Add a chunk that has passed every check to the totals."""
         self.totals.add(marker)
 
     def add(self, kind: str, subject: str, problem: str, fix: str) -> None:
-        """Note a finding."""
+        """Add a finding to `findings`."""
         self.findings.append(Finding(kind=kind, subject=subject, problem=problem, fix=fix))
 
     def _is_edited(self) -> bool:
@@ -155,7 +156,7 @@ class Audit:
         return marker
 
     def _where(self, name: str) -> str:
-        """Describe the state of a chunk without a marker: claimed, checkpointed or untouched."""
+        """Say in words how far a chunk without a marker has come: claimed, checkpointed or untouched."""
         owner = self._inventory.claims.get(name)
         if owner is not None and owner.is_alive:
             return f"not done yet: worker {owner.claim.worker} is at it"
@@ -165,7 +166,7 @@ class Audit:
     def _problems(
         self, name: str, ref: ChunkRef, generation: int, marker: Marker
     ) -> Iterator[tuple[str, str]]:
-        """Yield (kind, problem) for each thing wrong with a marker, the gravest first."""
+        """Yield a (kind, problem) pair for each fault of a chunk's marker, the gravest fault first."""
         key = layout.marker_key(name, generation)
         if marker.fingerprint != self._run.fingerprint:
             yield (
@@ -224,9 +225,10 @@ class Audit:
 
 
 def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
-    """Yield a finding for each object that nobody needs. Removing it changes nothing for readers.
+    """Yield a finding for each object that nobody needs. Removing such an object changes nothing for readers.
 
-    Damaged worker records are reported as corrupt: the epoch in them is lost, so that worker cannot start again.
+    A worker's record that is damaged is reported as CORRUPT, not as LEFTOVER. The worker's epoch is lost with it, so
+    the worker cannot start again under its id.
     """
     yield from _left_of_chunks(inventory, known)
     for damaged in inventory.damaged_claims.values():
@@ -247,13 +249,13 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 
     for name, info in inventory.orphans():
         if inventory.damaged_markers.get(name):
-            continue  # the damaged marker may name this output, so it may be in use
+            continue  # The chunk's damaged marker may name this output, so the output may be in use.
         if inventory.is_passed_over(name, info):
             yield _finding(LEFTOVER, info.key, "an output that no marker names", "clean")
         elif is_foreign(name):
             yield _finding(LEFTOVER, info.key, "an output of no chunk of the job", "hand")
         elif inventory.current(name) is None:
-            # `clean` removes it only after the chunk has been done.
+            # `clean` removes this output only after the chunk has been done.
             yield _finding(LEFTOVER, info.key, "an output whose marker did not follow", "clean")
     for name, owner in inventory.claims.items():
         if inventory.current(name) is not None and not owner.is_alive:
@@ -272,7 +274,7 @@ def _left_of_chunks(inventory: Inventory, known: Collection[str] | None) -> Iter
 def _segments_of_no_chunk(infos: Iterable[ObjectInfo]) -> Iterator[Finding]:
     """Yield a finding for each segment of a chunk that is not in the job.
 
-    `clean` keeps these, since it does not know the job.
+    `clean` does not read the job, so it cannot know that the chunk is foreign, and keeps its segments.
     """
     for info in infos:
         yield _finding(LEFTOVER, info.key, "a segment of no chunk", "hand")
@@ -291,7 +293,7 @@ def _finding(kind: str, subject: str, problem: str, fix: str) -> Finding:
 
 
 def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
-    """Count the findings of each kind, zeros included."""
+    """Return the number of findings of each kind. A kind without findings has the number 0."""
     counts = dict.fromkeys(KINDS, 0)
     for finding in findings:
         counts[finding.kind] += 1
@@ -312,10 +314,10 @@ class RunTarget(NamedTuple):
     job_url: str
     job_sha256: str
     expected: dict[str, ChunkRef]
-    """The chunks that must be done, by name in input order, cut to the run's --limit."""
+    """The chunks that must be done, by name, in input order. With --limit, only chunks with rows below the limit."""
 
     def audit(self, inventory: Inventory) -> Audit:
-        """Return the audit of this run against what is stored."""
+        """Return an `Audit` that compares this run with the objects in `inventory`."""
         return Audit(
             run=self.run,
             job_sha256=self.job_sha256,
@@ -334,19 +336,19 @@ def find_target(
     job_url: str | None = None,
     manifests: list[str] | None = None,
 ) -> RunTarget:
-    """Find out which job a run is of, and which chunks it must have done. Read-only.
+    """Find the job that a run was made from, and the chunks that the run must have done. Read-only.
 
     Args:
         store: The run's store.
-        inventory: What is stored under the run.
+        inventory: The objects that are stored under the run.
         open_store: Opens the job's store from a URL.
         usage: Command line for hints, with {} in place of the option and the run.
-        job_url: URL of the job; by default the folder above the run, or what run.json says.
+        job_url: URL of the job; by default the folder above the run, or the URL that run.json records.
         manifests: Lists of chunks, for a run made from a list without a job.json.
 
     Raises:
-        InputError: no run there, one of a newer format version, or its job cannot be found. A job.json with
-            another checksum than the run's is not refused here; the audit reports it.
+        InputError: The store holds no run, the run has a newer format version, or its job cannot be found. A job.json
+            with another checksum than the run's is not refused here; the audit reports it.
     """
     run = _read_run(store, inventory)
     limit = run.config.get("limit")
@@ -376,7 +378,7 @@ def find_target(
 
 
 def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store, may_be_edited=True)  # the audit reports it
+    run = read_run(store, may_be_edited=True)  # The audit reports an edited run.json, so it is not refused here.
     if run is not None:
         return run
     if inventory.is_empty:

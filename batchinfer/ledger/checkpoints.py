@@ -1,10 +1,12 @@
 """Checkpoint segments: the finished rows of an unfinished chunk, so that any worker can go on from them.
 
-A segment is written once, whole, under a key of its own, and removed after the chunk's marker. Segments of several
-workers may overlap: every copy of a row is right, and the first that is read is taken. The local spool holds the same
-records, so a checkpoint is a copy of a slice of the spool. A segment's first line holds the sha256 of the chunk and the
-fingerprint of the run: a chunk that was edited must not get rows generated from its old text, and a run whose run.json
-was removed must not get rows of its old configuration.
+A segment is an object that is written once and whole, under a key of its own. It is removed once the chunk has its
+marker. Segments of several workers may hold the same row: every copy is right, and the first copy that is read is
+taken. A worker's local spool file holds the same records, so a checkpoint is a copy of a slice of the spool.
+
+A segment's first line holds the sha256 of the chunk and the fingerprint of the run. The sha256 keeps rows that answer
+an old text out of a chunk that was edited. The fingerprint keeps rows of an old configuration out of a run whose
+run.json was removed and made anew.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _BATCH_BYTES = 2 << 20
 
 
 class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
-    """One finished row. `output` must stay the last field: it is cut out of the encoded record by position."""
+    """One finished row.
+
+    `output` must stay the last field, because `encode_rows` computes its place from the end of the encoded record.
+    """
 
     line: int
     ok: bool
@@ -41,7 +46,7 @@ class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
 
 
 class DeathNote(Record, frozen=True, kw_only=True):
-    """A row that was in flight when an engine died."""
+    """A note that an engine died while it was generating the row at `line`."""
 
     line: int
     engine_deaths: int
@@ -80,9 +85,11 @@ _UNREADABLE = (
 
 
 def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int, int]]]:
-    """Encode rows as lines.
+    """Encode rows as lines of JSON.
 
-    Also return for each (the row's line in the chunk, offset of `output` in the bytes, its length).
+    Returns:
+        The bytes, and for each row a tuple: the row's line number in the chunk, the offset of its `output` in these
+        bytes, and the length of `output`.
     """
     data = _encoder.encode_lines(rows)
     payloads = []
@@ -96,7 +103,7 @@ def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int
 
 
 def encode_deaths(lines: list[int]) -> bytes:
-    """Return records that note one engine death for each of these lines."""
+    """Return one encoded death note for each line number in `lines`."""
     return b"".join(
         _encoder.encode(DeathNote(line=line, engine_deaths=1)) + b"\n" for line in lines
     )
@@ -105,18 +112,19 @@ def encode_deaths(lines: list[int]) -> bytes:
 class Segments:
     """The segments of one chunk, read one after the other. Read-only.
 
-    Iterate over `rows()` once; the attributes are complete when the iteration has ended.
+    Iterate over `rows()` once. The attributes are complete when the iteration has ended.
 
-    A line that cannot be read, or is outside the chunk, is left out with a warning, and its row is generated again. A
-    segment that does not begin with this chunk's sha256 and the run's fingerprint is left out as a whole.
+    A record that cannot be read is left out with a warning, and its row is generated again. A record whose line number
+    is outside the chunk is left out with a warning too. A segment that does not begin with this chunk's sha256 and the
+    run's fingerprint is left out as a whole.
 
     Args:
         store: The run's store.
-        name: x
+        name: Name of the chunk.
         chunk_sha256: Checksum of the chunk as it is stored now.
-        fingerprint: Returns the run's fingerprint, "" while it has none. Called only once a segment is found, since
-            run.json is always written before the first segment.
-        num_lines: Number of the chunk's rows that are to be done (fewer than it has with --limit).
+        fingerprint: Returns the run's fingerprint, or "" while the run has none. It is called only after a segment was
+            found. run.json is written before the first segment, so the run then has its fingerprint.
+        num_lines: Number of rows to do, counted from the chunk's first. With --limit the chunk may have more rows.
     """
 
     def __init__(
@@ -134,16 +142,19 @@ class Segments:
         self._fingerprint = fingerprint
         self._num_lines = num_lines
         self.deaths: dict[int, int] = {}
-        """Number of engine deaths, by line."""
+        """Number of engine deaths noted for a row, by the row's line number."""
         self.keys: list[str] = []
-        """Keys of all segments found, outdated ones included: all are deleted after the chunk's marker."""
+        """Keys of all segments that were read, also outdated ones. All are deleted once the chunk has its marker."""
         self.num_outdated = 0
-        """Number of segments left out: made from another text than the chunk has now, or with another configuration."""
+        """Number of segments that were left out because their first line has another sha256 or fingerprint."""
         self.has_vanished = False
-        """Whether a segment disappeared during the reading, which means that somebody has published the chunk."""
+        """Whether a listed segment was gone when it was to be read. Another worker has then published the chunk."""
 
     def rows(self) -> Iterator[FinishedRow]:
-        """Yield every finished row; a line may come more than once. Holds one segment's bytes at a time."""
+        """Yield every finished row. A row that is in several segments comes several times.
+
+        Only one segment's bytes are in memory at a time.
+        """
         for info in self._store.list(layout.checkpoint_prefix(self._name)):
             if layout.parse_segment(info.key) is None:
                 logger.warning("%s: not a checkpoint segment, left alone", info.key)
@@ -211,7 +222,7 @@ class Segments:
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
-    """Group the rows into lists of bounded size in memory."""
+    """Group the rows into lists, each of which ends at `_BATCH_ROWS` rows or `_BATCH_BYTES` bytes of output."""
     batch: list[FinishedRow] = []
     size = 0
     for row in rows:
@@ -227,9 +238,10 @@ def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:
 def write_segment(
     store: Store, key: str, records: bytes, *, chunk_sha256: str, fingerprint: str
 ) -> None:
-    """Create one segment.
+    """Create one segment: the header line, then `records`.
 
-    If a reply is lost, the store repeats the create safely: keys are never reused, as epochs only grow.
+    The store may safely repeat the create after a lost reply, because no other segment ever gets the same key: the key
+    contains the worker's epoch, which grows with every start.
     """
     header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
     store.create(key, b"".join((header, b"\n", records)))

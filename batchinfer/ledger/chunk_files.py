@@ -18,9 +18,10 @@ _READ_BYTES = 1 << 17
 
 
 class LocalChunk(NamedTuple):
-    """A chunk's plain lines in the scratch folder, `size_bytes` of them.
+    """A chunk's local copy: a file of plain (decompressed) lines in the scratch folder.
 
-    `sha256` and `stored_bytes` are the stored object's.
+    `size_bytes` is the size of this file. `sha256` and `stored_bytes` are the checksum and the size of the stored
+    object, which may be compressed.
     """
 
     path: Path
@@ -34,7 +35,8 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
     """Copy a chunk to scratch as plain lines and check it against job.json.
 
     Raises:
-        InputError: it is missing, cannot be decompressed, or differs from what job.json says.
+        InputError: The chunk is missing, cannot be decompressed, or has another checksum or number of rows than
+            job.json says.
     """
     name = f"{ref.root}/{ref.key}"
     stored = scratch.new_path(ref.name)
@@ -42,7 +44,8 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
         with scratch_errors(stored.parent):
             store.download(ref.key, stored)
     except BaseException as error:
-        # Removed here because the next attempt uses another name, so that this file would stay until the worker ends.
+        # The next attempt downloads to another file name, so nothing would overwrite this file, and it would take up
+        # space until the worker ends.
         remove_quietly(stored)
         if isinstance(error, ObjectNotFound):
             hint = "split again, or restore it"
@@ -75,11 +78,11 @@ def fetch(store: Store, ref: ChunkRef, scratch: Scratch) -> LocalChunk:
 
 
 def _scan(path: Path) -> tuple[str, int]:
-    """Return (sha256, number of lines)."""
+    """Return a file's sha256 and its number of lines; a last line without a newline counts too."""
     digest = hashlib.sha256()
     num_lines = 0
     last = b"\n"
-    buffer = bytearray(_READ_BYTES)  # reused, and small enough for the processor's cache
+    buffer = bytearray(_READ_BYTES)  # One buffer serves all reads; it is small enough for the processor's cache.
     with (
         scratch_errors(path.parent),
         path.open("rb", buffering=0) as file,
@@ -87,8 +90,8 @@ def _scan(path: Path) -> tuple[str, int]:
     ):
         while size := file.readinto(buffer):
             digest.update(view[:size])
-            # find() is used because it jumps from newline to newline. count() looks at every byte, and would add a
-            # third to the time of hashing.
+            # find() jumps from newline to newline, which is quick. count() would look at every byte, and take a third
+            # of the time that hashing takes.
             at = buffer.find(b"\n", 0, size)
             while at >= 0:
                 num_lines += 1

@@ -1,12 +1,13 @@
 """Leases and claims: who may work on which chunk, without clocks or a coordinator.
 
-* A worker's record (workers/<id>.json) is its one lease: taken at the start with the next epoch, renewed by
-  if-match from a thread. A worker that finds a newer epoch of itself is a ghost and stops.
-* A claim (claims/<chunk>.json) names a worker and its epoch, and is valid as long as that worker's lease. A claim
-  lapses when the owner's record did not change for the length of a lease (by the observer's own monotonic clock), shows
-  another epoch, or says that the owner has ended.
+* A worker's record (workers/<id>.json) is the worker's lease. The worker takes it at its start, with the next epoch,
+  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer epoch in
+  the record, and stops.
+* A claim (claims/<chunk>.json) names a worker and its epoch. It is valid as long as that worker's lease. A claim lapses
+  in three cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
+  the record shows a newer epoch, or the record says that the worker has ended.
 
-Claims only save work. Outputs are kept right by the create-only marker, not by claims.
+Claims only keep two workers from doing the same work. It is the create-only marker that keeps outputs right.
 """
 
 from __future__ import annotations
@@ -34,59 +35,69 @@ from batchinfer.storage import Store
 logger = logging.getLogger(__name__)
 
 _WRITES = 5
-"""Tries of one heartbeat while another thread or process writes the same record."""
+"""Attempts to write one heartbeat when other threads or processes keep changing the same record."""
 
 ENDED_STATES = ("done", "stopped", "failed")
 
 # --------------------------------------------------------------------------- when a worker is gone
 #
-# Every limit that decides this stands here, as a number of the other worker's leases.
+# All limits that decide when a worker counts as gone or stuck are in this section, most of them in lengths of a lease.
 
 HEARTBEATS_PER_LEASE = 4
-"""Renewals of a worker's record in one lease, and looks of the others at it: three in a row may fail or be late."""
+"""Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. Three heartbeats in
+a row may fail or be late before the lease lapses."""
 LEASES_WITHOUT_STORAGE = 10.0
-"""Leases without a heartbeat after which a worker ends itself, since it cannot store anything. The limit is longer than
-others wait before they take over, because a bucket that was away for some minutes is no reason to load an engine
-again."""
+"""Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. The number is
+higher than LEASES_UNTIL_GONE, because loading an engine again costs more than waiting some minutes for a bucket."""
 LAPSES_WITHOUT_STORAGE = 3
-"""Late heartbeats in a row that a worker survives however long they take: a machine that sleeps in the middle of a
-heartbeat makes that one late."""
+"""Number of late heartbeats in a row after which a worker goes on, however long they took. A machine that sleeps during
+a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 LEASES_UNTIL_GONE = 1.0
-"""Leases without a heartbeat after which others may take a worker's chunks, by the watching process's clock."""
+"""Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by the
+clock of the worker that waits."""
 LEASES_UNTIL_HELPED = 1.0
-"""Leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
+"""Number of leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
-"""Leases without a heartbeat after which a worker counts as gone for a reader that looks only once, like `clean`. The
-limit is higher than LEASES_UNTIL_GONE, because such a reader has not watched the worker's record: it may have to
-compare storage's clock with its own, and the two may differ."""
+"""Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
+gone. The number is higher than LEASES_UNTIL_GONE, because the command has not watched the worker's record: it compares
+storage's clock with its own, and the two clocks may differ."""
 _LEASES_OF_A_STALL = 0.6
-"""Share of a lease without a heartbeat that is worth a warning: two heartbeats in a row are missing."""
+"""Share of a lease without a heartbeat after which a worker seems stalled: two heartbeats in a row are missing."""
 
 
 def has_lapsed(silent_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a silence is long enough for others to take a worker's chunks. Of several leases the longest counts."""
+    """Whether a worker had no heartbeat for so long that others may take its chunks.
+
+    If several lengths of a lease are given, the longest counts.
+    """
     return silent_seconds >= LEASES_UNTIL_GONE * max(lease_seconds)
 
 
 def stands_still(rowless_seconds: float, *lease_seconds: float) -> bool:
-    """Whether a live worker has finished no row for long enough to be helped. Of several leases the longest counts."""
+    """Whether a live worker has finished no row for so long that others may help it.
+
+    If several lengths of a lease are given, the longest counts.
+    """
     return rowless_seconds >= LEASES_UNTIL_HELPED * max(lease_seconds)
 
 
 def seems_gone(silent_seconds: float, lease_seconds: float, *, patience_seconds: float) -> bool:
-    """Whether a worker is gone for a reader that looks only once and waits for `patience_seconds` at least."""
+    """Whether a command that looks only once may take a worker for gone.
+
+    The worker must have had no heartbeat for longer than `patience_seconds`, and longer than two leases.
+    """
     return silent_seconds > max(patience_seconds, _LEASES_FOR_ONE_LOOK * lease_seconds)
 
 
 def seems_stalled(silent_seconds: float, lease_seconds: float) -> bool:
-    """Whether heartbeats are missing, though others still respect the worker's claims."""
+    """Whether at least two heartbeats of a worker are missing. Its claims may still be valid."""
     return silent_seconds >= _LEASES_OF_A_STALL * lease_seconds
 
 
 class Lease:
-    """This worker's own record. `take` once, then `renew` every quarter of the lease, from any thread.
+    """This worker's own record. Call `take` once, then `renew` every `heartbeat_seconds`, from any thread.
 
-    Callers give the record's content; identity, epoch and beat are filled in here.
+    Callers give the record's content. The lease itself fills in id, epoch, nonce, beat, heartbeat and lease_seconds.
     """
 
     def __init__(
@@ -116,13 +127,17 @@ class Lease:
 
     @property
     def writer(self) -> str:
-        """Name of this process in keys. Without preconditions two processes may share an epoch, but not the nonce."""
+        """Name of this process in keys.
+
+        On a store without preconditions two processes of one worker may get the same epoch. So the name then contains
+        the nonce too, which each process has to itself.
+        """
         return self.worker_id if self._is_safe else f"{self.worker_id}.{self.nonce}"
 
     def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
-        """Take the record with the next epoch. Return the record it replaces, if there was one.
+        """Write this worker's record with the next epoch. Return the record that was there before, None if none was.
 
-        Effect: the earlier epoch of this worker, if it still runs, finds out at its next renewal.
+        If an earlier start of this worker still runs, it finds the newer epoch at its next renewal, and stops.
         """
         while True:
             try:
@@ -143,10 +158,12 @@ class Lease:
                 return before
 
     def renew(self, record: Worker) -> None:
-        """Write the record once more. A storage failure is kept in `error`, and tried again at the next renewal.
+        """Write the record again, as a heartbeat.
+
+        If storage fails, the error is kept in `error`, and the next renewal tries again.
 
         Raises:
-            Superseded: a newer epoch of this worker exists. Never takes it back.
+            Superseded: A newer epoch of this worker exists. Its record is left as it is.
         """
         started = self._clock.monotonic()
         try:
@@ -164,7 +181,7 @@ class Lease:
         self._renewed = started
 
     def close(self, record: Worker) -> None:
-        """Write the record for the last time: a renewal of another thread that is under way then gives up."""
+        """Write the record for the last time. A renewal that another thread has begun then gives up."""
         self._is_closed = True
         for _ in range(_WRITES):
             if self._write(record):
@@ -173,7 +190,7 @@ class Lease:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the start of the last heartbeat that was written."""
+        """Seconds since this process began to write its last successful heartbeat."""
         return self._clock.monotonic() - self._renewed
 
     @property
@@ -183,7 +200,7 @@ class Lease:
 
     @property
     def give_up_seconds(self) -> float:
-        """Seconds without storage after which the worker is to end."""
+        """Seconds without a successful heartbeat after which the worker ends itself."""
         return LEASES_WITHOUT_STORAGE * self.lease_seconds
 
     def is_held(self) -> bool:
@@ -191,15 +208,15 @@ class Lease:
         return not self._superseded and not has_lapsed(self.silent_seconds, self.lease_seconds)
 
     def require(self) -> None:
-        """Raise unless this worker still holds its lease and has renewed it in time.
+        """Raise an error unless this worker still holds its lease and has renewed it in time.
 
-        Called right before anything is published.
+        The publisher calls this right before it writes an output or a marker.
 
         Raises:
-            Superseded: a newer epoch of this worker exists.
-            LeaseLapsed: the heartbeat was not renewed in time, because the machine was frozen or the bucket is away.
-                Until the next renewal others may count this worker as gone, and `clean` its unpublished outputs as
-                orphans; try again afterwards.
+            Superseded: A newer epoch of this worker exists.
+            LeaseLapsed: The heartbeat was not renewed in time, because the machine was frozen or the bucket is away.
+                Until the next renewal, other workers may take this worker for gone, and `clean` may take its outputs
+                without a marker for orphans. The caller may try again after the next renewal.
         """
         if self._superseded:
             raise Superseded(
@@ -212,11 +229,11 @@ class Lease:
             )
 
     def _write(self, record: Worker) -> bool:
-        """Write the record unless somebody else has changed it; return whether it was written."""
+        """Write the record unless somebody else has changed it. Return whether it was written."""
         try:
             if not self._is_safe:
-                # A store without preconditions refuses nothing, or refuses the right etag too. On such a store there
-                # are no claims, and the record only shows that the worker is alive.
+                # A store without preconditions ignores etags, or refuses even the right one. So the record is written
+                # without an etag. There are no claims on this store: the record only shows that the worker is alive.
                 try:
                     self._etag = self._store.create(self._key, self._body(record))
                 except AlreadyExists:
@@ -231,11 +248,17 @@ class Lease:
         return True
 
     def _settle(self) -> None:
-        """Find out who changed the record: this process (a lost reply, or another thread), nobody, or a newer epoch."""
+        """Read the record after a refused write, and keep its etag for the next try.
+
+        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost).
+
+        Raises:
+            Superseded: The record is of another start of this worker.
+        """
         try:
             data, etag = self._store.get(self._key)
         except ObjectNotFound:
-            self._etag = ""  # removed by hand or by `clean`, so create it again
+            self._etag = ""  # Somebody has removed the record, so the next try creates it again.
             return
         found = codec.decode(data, Worker, name=self._key)
         if found.nonce != self.nonce or found.epoch != self.epoch:
@@ -259,7 +282,7 @@ class Lease:
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
-    """Decode a claim. A damaged claim counts as released, so that it does not block its chunk for ever."""
+    """Decode a claim. A damaged claim counts as released, since it would otherwise block its chunk for ever."""
     try:
         claim = codec.decode(data, Claim, name=key)
         if claim.worker:
@@ -271,14 +294,14 @@ def decode_claim(data: bytes, key: str) -> Claim:
 
 
 class Taken(NamedTuple):
-    """A claim that this worker has taken. `etag` is needed to release it; `is_new`: the chunk had no claim before."""
+    """A claim that this worker has taken. `etag` is needed to release it. `is_new`: the chunk had no claim before."""
 
     etag: str
     is_new: bool = False
 
 
 class Held(NamedTuple):
-    """Another worker's claim, as it was read."""
+    """A stored claim that was read, with its etag. It may name another worker, this worker, or nobody if released."""
 
     claim: Claim
     etag: str
@@ -293,8 +316,8 @@ class _Sighting(NamedTuple):
 class Claims:
     """Takes, watches and releases claims in one worker's name, from any thread.
 
-    When two threads look at one owner at once, they may see its record in the wrong order. The claim then lapses later,
-    never sooner.
+    Two threads that look at one owner at the same time may see its record's versions in the wrong order. The owner's
+    claims then lapse too late for these threads, but never too early.
     """
 
     def __init__(
@@ -307,7 +330,10 @@ class Claims:
         self._sightings: dict[str, _Sighting] = {}
 
     def take(self, name: str) -> Taken | Held:
-        """Take a chunk's claim if nobody has it, or if it is this worker's own of an earlier epoch."""
+        """Take a chunk's claim if it is free, released, or this worker's own of this or an earlier epoch.
+
+        Any other claim is left as it is, and is returned as `Held`.
+        """
         key = layout.claim_key(name)
         while True:
             try:
@@ -317,25 +343,25 @@ class Claims:
             try:
                 data, etag = self._store.get(key)
             except ObjectNotFound:
-                continue  # the claim was removed in between
+                continue  # The claim was removed between the two requests.
             claim = decode_claim(data, key)
             if claim.worker not in ("", self._lease.worker_id):
                 return Held(claim, etag)
             if claim.worker and claim.epoch > self._lease.epoch:
-                return Held(claim, etag)  # the claim of a newer epoch of this worker
+                return Held(claim, etag)  # The claim is of a newer start of this worker.
             taken = self.take_over(name, etag)
             if taken is not None:
                 return taken
 
     def take_over(self, name: str, etag: str) -> Taken | None:
-        """Take a lapsed claim that was seen with `etag`; None if somebody was faster."""
+        """Replace a claim that was read with `etag` by this worker's. Return None if the claim has changed since."""
         try:
             return Taken(self._store.replace(layout.claim_key(name), self._body(), etag))
         except PreconditionFailed:
             return None
 
     def is_mine(self, name: str) -> bool:
-        """Whether the stored claim still names this worker at this epoch. Costs one request."""
+        """Whether a chunk's stored claim still names this worker and its current epoch. Costs one request."""
         try:
             data = self._store.get(layout.claim_key(name)).data
         except ObjectNotFound:
@@ -343,11 +369,11 @@ class Claims:
         return self.is_ours(decode_claim(data, layout.claim_key(name)))
 
     def is_ours(self, claim: Claim) -> bool:
-        """Whether a claim names this worker at this epoch. Pure."""
+        """Whether a claim that was read names this worker and its current epoch. Sends no request."""
         return claim.worker == self._lease.worker_id and claim.epoch == self._lease.epoch
 
     def release(self, name: str, etag: str) -> None:
-        """Give an unfinished chunk back, unless somebody took it over meanwhile."""
+        """Release a chunk's claim, so that any worker may take it. A claim that was taken over meanwhile is left."""
         body = codec.encode(Claim(worker="", epoch=0, nonce=self._new_nonce()))
         try:
             self._store.replace(layout.claim_key(name), body, etag)
@@ -355,15 +381,15 @@ class Claims:
             logger.info("%s: its claim is somebody else's by now", name)
 
     def look(self, held: Held) -> Worker | None:
-        """Look at a claim's owner once. Return its record while the claim is alive, None once it has lapsed.
+        """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
-        Call it about `HEARTBEATS_PER_LEASE` times a lease: an owner is gone when its record did not change for a lease,
-        by this machine's clock.
+        Callers repeat this about `HEARTBEATS_PER_LEASE` times a lease. An owner counts as gone once its record did not
+        change between two of these calls for the length of a lease, by this machine's clock.
         """
         key = layout.worker_key(held.claim.worker)
-        # The answer shows the record at some moment between the request and now, and this machine may have slept in
-        # between. To be careful, a new version counts as seen now, and an unchanged version as seen at the time of the
-        # request.
+        # The store's answer shows the record as it was at some moment between the request and the answer. This machine
+        # may have slept between the two. So the silence is measured as short as it can have been: a new version counts
+        # as seen when the answer came, an unchanged version as seen when the request was sent.
         asked = self._clock.monotonic()
         try:
             data, etag = self._store.get(key)

@@ -1,4 +1,7 @@
-"""Each run has one configuration (promise P6): run.json, which is created once, its fingerprint, and the run's job."""
+"""run.json, which gives each run one configuration (promise P6) and its fingerprint, and the search for a run's job.
+
+The first worker creates run.json. Every later worker must have a configuration with the same fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _PUT_BACK = "put run.json back as the run's first worker wrote it, or start anot
 
 
 class _Config(msgspec.Struct):
-    """Fields of `config` whose types are checked; all others are only compared and shown."""
+    """Fields of run.json's `config` whose types are checked. All its other fields are only compared and shown."""
 
     job_sha256: str = ""
     limit: int | None = None
@@ -52,11 +55,11 @@ class Configuration(msgspec.Struct):
 
 
 def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
-    """Read run.json, None if there is none.
+    """Read run.json. Return None if it does not exist.
 
     Raises:
-        InputError: it is damaged, of a newer format version, or unless `may_be_edited`, its fingerprint is not that of
-            its configuration.
+        InputError: run.json is damaged, has a newer format version, or was edited (its fingerprint does not fit its
+            configuration). With `may_be_edited` an edited run.json is no error.
     """
     name = f"{store.url}/{layout.RUN_KEY}"
     try:
@@ -72,10 +75,7 @@ def read_run(store: Store, *, may_be_edited: bool = False) -> Run | None:
 
 
 def edit_of(run: Run) -> str:
-    """Return a sentence if run.json was edited, so that its fingerprint is not that of its configuration; else "".
-
-    Pure.
-    """
+    """Return a sentence that says that run.json was edited; "" if its fingerprint fits its configuration. Pure."""
     computed = codec.fingerprint(run.config)
     if computed == run.fingerprint:
         return ""
@@ -86,7 +86,7 @@ def refuse_edited(run: Run, *, url: str) -> None:
     """Refuse a run whose run.json was edited, since it no longer says how the outputs were made.
 
     Raises:
-        InputError: see `edit_of`.
+        InputError: The fingerprint in run.json does not fit its configuration.
     """
     if problem := edit_of(run):
         raise InputError(f"{url}/{layout.RUN_KEY}: {problem}", hint=_PUT_BACK)
@@ -96,7 +96,7 @@ def refuse_newer(store: Store) -> None:
     """Refuse a run of a newer format version. A run whose run.json is gone or damaged passes.
 
     Raises:
-        InputError: it is newer.
+        InputError: run.json has a newer format version than this program knows.
     """
     try:
         data = store.get(layout.RUN_KEY).data
@@ -106,7 +106,10 @@ def refuse_newer(store: Store) -> None:
 
 
 def no_run(store: Store) -> InputError:
-    """Return the error for a URL that holds no run. A job's URL is the likeliest mistake, so its runs are named."""
+    """Return the error for a URL that holds no run.
+
+    Users often give the URL of a job, or of its runs/ folder, instead. The error then names the runs that it holds.
+    """
     url = store.url
     try:
         store.stat(layout.JOB_KEY)
@@ -140,11 +143,11 @@ def join_run(
 ) -> Run:
     """Create run.json, or check that the existing one has the same fingerprint.
 
-    Without preconditions (`is_safe` false) two first workers may both write run.json. Each then reads it back to see
-    which one stayed, which is only best effort.
+    On a store without preconditions (`is_safe` is false) two workers that start at once may both write run.json. Each
+    of them then reads run.json back, to see whose version stayed. This does not notice a version that is written later.
 
     Raises:
-        RunMismatch: the run has another configuration; the difference is in the message.
+        RunMismatch: The run has another configuration. The message names each difference.
     """
     config = _plain(config)
     mine = Run(
@@ -180,10 +183,10 @@ def join_run(
 
 
 def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
-    """Compare a configuration, or the part of it that is known so far, with the run's.
+    """Refuse a configuration that differs from the run's. Values that are still UNKNOWN are not compared.
 
     Raises:
-        RunMismatch: with every difference, one a line.
+        RunMismatch: The configurations differ. The message has one line for each difference.
     """
     differences = differing_keys(run.config, _plain(config))
     if differences:
@@ -199,9 +202,9 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
 def differing_keys(
     there: dict[str, Any], here: dict[str, Any], prefix: str = ""
 ) -> list[tuple[str, str, str]]:
-    """Return dotted keys whose values differ, with both values cut to a readable length.
+    """Return a (dotted key, value in `there`, value in `here`) tuple for each key whose values differ.
 
-    UNKNOWN values are skipped. Pure.
+    The values are texts, cut to a readable length. A key whose value in `here` is UNKNOWN is skipped. Pure.
 
     >>> differing_keys({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
     [('a.b', '1', '3')]
@@ -224,7 +227,7 @@ def _show(value: object) -> str:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration as it looks after a round trip through JSON, since this form is stored and compared."""
+    """Return the configuration encoded as JSON and decoded again, since run.json holds it in this form."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(config))
     return plain
 
@@ -233,15 +236,16 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_sha256_of(run: Run | None) -> str:
-    """Return the sha256 of the run's job.json; empty if it is not known, or the run was made from a list."""
+    """Return the sha256 of the run's job.json; empty if there is no run.json, or the run was made from a list."""
     return "" if run is None else str(run.config.get("job_sha256") or "")
 
 
 def job_places(run: Run | None, run_url: str) -> list[str]:
-    """Return the URLs where a run's job may be, the likeliest first: a job is usually moved together with its runs.
+    """Return the URLs where a run's job may be, the likeliest first.
 
-    Somebody who can write run.json must not choose where requests go. So the URL in run.json is used only if it is in
-    the run's own bucket, or if both are local folders.
+    The folder above the run comes first, because a job that is moved usually takes its runs along. The URL in run.json
+    comes second, and only if it is in the run's own bucket, or if both are local folders: people who can write run.json
+    must not be able to send this program's requests elsewhere.
     """
     recorded = recorded_job(run)
     beside = recorded if is_beside(recorded, run_url) else ""
@@ -249,12 +253,12 @@ def job_places(run: Run | None, run_url: str) -> list[str]:
 
 
 def recorded_job(run: Run | None) -> str:
-    """Return the URL that run.json records for the job, as of when the run was made; empty if there is none."""
+    """Return the URL that the job had when the run was made, as run.json records it; empty if none is recorded."""
     return "" if run is None else str(run.recorded.get("job") or "").rstrip("/")
 
 
 def is_beside(url: str, run_url: str) -> bool:
-    """Whether two URLs are of one bucket, or both of local folders."""
+    """Whether two URLs lie in the same bucket, or both name local folders."""
     return _bucket(url) == _bucket(run_url)
 
 
@@ -282,17 +286,21 @@ def find_job(
     asked_url: str | None = None,
     on_error: Callable[[BatchinferError], None] | None = None,
 ) -> FoundJob | None:
-    """Return a run's job, preferring one whose checksum is the run's to one whose checksum is not. Read-only.
+    """Find the job that a run was made from. Return None if no place has a job.json. Read-only.
+
+    The first job.json with the checksum that run.json records is returned. If no job.json has that checksum, the first
+    job.json that was found is returned.
 
     Args:
-        run: run.json, None while there is none.
+        run: The content of run.json; None if it does not exist yet.
         run_url: URL of the run.
         open_store: Opens the job's store from a URL.
-        asked_url: The only place to look in; by default those of `job_places`.
-        on_error: Takes the error of a place that cannot be read, and the next place is tried; by default it is raised.
+        asked_url: The only URL to look at; by default the URLs of `job_places` are looked at.
+        on_error: Called with the error if the job.json at a URL cannot be read; the search then goes on with the next
+            URL. By default the error is raised.
 
     Raises:
-        InputError: there is no job.json at `asked_url`.
+        InputError: There is no job.json at `asked_url`.
     """
     others: list[FoundJob] = []
     for url in [asked_url.rstrip("/")] if asked_url else job_places(run, run_url):

@@ -1,7 +1,7 @@
-"""One look at what the other workers of a run have done and hold, with few requests.
+"""A survey of a run for one worker: which chunks are done, and which are claimed by other workers. Needs few requests.
 
-Read-only, except for `release_given_up`. For each chunk the marker is read first, then the claim, then the claim's
-owner.
+Read-only, except for `release_given_up`. For each chunk the marker is looked up first, then the claim, then the record
+of the claim's owner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Number of chunks up to which each one is asked for by a request of its own; more are looked up by one listing."""
+"""Largest number of chunks that are looked up with one request for each chunk. More chunks are looked up in a listing."""
 
 
 class Survey(NamedTuple):
@@ -30,15 +30,15 @@ class Survey(NamedTuple):
     lapsed: dict[str, Held]
     """Chunks whose claim was released, or has lapsed."""
     alive: dict[str, tuple[Held, Worker]]
-    """Chunks whose claim's owner is alive, with the owner's record."""
+    """Chunks that are claimed by a worker that is alive, each with the claim and that worker's record."""
     unclaimed: list[str]
     """Chunks that have no claim."""
 
 
 def finished_chunks(store: Store) -> dict[str, int]:
-    """Return every chunk that has a marker, with its highest generation, by one listing of outputs/.
+    """Return every chunk that has a marker, with the highest generation of its markers, from one listing of outputs/.
 
-    A marker does not count if it is too short to be whole, or if there is no output of its chunk.
+    A marker does not count if it is too short to be whole, or if its chunk has no output.
     """
     found: dict[str, int] = {}
     outputs: set[str] = set()
@@ -53,7 +53,7 @@ def finished_chunks(store: Store) -> dict[str, int]:
 
 
 def chunks_with_checkpoints(store: Store) -> set[str]:
-    """Return the names of all chunks that have checkpoint segments, by one listing of checkpoints/."""
+    """Return the names of all chunks that have checkpoint segments, from one listing of checkpoints/."""
     found = (layout.parse_segment(info.key) for info in store.list(layout.CHECKPOINTS))
     return {segment[0] for segment in found if segment is not None}
 
@@ -66,14 +66,15 @@ def look_at_owners(
     own: Collection[str] = (),
     listed: Collection[ChunkRef] = (),
 ) -> Survey:
-    """Find out which chunks are done, and who holds the others.
+    """Find out which chunks are done, and which workers hold claims of the other chunks.
 
     Args:
         store: The run's store.
-        claims: Tells which owners are alive; None on a store that cannot keep claims, where no chunk is ever held.
-        generations: The chunks to ask for, each with the generation of the marker that makes it done.
-        own: Those of these chunks that this worker has open; their claims are not read.
-        listed: Those of these chunks that no job.json describes; a marker of that name may belong to another file.
+        claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
+        generations: The chunks to look up, by name. A chunk is done if its marker has this generation or a higher one.
+        own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
+        listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
+            these, so a marker is read to see whether it was written for this file.
     """
     done = _done(store, generations)
     for ref in listed:
@@ -93,10 +94,11 @@ def look_at_owners(
             survey.unclaimed.append(name)
             continue
         if not held.claim.worker:
-            survey.lapsed[name] = held  # released
+            survey.lapsed[name] = held  # A claim that names no worker was released.
             continue
         key = (held.claim.worker, held.claim.epoch)
-        # Only an owner that is alive is remembered: one that seemed gone may have come back, and made this claim since.
+        # `owners` remembers only workers that are alive. A worker that seemed gone at an earlier chunk may have come
+        # back and made this claim since, so its record is read again.
         owner = owners.get(key) or claims.look(held)
         if owner is None:
             survey.lapsed[name] = held
@@ -107,10 +109,10 @@ def look_at_owners(
 
 
 def release_given_up(store: Store, claims: Claims | None, names: Collection[str]) -> None:
-    """Release this worker's claims of chunks that it has given up.
+    """Release this worker's claims of the chunks in `names`, which it has given up.
 
-    A claim whose write timed out may still appear long after. If it stayed, two workers that have given up different
-    chunks could wait for each other for ever.
+    A claim whose write timed out may still appear on storage much later. If these claims stayed, two workers that have
+    given up different chunks could wait for each other for ever.
     """
     if claims is None:
         return
@@ -135,13 +137,13 @@ def _done(store: Store, generations: dict[str, int]) -> set[str]:
 
 
 def _claimed(store: Store) -> set[str]:
-    """Chunks that have a claim, by one listing."""
+    """Return the names of all chunks that have a claim, from one listing of claims/."""
     infos = store.list(layout.CLAIMS)
     return {layout.stem(info.key).removesuffix(".json") for info in infos}
 
 
 def _read_claim(store: Store, name: str) -> Held | None:
-    """Return a chunk's claim, None if it has none."""
+    """Read a chunk's claim. Return None if the chunk has no claim."""
     key = layout.claim_key(name)
     try:
         data, etag = store.get(key)
