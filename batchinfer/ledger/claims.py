@@ -1,8 +1,8 @@
 """Leases and claims: who may work on which chunk, without clocks or a coordinator.
 
 * A worker's record (workers/<id>.json) is the worker's lease. The worker takes it at its start, with the next epoch,
-  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer epoch in
-  the record, and stops.
+  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer epoch
+  in the record, and stops.
 * A claim (claims/<chunk>.json) names a worker and its epoch. It is valid as long as that worker's lease. A claim lapses
   in three cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
   the record shows a newer epoch, or the record says that the worker has ended.
@@ -53,10 +53,10 @@ LAPSES_WITHOUT_STORAGE = 3
 """Number of late heartbeats in a row after which a worker goes on, however long they took. A machine that sleeps during
 a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 LEASES_UNTIL_GONE = 1.0
-"""Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by the
-clock of the worker that waits."""
+"""Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by
+the clock of the worker that waits."""
 LEASES_UNTIL_HELPED = 1.0
-"""Number of leases without a finished row after which others help a live worker with its chunks (docs/decisions/0005)."""
+"""Number of leases without a finished row after which others help a live worker (docs/decisions/0005)."""
 _LEASES_FOR_ONE_LOOK = LEASES_UNTIL_GONE + 1.0
 """Number of leases without a heartbeat after which a command that looks only once, like `clean`, takes a worker for
 gone. The number is higher than LEASES_UNTIL_GONE, because the command has not watched the worker's record: it compares

@@ -1,11 +1,11 @@
 """Lists and reads the objects that are stored under a run, for all commands that look at runs. Read-only.
 
-`take_inventory` lists everything and reads each marker, claim and worker's record: for `verify`, `clean` and `collect`.
-`RunReader` lists outputs/ and workers/ alone and reads the workers' records, again and again if asked: for `status`,
-`report` and `check`, whose requests must not grow with the number of chunks.
+`take_inventory` lists everything and reads each marker, claim and worker's record. `verify`, `clean` and `collect` use
+it. `RunReader` lists only outputs/ and workers/, and reads the workers' records, as often as it is called. `status`,
+`report` and `check` use it, because they must not send a request for each chunk.
 
-Memory grows with the number of chunks, as job.json does, never with the data. Objects may come, change and go while
-they are read.
+The memory needed grows with the number of chunks, but not with the size of the data. Other processes may create, change
+and remove objects while they are read here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ S = TypeVar("S")
 K = TypeVar("K")
 
 NUM_READERS = 24
-"""Records that are read at once."""
+"""Number of objects that are read at the same time."""
 _SHOWN = 3
-"""Foreign files that are named in a note."""
+"""Largest number of foreign files that a note names."""
 
 
 class Damaged(NamedTuple):
@@ -44,7 +44,7 @@ class Damaged(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A claim as it is stored, and whether its worker is alive."""
+    """A stored claim, and whether the worker that it names is alive."""
 
     info: ObjectInfo
     claim: Claim
@@ -53,16 +53,16 @@ class Owner(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Listing:
-    """The objects below a run, sorted by what they are.
+    """The listed objects of a run, one field for each kind of object.
 
-    `outputs` is keyed by file name; the other mappings are keyed by chunk name or worker id.
+    The keys of `outputs` are file names. The keys of the other mappings are chunk names or worker ids.
     """
 
     run: ObjectInfo | None = None
     stop: ObjectInfo | None = None
     outputs: dict[str, ObjectInfo] = field(default_factory=dict)
     marker_infos: dict[str, dict[int, ObjectInfo]] = field(default_factory=dict)
-    """Markers of a chunk, by generation."""
+    """Markers by chunk name and then by generation."""
     segments: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     claim_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Listing:
     """Objects that batchinfer did not write."""
 
     def add(self, infos: Iterable[ObjectInfo]) -> None:
-        """Add listed objects, each to the mapping of its kind."""
+        """Add listed objects, each to the field for its kind."""
         for info in infos:
             self._sort_in(info)
 
@@ -108,12 +108,12 @@ def _record_name(key: str, folder: str) -> str | None:
 
 @dataclass(slots=True, kw_only=True)
 class Inventory(Listing):
-    """A listing of everything below a run, and the content of its markers, claims and workers' records."""
+    """A listing of all objects of a run, and the content of its markers, claims and workers' records."""
 
     now: float
     """Unix seconds at which the inventory was taken; the ages of heartbeats are counted from it."""
     patience_seconds: float
-    """Seconds for which a worker without a heartbeat still counts as alive, even if its lease is shorter."""
+    """Seconds since its last heartbeat for which a worker counts as alive, even if its lease is shorter."""
     markers: dict[str, dict[int, Marker]] = field(default_factory=dict)
     damaged_markers: dict[str, dict[int, Damaged]] = field(default_factory=dict)
     claims: dict[str, Owner] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Inventory(Listing):
         return max(self.marker_infos.get(name, ()), default=None)
 
     def current(self, name: str) -> Marker | None:
-        """Return the marker that counts: the newest one, if it can be read and its output is listed."""
+        """Return a chunk's newest marker. Return None if it cannot be read, or if its output is not listed."""
         newest = self.newest(name)
         marker = None if newest is None else self.markers.get(name, {}).get(newest)
         return marker if marker is not None and marker.output in self.outputs else None
@@ -150,11 +150,11 @@ class Inventory(Listing):
                 yield known[0] if known else candidates[-1], info
 
     def is_passed_over(self, name: str, left: ObjectInfo) -> bool:
-        """Whether an orphan output or a segment can never be used, even if its worker wakes up after a long sleep.
+        """Whether an orphan output or a segment is useless for good, even if its worker wakes up after a long sleep.
 
-        A finished chunk gets no second marker, so its leftovers are useless. There are two exceptions: a chunk without
-        a valid marker may still be finished with them, and a chunk with error rows may be under repair. Objects made
-        for a repair are younger than the marker that it started from.
+        `left` is useless if its chunk `name` has a valid marker without error rows, since such a chunk gets no further
+        marker. A chunk whose marker counts error rows may be under repair. The objects of a repair are younger than
+        that marker, so only an older object is useless there. No object is useless if its chunk has no valid marker.
         """
         marker, newest = self.current(name), self.newest(name)
         if marker is None or newest is None:
@@ -162,20 +162,20 @@ class Inventory(Listing):
         return not marker.rows_error or 0 < left.modified < self.marker_infos[name][newest].modified
 
     def living(self) -> list[str]:
-        """Return the ids of the workers that had a heartbeat a short while ago."""
+        """Return the ids of the workers that have not ended and whose last heartbeat is recent."""
         return [name for name, (info, record) in self.workers.items() if self._beats(info, record)]
 
     def _beats(self, info: ObjectInfo, record: Worker) -> bool:
         if record.state in ENDED_STATES:
             return False
-        # A store that gives no times leaves only the heartbeat's time by the worker's own clock.
+        # If the store gives no time for the record, the time in the record is used, which is by the worker's own clock.
         silent_seconds = self.now - (info.modified or record.heartbeat)
         return not seems_gone(
             silent_seconds, record.lease_seconds, patience_seconds=self.patience_seconds
         )
 
     def look_again(self, store: Store, worker: str) -> None:
-        """Read a worker's record again."""
+        """Read a worker's record again, and keep its new content. A record that is gone or damaged is dropped."""
         key = layout.worker_key(worker)
         try:
             self.workers[worker] = (
@@ -186,18 +186,18 @@ class Inventory(Listing):
             self.workers.pop(worker, None)
 
     def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether the worker that a claim names is alive, and still in the epoch of the claim."""
+        """Whether the worker that a claim names is alive, and has not started again with a newer epoch."""
         found = self.workers.get(claim.worker)
         return found is not None and found[1].epoch <= claim.epoch and self._beats(*found)
 
 
 def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -> Inventory:
-    """List a run and read its markers, claims and workers.
+    """List all objects of a run, and read its markers, claims and workers' records.
 
     Args:
         store: The run's store.
-        now: Unix seconds.
-        patience_seconds: Seconds; a worker with a younger record counts as alive, whatever its lease.
+        now: The time now, in Unix seconds.
+        patience_seconds: Seconds since its last heartbeat for which a worker counts as alive, whatever its lease.
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
@@ -218,12 +218,12 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
 def in_parallel(
     work: Callable[[S], T], items: Iterable[S], num_threads: int = NUM_READERS
 ) -> Iterator[T]:
-    """Apply `work` to the items on several threads; yield the results in order.
+    """Apply `work` to the items on several threads; yield the results in the order of the items.
 
-    Only a few items per thread are read ahead, so results never pile up in memory.
+    At most four items per thread are worked on ahead of the result that the caller takes, so memory stays bounded.
 
     Raises:
-        Exception: the exception of an item's `work`, raised when that item's turn comes.
+        Exception: `work` failed for an item. The error is raised where the item's result would have been yielded.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="batchinfer-read") as pool:
         waiting = iter(items)
@@ -251,14 +251,17 @@ def _read_markers(store: Store, found: Inventory) -> None:
         else:
             found.damaged_markers.setdefault(name, {})[generation] = Damaged(info, marker)
         del places[name, generation]
-    for name, generation in places:  # removed since they were listed
+    for name, generation in places:  # These markers were removed after they had been listed.
         del found.marker_infos[name][generation]
 
 
 def _read_records(
     store: Store, infos: Mapping[K, ObjectInfo], kind: type[T]
 ) -> Iterator[tuple[K, ObjectInfo, T | str]]:
-    """Yield every record that still exists, or a text that says what is wrong with it."""
+    """Yield (name, listed object, record) for every object that still exists.
+
+    If the object cannot be read as a record, a text that says what is wrong with it takes the record's place.
+    """
     items = list(infos.items())
     found = in_parallel(lambda item: _read(store, item[1].key, kind), items)
     for (name, info), read in zip(items, found, strict=True):
@@ -267,7 +270,10 @@ def _read_records(
 
 
 def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:
-    """Return a record (or a text that says what is wrong with it) and its etag; None if the object is gone."""
+    """Return a record and its etag. Return None if the object is gone.
+
+    If the object cannot be read as a record, a text that says what is wrong with it takes the record's place.
+    """
     try:
         data, etag = store.get(key)
     except ObjectNotFound:
@@ -291,8 +297,8 @@ class SeenMarker(NamedTuple):
 class SeenWorker(NamedTuple):
     """A worker's record.
 
-    `modified`: Unix seconds of its last write by storage's clock, 0 if unknown. `age_seconds`: seconds since this
-    process saw it change, None if it has not.
+    `modified`: Unix seconds at which the record was last written, by storage's clock; 0 if unknown. `age_seconds`:
+    Seconds since this process saw the record change; None if this process has not seen it change.
     """
 
     record: Worker
@@ -316,7 +322,10 @@ class Snapshot(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A record as last read. `changed`: monotonic time at which this process saw it change, None if it has not."""
+    """A worker's record as last read; `record` is None if the record is damaged.
+
+    `changed`: Monotonic time at which this process saw the record change; None if it has not seen it change.
+    """
 
     etag: str
     record: Worker | None
@@ -324,7 +333,7 @@ class _Seen(NamedTuple):
 
 
 class RunReader:
-    """Looks at one run, again and again if asked. Objects that never change are read only once.
+    """Looks at one run each time that `read` is called. Objects that never change are read only once.
 
     Args:
         store: The run's store.
@@ -348,7 +357,8 @@ class RunReader:
         """Look at the run.
 
         Raises:
-            InputError: there is no run, it or its job is of a newer format version, or --job is another run's.
+            InputError: There is no run, the run or its job has a newer format version, or --job names another job than
+                the run's.
         """
         notes: list[str] = []
         if self._run is None:
@@ -425,7 +435,11 @@ class RunReader:
         self._seen[info.key] = _Seen(etag, None if isinstance(record, str) else record, changed)
 
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
-        """Return the job and its URL: the one asked for, else one with the run's checksum. Notes damaged ones."""
+        """Return the job and its URL. Return None and "" if the job is not found.
+
+        The user may have named the job's URL. Otherwise the job is searched for: its job.json must have the checksum
+        that run.json records, if there is one. Each job.json that cannot be read adds a sentence to `notes`.
+        """
         if self._job is not None:
             return self._job
         wanted = job_sha256_of(self._run)
@@ -453,12 +467,12 @@ class RunReader:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
             return None, ""
         if asked or self._run is not None:
-            self._job = found.job, found.url  # run.json is never replaced
+            self._job = found.job, found.url  # run.json is never replaced, so the run keeps this job.
         return found.job, found.url
 
 
 def _newest_markers(listing: Listing, foreign: list[str]) -> dict[str, SeenMarker]:
-    """Return each chunk's newest marker; add the keys of empty files with a marker's name to `foreign`."""
+    """Return each chunk's newest marker. An empty object is no marker, so its key is added to `foreign`."""
     markers: dict[str, SeenMarker] = {}
     for name, generations in listing.marker_infos.items():
         whole = {each: info for each, info in generations.items() if info.bytes > 0}

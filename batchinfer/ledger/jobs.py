@@ -1,7 +1,7 @@
 """job.json and manifests: which chunks a worker has to do, and where they are stored.
 
-A manifest may come from a bucket that others can write to. So its lines must not lead out of one root folder, unless
-the user allows it.
+A manifest may come from a bucket that other people can write to. So the paths in it must not lead out of one root
+folder, unless the user allows absolute paths.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Assignment(NamedTuple):
 
 
 def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
-    """Read JOB/job.json; return it with its sha256, or None if there is none.
+    """Read the job.json below `url`. Return it with its sha256, or None if it does not exist.
 
     Raises:
-        NewerVersion: it is of a newer format version.
-        InputError: it is damaged.
+        NewerVersion: job.json has a newer format version.
+        InputError: job.json is damaged.
     """
     try:
         data = open_store(url).get(layout.JOB_KEY).data
@@ -90,15 +90,15 @@ def split_again(url: str) -> str:
 def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
     """Refuse columns that no row of a job can have, before a GPU is paid to make nothing but error rows.
 
-    Only warns where a source is JSON Lines: there each row has columns of its own, and `split` has looked at the first
-    rows alone.
+    If a source is JSON Lines, an unknown column only causes a warning: each row there may have columns of its own, and
+    `split` has looked only at the first rows.
 
     Args:
-        job: What `split` made.
-        wanted: The columns that each option names; ``*`` and empty names are passed over.
+        job: The content of job.json.
+        wanted: The column names that each option was given, by option. ``*`` and empty names are not checked.
 
     Raises:
-        ConfigError: a column is not among the job's.
+        ConfigError: All sources are tables, and a column is in none of them.
     """
     if not job.sources or not job.columns:
         return
@@ -142,12 +142,12 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
 
 
 def rank_manifests(job: Job, rank: int, num_ranks: int) -> list[str]:
-    """Manifests of rank `rank` (from 0) of `num_ranks`: every one whose index is `rank` modulo `num_ranks`.
+    """Return the keys of the manifests that rank `rank` (counted from 0) of `num_ranks` has to do.
 
-    One rank alone takes all.txt.
+    These are the worker manifests whose index is `rank` modulo `num_ranks`. If there is only one rank, it does all.txt.
 
     Raises:
-        InputError: the rank is outside, or no manifest is left for it.
+        InputError: The rank is not in 0 to `num_ranks` - 1, or the job has no manifest for it.
     """
     if not 0 <= rank < num_ranks:
         raise InputError(f"rank {rank}: expected 0 to {num_ranks - 1}")
@@ -173,11 +173,11 @@ def read_assignment(
     limit: int | None = None,
     open_store: OpenStore,
 ) -> Assignment:
-    """Read manifests (paths or URLs) and resolve their lines. Read-only.
+    """Read manifests (paths or URLs), and find the chunk that each of their lines names. Read-only.
 
     Raises:
-        InputError: a manifest is missing or empty, a line leaves its root, names a chunk that is not there, or gives
-            the same output name as another.
+        InputError: A manifest is missing or empty. Or a line leads out of its root folder, names a chunk that does not
+            exist, or names a chunk whose output would have the same name as another line's.
     """
     base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
     found = load_job(base, open_store) if base else None
@@ -221,7 +221,7 @@ def split_name(path: str) -> tuple[str, str]:
 
 
 def _job_of(manifest: str) -> str | None:
-    """Return the job whose manifests/ folder holds this manifest, None if there is none."""
+    """Return the URL of the job whose manifests/ folder holds this manifest; None if it is in no such folder."""
     folder, _, _ = manifest.rpartition("/")
     if folder == "manifests":
         return "."
@@ -319,7 +319,7 @@ def _refuse_repeats(lines: list[tuple[str, str]]) -> None:
 
 
 def _require_present(refs: list[ChunkRef], open_store: OpenStore) -> list[ChunkRef]:
-    """Check that the files of a list exist, by one listing for each folder; return them with their sizes."""
+    """Check that all listed files exist, with one listing for each folder. Return them with their sizes."""
     folders: dict[tuple[str, str], dict[str, int]] = {}
     found = []
     for ref in refs:

@@ -1,7 +1,7 @@
-"""Publishing one chunk: output first, then the marker that vouches for it, then the tidying up.
+"""Publishing one chunk: first its output, then the marker that names the output, then leftovers are deleted.
 
-The order is the promise (P2-P4). A crash between any two steps leaves an orphan output, or segments and a claim of a
-finished chunk; readers look at neither, and `clean` removes both. Outputs and markers are only ever created. The first
+This order keeps promises P2 to P4. A crash between two steps leaves an orphan output, or segments and a claim of a
+finished chunk. Readers ignore these objects, and `clean` removes them. Outputs and markers are only created. The first
 marker of a chunk wins; a worker that comes second discards its own output. A marker that was damaged from outside (it
 cannot be read, or its output is gone) does not count: the chunk is done again, and the new marker replaces the damaged
 one by if-match, so that only one of two workers can do so.
@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 17
 SMALLEST_MARKER_BYTES = sum(
     len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
 )
-"""Bytes that every whole marker has at least; a shorter object is empty or was cut off."""
+"""Bytes of the smallest possible marker. A shorter object is empty or was cut off."""
 
 
 class Built(NamedTuple):
@@ -58,7 +58,7 @@ class Published(NamedTuple):
 
 
 def build_output(path: Path, lines: Iterable[bytes]) -> Built:
-    """Write output lines to a local file, a newline after each, hashing on the way."""
+    """Write output lines to a local file, with a newline after each line. Return the file with its size and sha256."""
     digest = hashlib.sha256()
     size = 0
     block: list[bytes] = []
@@ -85,8 +85,8 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
     """Read a chunk's marker, and check that the output that it names exists.
 
     Returns:
-        (marker, etag). The marker is None if there is none, if it cannot be read, or if its output is gone; the etag is
-        that of the stored object, "" if there is none.
+        (marker, etag). The marker is None if none is stored, if it cannot be read, or if its output is gone. The etag
+        is the stored object's, also if that cannot be read; it is "" if no marker is stored.
     """
     key = layout.marker_key(chunk, generation)
     try:
@@ -108,9 +108,10 @@ def read_marker(store: Store, chunk: str, generation: int) -> tuple[Marker | Non
 def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
     """Refuse a marker that was written for a different file of the same name. Pure.
 
-    Needed for lists of files: two files there may have one name (``a/x.jsonl``, ``b/x.jsonl``), each with a worker of
-    its own, and a file may be replaced after it was done. A replaced file is noticed only if its size changed. Chunks
-    of a job always pass: their names are unique, and their checksums are compared elsewhere.
+    Lists of files need this check, for two reasons. Two files may have the same name in different folders
+    (``a/x.jsonl``, ``b/x.jsonl``), and may be in the lists of two workers. A file may also be replaced after it was
+    done; this is noticed only if its size has changed. Chunks of a job always pass: their names are unique, and their
+    checksums are compared elsewhere.
 
     Raises:
         InputError: the marker was written for a file in another folder, or for a file of another size.
@@ -137,7 +138,7 @@ def check_belongs_to(ref: ChunkRef, marker: Marker) -> None:
 
 
 def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
-    """Whether a chunk has a marker of this generation that was written for this very file. Costs one request."""
+    """Whether a chunk has a marker of this generation that passes `check_belongs_to`. Costs one request."""
     key = layout.marker_key(ref.name, generation)
     try:
         check_belongs_to(ref, codec.decode(store.get(key).data, Marker, name=key))
@@ -160,15 +161,16 @@ def repair_generation(
     done: dict[str, int],
     have_errors: Callable[[list[tuple[str, int]]], bool],
 ) -> int:
-    """Return the generation that ``--retry-errors`` brings every chunk to: the last repair's until it is complete.
+    """Return the generation that ``--retry-errors`` repairs chunks up to.
 
-    Some rows fail every time, so a chunk may have error rows again after its repair. Without such a goal, a worker that
-    is stopped now and then would repair the first chunks again and again, and never come to the last.
+    It is the highest generation so far, as long as a chunk with error rows is below it; then one more than the highest.
+    Some rows fail every time, so a chunk may have error rows even after a repair. Without this limit, a worker that is
+    often stopped would repair the first chunks again after each start, and never reach the last chunks.
 
     Args:
         chunks: Names of the chunks of this worker's manifests.
         done: Chunks that have a marker, with their highest generation.
-        have_errors: Whether any of these chunks, each with its generation, has error rows.
+        have_errors: Takes (chunk, generation) pairs, and tells whether any of these markers counts error rows.
     """
     highest = max(done.values(), default=0)
     behind = [(name, done[name]) for name in chunks if done.get(name, highest) < highest]
@@ -185,8 +187,8 @@ def repair_generation(
 class Publisher:
     """Publishes outputs to one run.
 
-    `is_safe`: the store really honours create-only writes (see `storage.opening.probe`). `nonce` is this process's
-    own, so a second try after a failure writes the same bytes to the same keys.
+    `is_safe`: The store really honours preconditions (see `storage.opening.probe`). `nonce` belongs to this process and
+    stays the same, so a second try after a failure writes the same bytes to the same keys.
     """
 
     def __init__(
@@ -204,12 +206,14 @@ class Publisher:
     ) -> Published:
         """Publish one output and its marker, then delete `leftovers` (the chunk's segments and claim).
 
-        `marker` comes without output, nonce and sizes: they are filled in here. Idempotent: if it is called again after
-        a failure, the chunk still ends up with exactly one marker.
+        The caller's `marker` lacks the output's name, size and checksum, and the nonce. They are filled in here. The
+        call may be repeated after a failure: the chunk still gets exactly one marker.
 
         Raises:
-            Superseded: a newer epoch of this worker exists; nothing was made visible.
-            StorageError: the current marker is of another file with this name (lists only). Nothing was deleted.
+            Superseded: A newer epoch of this worker exists. This call has not written the chunk's marker.
+            LeaseLapsed: This worker's lease was not renewed in time. This call has not written the chunk's marker.
+            StorageError: The chunk's marker was made from another file or text with this chunk's name. This happens
+                only with lists of files. Nothing was deleted.
         """
         self._require_lease()
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
@@ -237,12 +241,12 @@ class Publisher:
         try:
             self._store.delete([*discarded, *leftovers])
         except (StorageError, AccessDenied) as error:
-            # The chunk has its marker, so it is done, even if leftovers stay.
+            # The chunk has its marker, so it is done, even if leftovers could not be deleted.
             logger.warning("%s: not tidied up (%s); `batchinfer clean` can", chunk, error)
         return Published(current, is_ours)
 
     def current_marker(self, chunk: str, generation: int) -> Marker | None:
-        """Read a chunk's marker of one generation, None if there is none or it is damaged."""
+        """Read a chunk's marker of one generation. Return None if it does not exist or is damaged."""
         marker, etag = read_marker(self._store, chunk, generation)
         if marker is None and etag:
             self._damaged.add(layout.marker_key(chunk, generation))
@@ -263,7 +267,10 @@ class Publisher:
         return file
 
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
-        """Create the marker; return the current one, ours or not. Without preconditions: check, put, read back."""
+        """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
+
+        On a store without preconditions: look for a marker, create ours if there is none, then read it back.
+        """
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
         if not self._is_safe:
@@ -286,7 +293,7 @@ class Publisher:
                 return marker
 
     def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace a damaged marker with ours. Return False if somebody else was faster."""
+        """Replace a damaged marker with ours. Return False if another worker has replaced it first."""
         try:
             self._store.replace(key, data, etag)
         except PreconditionFailed:

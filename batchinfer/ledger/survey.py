@@ -19,7 +19,7 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Largest number of chunks that are looked up with one request for each chunk. More chunks are looked up in a listing."""
+"""Largest number of chunks that are looked up with one request for each. More chunks are looked up in a listing."""
 
 
 class Survey(NamedTuple):
@@ -71,7 +71,7 @@ def look_at_owners(
     Args:
         store: The run's store.
         claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
-        generations: The chunks to look up, by name. A chunk is done if its marker has this generation or a higher one.
+        generations: The chunks to look up, by name. A chunk is done once it has a marker of the generation given here.
         own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
