@@ -378,7 +378,8 @@ def find_target(
 
 
 def _read_run(store: Store, inventory: Inventory) -> Run:
-    run = read_run(store, may_be_edited=True)  # The audit reports an edited run.json, so it is not refused here.
+    # The audit reports an edited run.json, so it is not refused here.
+    run = read_run(store, may_be_edited=True)
     if run is not None:
         return run
     if inventory.is_empty:

@@ -82,7 +82,8 @@ def _scan(path: Path) -> tuple[str, int]:
     digest = hashlib.sha256()
     num_lines = 0
     last = b"\n"
-    buffer = bytearray(_READ_BYTES)  # One buffer serves all reads; it is small enough for the processor's cache.
+    # One buffer serves all reads; it is small enough for the processor's cache.
+    buffer = bytearray(_READ_BYTES)
     with (
         scratch_errors(path.parent),
         path.open("rb", buffering=0) as file,

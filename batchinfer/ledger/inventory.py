@@ -339,7 +339,7 @@ class RunReader:
         store: The run's store.
         open_store: Opens the job's store from a URL.
         clock: Tells the time of each look.
-        job_url: URL of the job; by default the folder above the run, or what run.json says.
+        job_url: URL of the job; by default the folder above the run, or the URL that run.json records.
     """
 
     def __init__(
@@ -467,7 +467,11 @@ class RunReader:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
             return None, ""
         if asked or self._run is not None:
-            self._job = found.job, found.url  # run.json is never replaced, so the run keeps this job.
+            # run.json is never replaced, so the run keeps this job.
+            self._job = (
+                found.job,
+                found.url,
+            )
         return found.job, found.url
 
 

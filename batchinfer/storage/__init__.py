@@ -33,7 +33,7 @@ class Object(NamedTuple):
 class Store(Protocol):
     """The operations on objects below one URL.
 
-    All raise StorageError after retries, and AccessDenied if access is refused.
+    Each of them raises StorageError if it still fails after its retries, and AccessDenied if access is refused.
     """
 
     url: str
@@ -63,24 +63,24 @@ class Store(Protocol):
         ...
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
-        """Create an object from a local file, in bounded memory.
+        """Create an object from a local file, in bounded memory. Raises AlreadyExists.
 
-        See `create` for lost replies; here sha256 is compared.
+        As with `create`, the call succeeds if the object exists with the same bytes; their sha256 is compared.
 
-        `is_final`: the file will not be written to again, though it may be removed. A local store then links it
-        instead of copying.
+        `is_final`: The caller will not write to the file again, but may remove it. A local store may then make a hard
+        link to the file instead of copying it.
         """
         ...
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Overwrite an object if it still has `etag`; return the new etag. Raises PreconditionFailed (also if absent).
 
-        See `create` for lost replies.
+        As with `create`, the call succeeds if the object holds exactly `data` already.
         """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, many at a time. Absent objects are no error. Not atomic."""
+        """Remove objects. Absent objects are no error. After a failure some of the objects may be removed already."""
         ...
 
 
@@ -114,7 +114,7 @@ def check_prefix(prefix: str) -> str:
     """Return `prefix` if it can be the start of a key. The empty prefix means every key.
 
     Raises:
-        InputError: As for `check_key`; the last component may be incomplete or empty.
+        InputError: The prefix is absolute, or a component is "." or "..", or a component before the last is empty.
 
     >>> check_prefix("outputs/")
     'outputs/'

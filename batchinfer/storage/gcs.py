@@ -1,7 +1,8 @@
-"""A store in a Google Cloud Storage bucket, over its JSON API: generations are the etags, so preconditions are exact.
+"""A store in a Google Cloud Storage bucket, over its JSON API.
 
-gcsfs gives the session and the credentials, and repeats failed requests by itself (6 tries, about half a minute of
-pauses). Failures that may pass but that gcsfs does not repeat are repeated here.
+An object's generation number serves as its etag. The service compares generations exactly, so preconditions hold.
+gcsfs provides the session and the credentials, and repeats failed requests by itself (6 tries, about half a minute of
+pauses). This module repeats requests after failures that may pass but that gcsfs does not repeat.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class GcsStore:
         self._resumable_bytes = resumable_bytes
         self._is_bucket_seen = False
         with self._errors(root):
-            # This base class is used because the package's default class asks a second API about the bucket's kind.
-            # Only making buckets needs a project, but gcsfs warns if there is none.
+            # This base class is used because the package's default class asks a second API about the bucket's kind. The
+            # project is empty: only making a bucket needs one. gcsfs would warn if the argument were left out.
             self._fs = gcsfs.core.GCSFileSystem(
                 project="",
                 use_listings_cache=False,
@@ -185,7 +186,8 @@ class GcsStore:
                 **token,
             )
             for item in page.get("items", ()):
-                if not item["name"].endswith("/"):  # consoles make "folders" that end in a slash
+                # Web consoles make empty objects like "a/" to show a folder.
+                if not item["name"].endswith("/"):
                     yield self._info(item)
             if not page.get("nextPageToken"):
                 return
@@ -225,10 +227,10 @@ class GcsStore:
         return str(answer["generation"])
 
     def _upload(self, path: str, file: Path) -> None:
-        """Upload a file in pieces; the last piece creates the object unless it exists already.
+        """Upload a file in pieces. The last piece creates the object unless it exists already.
 
         Raises:
-            TransientError: The service has lost the upload without creating the object; start again.
+            TransientError: The service has lost the upload without creating the object. The caller may start again.
         """
         try:
             with self._errors(path):
@@ -236,7 +238,8 @@ class GcsStore:
                     str(file), f"{self.bucket}/{path}", mode="create", chunksize=PIECE_BYTES
                 )
         except ObjectNotFound as error:
-            # An upload that the service has lost answers like a missing bucket.
+            # The service answers 404 for an upload that it has lost, and for a missing bucket. The listing raises
+            # InputError if the bucket is missing.
             with suppress(AccessDenied):
                 next(self._list(path), None)
             raise TransientError(f"{self._url(path)}: its upload was lost") from error
@@ -262,9 +265,9 @@ class GcsStore:
             yield self._call("GET", path, alt="media", generation=info.etag, headers=span)[1]
 
     def _find(self, path: str, **parameters: str) -> tuple[Any, bytes]:
-        """GET an object that may be absent.
+        """Send a GET for an object that may be absent.
 
-        The first time that an object is absent, check by a listing that its bucket exists.
+        The first time that an object is absent, a listing checks that the bucket exists.
         """
         try:
             return self._call("GET", path, **parameters)
@@ -277,7 +280,7 @@ class GcsStore:
 
     @contextmanager
     def _missing_bucket(self) -> Iterator[None]:
-        """Report "not found" as a missing bucket, because an upload needs nothing but the bucket to exist."""
+        """Turn ObjectNotFound into the error for a missing bucket, the only thing that an upload can fail to find."""
         try:
             yield
         except ObjectNotFound as error:
@@ -290,7 +293,7 @@ class GcsStore:
         return headers, data
 
     def _request(self, method: str, *address: str, about: str, **parameters: Any) -> Any:
-        """Send one request and return gcsfs's answer. Errors name `about`, an object or a prefix."""
+        """Send one request, with retries, and return gcsfs's answer. Errors name the object or prefix `about`."""
 
         def send() -> Any:
             with self._errors(about):
@@ -313,7 +316,8 @@ class GcsStore:
         if isinstance(error, FileExistsError) or code == "412":
             return PreconditionFailed(f"{url}: is not the version that was expected")
         if isinstance(error, FileNotFoundError) or code == "404":
-            # A missing bucket answers like a missing object; only a listing tells them apart.
+            # The service answers 404 for a missing object and for a missing bucket. A listing (its `path` is empty)
+            # fails with 404 only if the bucket is missing.
             if not path:
                 return self._no_such_bucket()
             return ObjectNotFound(f"{url}: no such object")
@@ -326,7 +330,7 @@ class GcsStore:
             )
         if isinstance(error, google.auth.exceptions.GoogleAuthError) or code == "401":
             return AccessDenied(f"{url}: no usable credentials ({error})", hint=CREDENTIALS_HINT)
-        # gcsfs raises a bare OSError for 403. Errors of the network have an errno or a class of their own.
+        # gcsfs raises a plain OSError without errno for a 403. Network errors have an errno or a subclass of OSError.
         is_refusal = type(error) is OSError and error.errno is None
         if code == "403" or isinstance(error, PermissionError) or is_refusal:
             return AccessDenied(f"{url}: the store refused access", hint=_ROLE_HINT)
@@ -348,15 +352,18 @@ class GcsStore:
 
 
 def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
-    """Time-outs of gcsfs's connections to a server."""
+    """Return the time-outs for gcsfs's requests: seconds to connect, and `silence_seconds` without any data."""
     return aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether credentials could not be checked just now, rather than refused. gcsfs reports both cases as a 401."""
+    """Whether an error means that credentials could not be checked just now, and not that they were refused.
+
+    gcsfs reports both cases as a 401.
+    """
     cause: BaseException | None = error
     while cause is not None:
-        # A second argument is an answer of the metadata server, which means that it refused.
+        # A TransportError with a second argument carries an answer of the metadata server, which then has refused.
         if isinstance(cause, google.auth.exceptions.TransportError) and len(cause.args) < 2:
             return True
         if isinstance(cause, google.auth.exceptions.GoogleAuthError) and cause.retryable:

@@ -76,9 +76,9 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Our error for an error of a client; None for any other error."""
+    """Return our error for an error of an HTTP client, the Hub's client or the network; None for any other error."""
     cause = error.__cause__
-    # fsspec and the Hub's cache also raise FileNotFoundError in an outage, with the real error as its cause.
+    # fsspec and the Hub's cache also raise FileNotFoundError if the Hub cannot be reached. Its cause is the real error.
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise) or ObjectNotFound(f"{subject}: no such file")
     retry_hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
@@ -103,7 +103,7 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
 
 
 def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Translate an error that huggingface_hub defines; None for any other, and if that package was never loaded."""
+    """Return our error for an error class of huggingface_hub; None for any other class, or if it is not loaded."""
     hub: Any = sys.modules.get("huggingface_hub.errors")
     if hub is None:
         return None
@@ -140,7 +140,7 @@ def _is_of_client(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """HTTP status that an error of aiohttp, requests or httpx carries."""
+    """Return the HTTP status that an error of aiohttp, requests or httpx carries; None if it carries no status."""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status", "status_code"):
             value = getattr(holder, name, None)
@@ -178,7 +178,7 @@ class ReadOnlyStore:
         self._root = root if self._scheme == "hf" else self.url
 
     def get(self, key: str) -> Object:
-        """See `Store.get`. The etag is asked for by a request of its own."""
+        """See `Store.get`. Two requests: one for the etag, and one for the bytes."""
         etag = self.stat(key).etag
         return Object(self._ask(key, self._fs.cat_file), etag)
 
@@ -205,8 +205,8 @@ class ReadOnlyStore:
             )
         self._fs.invalidate_cache()
         found = self._retry("", partial(self._fs.find, self._root, detail=True))
-        # The file system may spell the revision in another way than `_root` does. So the root is put into the file
-        # system's spelling before it is removed from the names.
+        # The names found start with the root. fsspec may spell the root's revision in another way than `_root` does, so
+        # the root is first brought into fsspec's spelling, and then removed from the names.
         root = self._fs.resolve_path(self._root).unresolve().rstrip("/") + "/"
         named = {name.removeprefix(root): info for name, info in found.items()}
         return iter([_info(key, named[key]) for key in sorted(named) if key.startswith(prefix)])
@@ -294,7 +294,7 @@ class HubRepository:
         return f"hf://datasets/{self._address.repo}{branch}"
 
     def files(self) -> list[str]:
-        """Paths of the repository's files; no paths if there is no repository. Read-only.
+        """Return the paths of the repository's files; an empty list if repository or branch is missing. Read-only.
 
         Raises:
             AccessDenied: The token is missing or refused.

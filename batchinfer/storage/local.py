@@ -1,15 +1,16 @@
 """A store in a local folder (or a network folder that behaves like one).
 
-How an object becomes visible whole or not at all:
+An object becomes visible as a whole, in three steps:
 
-1. its bytes go to a hidden temporary file in the same folder, which is then fsynced,
-2. a create gives that file its final name with link(2), which fails if the name is taken; a replace compares the etag
-   and renames the file over the old one, both under a lock,
-3. the folder is fsynced, so that the name survives a power cut.
+1. Its bytes are written to a hidden temporary file in the same folder, and the file is fsynced.
+2. A create gives the file its final name with link(2), which fails if the name is taken. A replace takes the folder's
+   lock, compares the etag, and renames the file over the old one.
+3. The folder is fsynced, so that the new name survives a power cut.
 
-A process killed in between leaves one hidden ``.<name>.<nonce>.tmp``, which no verb shows and `sweep_temps` removes.
-Locks are flock(2) on the folder itself, released by the kernel when their owner dies. On a filesystem that cannot lock
-a folder, the lock is a hidden ``.lock`` file in the folder; on one without hard links, a create takes the lock too.
+A process that is killed between these steps leaves one hidden file ``.<name>.<nonce>.tmp``. `list` does not show it,
+and `sweep_temps` removes it. A folder's lock is a flock(2) on the folder itself, which the kernel releases when the
+process that holds it dies. On a filesystem that cannot lock a folder, a hidden ``.lock`` file in the folder is locked
+instead. On a filesystem without hard links, a create takes the lock too.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ LOCK_SECONDS = 60.0
 
 _COPY_BYTES = 1 << 17  # small enough to stay in the processor's cache
 _COARSEST_MTIME_NS = 2_000_000_000
-"""Nanoseconds of the coarsest step of file times on any filesystem: 1 s on some, 2 s on FAT."""
+"""Nanoseconds of the coarsest step in which any filesystem stores file times. FAT has this step."""
 
 
 class LocalStore:
     """Objects as files below one folder, which is made by the first create.
 
-    Safe for threads and for processes of one machine; across machines as far as the filesystem's link and flock are.
+    Safe for several threads, and for several processes of one machine. For several machines it is safe only if link(2)
+    and flock(2) on the shared filesystem are.
 
     Args:
         root: The folder. A relative path is resolved now, against the current folder.
@@ -156,7 +158,7 @@ class LocalStore:
                     pass
 
     def temps(self, older_than_seconds: float) -> Iterator[Path]:
-        """Temporary files that killed processes left.
+        """Yield the temporary files that killed processes left.
 
         Args:
             older_than_seconds: Age of the youngest file to return; a live process may still be writing younger ones.
@@ -172,7 +174,7 @@ class LocalStore:
                         yield path
 
     def sweep_temps(self, older_than_seconds: float) -> int:
-        """Remove temporary files that killed processes left. Returns how many.
+        """Remove temporary files that killed processes left. Return the number of files removed.
 
         Args:
             older_than_seconds: As for `temps`.
@@ -236,7 +238,9 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return
         place = (held.st_dev, held.st_ino)
-        if place in above:  # a symbolic link to one of its own parents
+        if (
+            place in above
+        ):  # The folder is reached again through a symbolic link to one of its own parents.
             return
         for name, entry in sorted(entries, key=lambda pair: pair[0]):
             key = start + name
@@ -283,15 +287,19 @@ def _etag(found: os.stat_result) -> str:
 
 
 def _sort_name(entry: os.DirEntry[str]) -> str:
-    """Sort key of an entry. A folder's ends in "/", so that a depth-first walk is in key order ("a.x" before "a/b")."""
+    """Return the name by which an entry is sorted: for a folder with "/" at its end, as in keys.
+
+    A depth-first walk then yields keys in order, for example "a.x" before "a/b".
+    """
     return entry.name + "/" if entry.is_dir() else entry.name
 
 
 def _touch(temp: Path, *, after_ns: int = 0) -> str:
-    """Set a temporary file's times, so that its etag differs from all earlier versions of the object; return the etag.
+    """Set a temporary file's times, so that its etag differs from those of earlier versions. Return the etag.
 
-    The kernel's own times advance in ticks of some milliseconds, within which an inode number can be reused. The time
-    set here is finer, and later than that of the previous version.
+    An etag consists of a file's time, size and inode number. The kernel's own file times advance in steps of some
+    milliseconds, and an inode number may be used again within one step. The time set here has a finer step, and is
+    later than `after_ns`, the time of the previous version.
     """
     now = max(time.time_ns(), after_ns + 1)
     os.utime(temp, ns=(now, now))
@@ -306,7 +314,7 @@ def _touch(temp: Path, *, after_ns: int = 0) -> str:
 @contextmanager
 def _temp(path: Path) -> Iterator[Path]:
     """Provide a name for a temporary file next to `path`, and remove the file afterwards."""
-    # The name is cut, so that the temporary name is short enough wherever the key itself is.
+    # The object's name is cut at 40 characters, so that the temporary name does not exceed the filesystem's limit.
     temp = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
     try:
         yield temp
@@ -351,7 +359,7 @@ def _sha256(path: Path) -> str:
 
 
 def _link(temp: Path, path: Path) -> None:
-    """Give `temp` the name `path`, which must be free. Raises FileExistsError."""
+    """Give the file `temp` the name `path`. Raises FileExistsError if that name is taken."""
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -359,7 +367,7 @@ def _link(temp: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # This filesystem has no hard links (FAT, some FUSE). Every create takes the folder's lock instead.
+        # This filesystem has no hard links (FAT, some FUSE filesystems), so every create takes the folder's lock.
         with _locked(path.parent):
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, "File exists", str(path)) from None
@@ -368,7 +376,7 @@ def _link(temp: Path, path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock. Exclusive between threads and processes; freed when its holder dies."""
+    """Hold a folder's lock. Only one thread of one process holds it at a time. It is freed if that process dies."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -386,7 +394,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _flock(handle: int, folder: Path) -> None:
-    """Wait for a lock, but not for ever, because its holder may be a frozen process."""
+    """Take a lock. Wait for it at most `LOCK_SECONDS`, because the process that holds it may be frozen."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -416,7 +424,7 @@ def _fsync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some filesystems cannot sync a folder
+        if error.errno != errno.EINVAL:  # EINVAL means that this filesystem cannot sync a folder.
             raise
     finally:
         os.close(handle)

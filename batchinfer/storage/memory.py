@@ -57,7 +57,7 @@ class MemoryStore:
         return ObjectInfo(key, len(data), etag, modified)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. A snapshot of the moment of the call."""
+        """See `Store.list`. Later changes do not show in the listing."""
         start = self._root + check_prefix(prefix)
         with _lock:
             found = sorted(

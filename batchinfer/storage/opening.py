@@ -49,7 +49,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def check_slashes(url: str) -> None:
-    """Refuse `s3:/bucket`: as a plain path it would be a folder of this machine.
+    """Refuse a text like `s3:/bucket`, which would otherwise be taken for a folder of this machine.
 
     Raises:
         ConfigError: The text starts like a URL, but has too few slashes to be one.
@@ -117,7 +117,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
 
     Args:
         url: A plain path (``~`` is expanded) or a URL of one of `SCHEMES`.
-        retries: How each request to remote storage is repeated; by default for about a minute.
+        retries: How each request to remote storage is repeated; by default as `RetryPolicy` says.
 
     Raises:
         ConfigError: The scheme is unknown, its package is not installed, or the URL names no bucket or no endpoint.

@@ -21,7 +21,7 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
 
     attempts: int = 7
     total_seconds: float = 120.0
-    """Seconds after the first attempt during which others may start."""
+    """Seconds after the first attempt during which further attempts may start."""
     first_pause_seconds: float = 1.0
     longest_pause_seconds: float = 30.0
 

@@ -1,9 +1,9 @@
-"""A store in an S3 bucket: AWS, and whatever speaks its API (R2, MinIO, Ceph; GCS's own API is in `gcs`).
+"""A store in an S3 bucket, on AWS or on another service with the same API (R2, MinIO, Ceph).
 
-Each verb is one or few requests of botocore's synchronous client, which finds credentials, region and endpoint.
-A small file goes up in one conditional put; a large one in parts, several at a time, and only the last request, which
-is conditional too, makes them an object. This module has its own code for uploads in parts because no library completes
-them on a condition.
+Each verb sends one or a few requests with botocore's synchronous client, which finds credentials, region and endpoint.
+A small file is uploaded in one conditional put. A large file is uploaded in parts, several at a time. A last request,
+which is conditional too, makes the parts an object. This module has its own code for uploads in parts because no
+library sends that last request with a condition.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CONNECTION_SECONDS = 30.0
 """Seconds after which idle connections are closed. Some routers forget connections that are idle for minutes and tell
 neither end; a request on such a connection hangs for `read_timeout`."""
 _CONFIG = botocore.config.Config(
-    # This module repeats requests itself; retries by botocore would multiply with ours.
+    # This module repeats requests itself. If botocore did so too, the numbers of attempts would multiply.
     retries={"total_max_attempts": 1},
     connect_timeout=10,
     read_timeout=60,
@@ -124,7 +124,7 @@ class S3Store:
         try:
             found = self._retry(partial(self._call, "head_object", Key=self._path(key)))
         except ObjectNotFound:
-            self._check_bucket()  # a HEAD has no body that could say what is missing
+            self._check_bucket()  # The answer to a HEAD has no body, so it does not say whether the bucket is missing.
             raise
         return ObjectInfo(
             key, found["ContentLength"], found["ETag"], found["LastModified"].timestamp()
@@ -190,12 +190,12 @@ class S3Store:
         while batch := list(itertools.islice(paths, KEYS_PER_DELETE)):
             try:
                 self._retry(partial(self._delete_batch, batch))
-            except NotSupported:  # some stores know only the single form
+            except NotSupported:  # Some stores can only delete one object at a time.
                 for path in batch:
                     self._retry(partial(self._call, "delete_object", Key=path))
 
     def list_multipart_uploads(self) -> Iterator[Upload]:
-        """Unfinished multipart uploads below the root, in key order: those of killed processes, and live ones."""
+        """Yield the unfinished multipart uploads below the root, in key order, also those of live processes."""
         marker: dict[str, str] = {}
         while True:
             page = self._retry(
@@ -212,7 +212,7 @@ class S3Store:
             }
 
     def abort_multipart_uploads(self, older_than_seconds: float) -> int:
-        """Abort unfinished multipart uploads, which cost storage although nobody sees them. Returns how many.
+        """Abort unfinished multipart uploads, which cost storage although nobody sees them. Return their number.
 
         Args:
             older_than_seconds: Age of the youngest upload to abort; younger ones may belong to a live worker. Ages are
@@ -242,7 +242,8 @@ class S3Store:
             )
             for item in page.get("Contents", ()):
                 key = item["Key"][len(self._root) :]
-                if key and not key.endswith("/"):  # consoles make "folders" that end in a slash
+                # Web consoles make empty objects like "a/" to show a folder.
+                if key and not key.endswith("/"):
                     yield ObjectInfo(
                         key, item["Size"], item["ETag"], item["LastModified"].timestamp()
                     )
@@ -265,12 +266,12 @@ class S3Store:
             return str(self._call("put_object", Key=path, Body=source, IfNoneMatch="*")["ETag"])
 
     def _put_parts(self, path: str, file: Path, size: int) -> str:
-        """Upload a file in parts; the last request creates the object unless it exists already. Returns the etag.
+        """Upload a file in parts. The last request creates the object unless it exists already. Return the etag.
 
         Raises:
-            PreconditionFailed: The object exists, perhaps from this very upload, if the reply to its last request was
-                lost.
-            TransientError: The store has dropped the upload without creating the object; start again.
+            PreconditionFailed: The object exists. This very upload may have created it, if the reply to its last
+                request was lost.
+            TransientError: The store has dropped the upload without creating the object. The caller may start again.
         """
         part_bytes = max(self._part_bytes, -(-size // MAX_PARTS))
 
@@ -314,7 +315,8 @@ class S3Store:
         try:
             return str(self._retry(complete)["ETag"])
         except ObjectNotFound:
-            # No such upload: an earlier try completed it and its reply was lost, or someone aborted it.
+            # The store does not know the upload. Either an earlier attempt completed it and the reply was lost, or
+            # somebody aborted it.
             try:
                 self._retry(partial(self._call, "head_object", Key=path))
             except ObjectNotFound as error:
@@ -322,7 +324,7 @@ class S3Store:
             raise PreconditionFailed(f"{self._url(path)}: exists") from None
 
     def _abort(self, path: str, upload_id: str) -> None:
-        """Drop an upload and its parts. Raises ObjectNotFound if it is gone."""
+        """Drop an upload and its parts. Raises ObjectNotFound if the store no longer has this upload."""
         self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
 
     def _check_parts(self) -> bool:
@@ -341,12 +343,13 @@ class S3Store:
             return self._are_parts_safe
 
     def _try_parts(self) -> bool:
-        """Find out by uploading in parts over a test object, which is removed again.
+        """Find out whether an upload in parts refuses to overwrite, by trying it on a test object. Remove the object.
 
-        True also for a store where single puts overwrite: every output there has a name of its own, so nothing can be
-        overwritten.
+        The result is also True on a store where even a single put overwrites. There every output has a name of its own,
+        so no upload can overwrite another.
         """
-        # The name begins with "_", which readers of whole folders skip, in case this object is left behind.
+        # The name begins with "_", because programs that read whole folders skip such names. The test object may stay
+        # if this process is killed.
         key = f"{layout.PROBES}_{secrets.token_hex(8)}"
         path, held = self._path(key), b"probe: an object\n"
         self.create(key, held)
@@ -369,8 +372,7 @@ class S3Store:
     def _delete_batch(self, paths: Sequence[str]) -> None:
         wanted = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         for failure in self._call("delete_objects", Delete=wanted).get("Errors", ()):
-            # Bring the error into the shape of a single request's answer, so that only `of_answer` decides what a code
-            # means.
+            # `of_answer` translates the answer to a whole request, so the failure of one key is put into that form.
             code = failure.get("Code", "")
             answer = {
                 "Error": failure,
@@ -379,7 +381,7 @@ class S3Store:
             raise of_answer(answer, self._url(failure.get("Key", "")), self.bucket)
 
     def _etag_if_equal(self, path: str, data: bytes) -> str | None:
-        """Etag of an object if it holds exactly `data`; None if it holds something else, or is gone."""
+        """Return the etag of an object if it holds exactly `data`; None if it holds something else or is gone."""
         try:
             held = self._retry(partial(self._read, path))
         except ObjectNotFound:
@@ -387,7 +389,7 @@ class S3Store:
         return held.etag if held.data == data else None
 
     def _etag_if_same_file(self, path: str, file: Path, size: int) -> str | None:
-        """Etag of an object if it holds exactly the bytes of `file`, else None. Uses bounded memory."""
+        """Return the etag of an object if it holds exactly the bytes of `file`, else None. Uses bounded memory."""
         try:
             found = self._retry(partial(self._call, "head_object", Key=path))
             if found["ContentLength"] != size:
@@ -433,7 +435,10 @@ class S3Store:
             return getattr(self._connect(), method)(Bucket=self.bucket, **arguments)
 
     def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
-        """Send one GET and pass its body to `write` piece by piece; raises if bytes are missing. Returns the etag."""
+        """Send one GET, and pass the object's bytes to `write` piece by piece. Return the etag.
+
+        An error is raised if the connection ends before all bytes have come.
+        """
         with s3_errors(self._url(path), self.bucket):
             answer = self._connect().get_object(Bucket=self.bucket, Key=path)
             with contextlib.closing(answer["Body"]) as body:
@@ -444,14 +449,15 @@ class S3Store:
             return str(answer["ETag"])
 
     def _connect(self) -> Any:
-        """Return the client.
+        """Return botocore's client, and make it first if there is none yet.
 
-        The first request makes it, since that may ask for credentials, which can fail for a moment.
+        The client is not made when the store is opened, because that may ask a server for credentials, and may fail
+        for a moment. Requests are repeated after such a failure. Opening a store is not.
         """
         with self._client_lock:
             now = time.monotonic()
             if self._client is not None and now - self._connected >= _CONNECTION_SECONDS:
-                self._client.close()  # requests that are under way go on
+                self._client.close()  # This closes idle connections; requests that are under way go on.
                 self._connected = now
             if self._client is None:
                 session = botocore.session.get_session()
@@ -486,8 +492,8 @@ class S3Store:
 def check_is_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
     """Refuse an answer whose body was cut short. Called by botocore before it parses an answer.
 
-    botocore itself checks only the bodies of objects. A listing of which nothing but the headers arrived would be an
-    empty listing, and a bulk deletion one without failures.
+    botocore itself checks only the bodies of objects. Without this function, a listing whose body did not arrive would
+    look like an empty listing, and the answer to a bulk deletion would look as if all deletions had succeeded.
 
     Raises:
         IncompleteReadError: The body has fewer bytes than its header says.
@@ -502,10 +508,10 @@ def check_is_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any
 
 
 def parse_time(text: Any) -> datetime:
-    """Read a time in an answer: ISO 8601 quickly, anything else as botocore does.
+    """Parse a time in an answer of the store. Times in ISO 8601 are parsed quickly, all others by botocore's parser.
 
-    botocore's own way of reading times is three quarters of a listing's CPU time. A page of 1000 keys takes 110 ms with
-    it, and 30 ms with this function.
+    botocore's parser is slow. Reading a listing of 1000 keys takes 110 ms of CPU time with it, and 30 ms with this
+    function.
     """
     try:
         time_read = datetime.fromisoformat(text)

@@ -86,7 +86,7 @@ def s3_errors(url: str, bucket: str) -> Iterator[None]:
 
 
 def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
-    """Choose our error for one of botocore's."""
+    """Return our error for an error that botocore has raised."""
     if isinstance(error, botocore.exceptions.ClientError):
         return of_answer(error.response, url, bucket)
     if isinstance(error, _NO_CREDENTIALS):
@@ -95,8 +95,8 @@ def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
             hint=CREDENTIALS_HINT,
         )
     if isinstance(error, botocore.exceptions.CredentialRetrievalError):
-        # A transient error, because a metadata server that is down for a moment looks like this too, in the middle of a
-        # run.
+        # The metadata server that gives the credentials may be down for a moment during a run. So this error counts as
+        # transient.
         return TransientError(f"{url}: {_first_line(error)}", hint=CREDENTIALS_HINT)
     if isinstance(error, botocore.exceptions.ParamValidationError):
         return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")
@@ -114,7 +114,7 @@ def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
 
 
 def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
-    """Choose our error for a parsed error response."""
+    """Return our error for a parsed error response of the store."""
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = str(answer.get("Error", {}).get("Code", ""))
     said = f"{code} {answer.get('Error', {}).get('Message', '')}".strip()
@@ -125,7 +125,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
             f"{url}: the store refused the credentials ({said})", hint=CREDENTIALS_HINT
         )
     if code == "RequestTimeTooSkewed":
-        # A machine that was suspended gets this until its clock has been set.
+        # The clock of a machine that was suspended is wrong until it has been set again, so this failure may pass.
         return TransientError(f"{url}: the store refused this machine's clock ({said})")
     if code in _WRONG_REGION_CODES or status in {301, 307}:
         return ConfigError(
@@ -143,7 +143,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
     if status == 409:
         # ConditionalRequestConflict: someone else is writing the same key right now.
         return TransientError(f"{url}: a concurrent write was in the way ({said})")
-    # Some stores want an MD5 digest with bulk deletions, which AWS's clients no longer send.
+    # Some stores refuse bulk deletions without an MD5 digest. AWS's clients no longer send this digest.
     is_md5_wanted = code == "MissingContentMD5" or (
         code == "InvalidRequest" and "content-md5" in said.lower()
     )
@@ -156,7 +156,7 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
 
 
 def no_such_bucket(bucket: str) -> InputError:
-    """Make the error for a bucket that does not exist at this endpoint."""
+    """Return the error for a bucket that does not exist at this endpoint."""
     return InputError(
         f"bucket {bucket!r}: does not exist at this endpoint, expected an existing bucket",
         hint=f"create it (aws s3 mb s3://{bucket}), or check the name, AWS_ENDPOINT_URL and AWS_PROFILE",
@@ -164,7 +164,7 @@ def no_such_bucket(bucket: str) -> InputError:
 
 
 def already_exists(url: str) -> AlreadyExists:
-    """Make the error for a create whose key is taken."""
+    """Return the error for a create whose key is taken by an object with other bytes."""
     return AlreadyExists(f"{url}: exists with other bytes, expected none")
 
 

@@ -45,7 +45,7 @@ def scratch_errors(folder: Path) -> Iterator[None]:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a scratch file if that is possible; otherwise it goes with its folder."""
+    """Remove a scratch file if possible. Otherwise the file stays until its scratch folder is removed."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -71,11 +71,11 @@ class Scratch:
                     if (self.folder / _LOCK).exists():
                         break
                     self._lock.close()
-                # Another worker's sweep came between making the folder and locking it.
-        self._numbers = itertools.count(1)  # next() is atomic; threads share this
+                # Another worker's `_sweep` removed this folder before it was locked, so make another.
+        self._numbers = itertools.count(1)  # Threads share this counter; next() is atomic.
 
     def new_path(self, name: str) -> Path:
-        """A path in the folder that no other call returns."""
+        """Return a path in the folder. No other call returns the same path."""
         return self.folder / f"{next(self._numbers)}-{name}"
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def _making(base: Path) -> Iterator[None]:
-    """Turn errors of making the folder into ConfigError if a new start would fail in the same way."""
+    """Turn an OSError from making the folder into ConfigError if a new start would fail in the same way."""
     try:
         yield
     except OSError as error:
@@ -111,4 +111,4 @@ def _sweep(base: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # in use, just being made, or not ours to remove
+            continue  # The folder is in use, is just being made, or belongs to another user.
