@@ -1,4 +1,4 @@
-"""Completions become output lines, and output lines are read again by other commands. Pure.
+"""Turns the engine's completions into output lines, and reads output lines for other commands. Pure.
 
 Each output format is one module with an object named `FORMAT`. The worker and every command that reads outputs find
 it in the table `FORMATS`. A new format needs its module, its entry here, and its name among the choices of
@@ -37,22 +37,22 @@ def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> E
     """Return the encoder of a run's output format.
 
     Args:
-        config: Reads `output_format`, `strip` and `has_timing`.
-        model: The run's model, as OpenAI bodies name it.
-        created: Unix seconds that OpenAI bodies carry. Every worker passes the run's time, so that each would write the
-            same bytes for a row.
+        config: The prompt options. Only `output_format`, `strip` and `has_timing` are used.
+        model: The run's model. The format `openai-batch` writes it into every response body.
+        created: Time for the response bodies of the format `openai-batch`, in Unix seconds. Every worker passes the
+            time of the run, so that any worker writes the same bytes for a row.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: there is no output format of the configured name.
     """
     return find_format(config.output_format).make_encoder(config, model, created)
 
 
 def find_format(name: str) -> OutputFormat:
-    """Look up a format by its name; an empty name is the default.
+    """Look up an output format by its name; an empty name means the default format.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: there is no output format of this name.
     """
     found = FORMATS.get(name or DEFAULT_FORMAT)
     if found is None:
@@ -64,14 +64,14 @@ def find_format(name: str) -> OutputFormat:
 
 
 def read_line(data: bytes, output_format: str = "") -> OutputLine:
-    """Read one output line of any format.
+    """Read one output line, of a given format or of any.
 
     Args:
         data: The line, without its newline.
         output_format: Name of the format that the line should have; empty accepts every format.
 
     Raises:
-        InputError: the line is no output line, or has another format.
+        InputError: the line is not an output line, or not one of the given format.
     """
     if output_format:
         return find_format(output_format).read_line(data)

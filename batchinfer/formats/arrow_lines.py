@@ -1,8 +1,8 @@
-"""Fast path for the bar "collect is not slower than `datasets`" (docs/performance.md): Arrow reads native lines.
+"""Reads native output lines with Arrow, as a fast path for `collect`.
 
-`ArrowBlock` gives the same results as `OutputBlock` several times as fast, because no line becomes a Python object.
-`can_read` says which formats and columns it supports; nearly every run has only those. A module of its own because it
-works on Arrow arrays throughout.
+`ArrowBlock` gives the same results as `OutputBlock`, but several times as fast, because it makes no Python object of a
+line. `collect` needs this for the bar "collect is not slower than `datasets`" (docs/performance.md). `can_read` tells
+which runs `ArrowBlock` can read; nearly all can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchinfer.formats.columns import EXPLODED, LISTS, Counts, Shape, out_of_or
 
 
 def can_read(shape: Shape) -> bool:
-    """Whether `ArrowBlock` can read a run's format and columns."""
+    """Whether `ArrowBlock` can read the output format and make the columns of this shape."""
     has_raw = shape.has_tool_calls or shape.has_logprobs or shape.has_prompt
     return find_format(shape.output_format).has_flat_lines and not has_raw
 
@@ -25,7 +25,7 @@ def can_read(shape: Shape) -> bool:
 class ArrowBlock:
     """Consecutive native lines as an Arrow table. It has the methods of `OutputBlock`, with arrays in place of lists.
 
-    Args and Raises: see `OutputBlock`.
+    Arguments and errors are those of `OutputBlock`.
     """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
@@ -77,7 +77,7 @@ class ArrowBlock:
         )
 
     def num_unshown(self) -> int:
-        """Number of lines whose reasoning the table leaves out; 0 if the table has a column for it."""
+        """Number of lines that have reasoning while the table has no column for it; 0 if the table has that column."""
         from pyarrow import compute
 
         choices = self._array("choices")
@@ -88,7 +88,7 @@ class ArrowBlock:
         return len(lines.unique())
 
     def columns(self) -> tuple[dict[str, Any], list[int] | None]:
-        """Return the array of each column, and the lines of exploded answers. See `OutputBlock.columns`."""
+        """Return the array of each column, and the line of each table row. See `OutputBlock.columns`."""
         from pyarrow import compute
 
         choices = self._array("choices")
@@ -142,7 +142,12 @@ class ArrowBlock:
 
 
 def _places(lengths: list[int], counts: list[int]) -> Any:
-    """Return, for each table row, the index of its answer among all answers; null for a line without answers."""
+    """Return, for each table row, the index of its answer among the answers of all lines; null if its line has none.
+
+    Args:
+        lengths: Number of answers of each line.
+        counts: Number of table rows that each line becomes.
+    """
     places: list[int | None] = []
     first = 0
     for length, count in zip(lengths, counts, strict=True):
@@ -158,7 +163,7 @@ def _indices(values: list[Any]) -> Any:
 
 
 def _relist(choices: Any, values: Any) -> Any:
-    """Group the values of all answers into one list per line."""
+    """Group one value of every answer (`values`) into one list per line, as `choices` groups the answers."""
     import pyarrow as pa
 
     first = choices.offsets[0].as_py()

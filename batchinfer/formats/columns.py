@@ -1,4 +1,4 @@
-"""Output lines become columns, many lines at once; `collect` makes tables of the columns. Pure."""
+"""Turns many output lines at once into columns, from which `collect` makes tables. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from batchinfer.formats.lines import OutputChoice, OutputLine
 from batchinfer.prompts import find_request_format
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
-"""Layouts of answers in a table: the only answer of a row, lists of all its answers, or a table row for each answer."""
+"""Layouts of a table: a line is a table row with its only answer, a table row with lists of its answers, or a
+table row for each answer."""
 
 
 class Counts(NamedTuple):
-    """Sums over some lines. `errors` counts failed lines by code."""
+    """Sums over some output lines: tokens, and in `errors` the number of failed lines with each error code."""
 
     errors: Counter[str]
     prompt_tokens: int
@@ -35,7 +36,7 @@ _ERROR = ("error_code", "error_message")
 class Shape(Record, frozen=True, kw_only=True):
     """Columns of a run's tables.
 
-    They follow from run.json alone, so that all files of a table have the same columns.
+    The columns are derived from run.json alone, never from lines, so that all files of a table have the same columns.
     """
 
     output_format: str
@@ -64,13 +65,13 @@ class Shape(Record, frozen=True, kw_only=True):
 
 
 def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
-    """Derive the columns from the `config` of run.json.
+    """Derive the columns from the `config` of run.json. With `explode`, each answer gets a table row.
 
     >>> shape_of({"prompt": {}, "sampling": {"n": 2}}, explode=False).names[3:5]
     ['texts', 'finish_reasons']
     """
     prompt, sampling = config.get("prompt") or {}, config.get("sampling") or {}
-    # Requests with parameters of their own may ask for several answers; run.json does not know how many.
+    # A request with parameters of its own may ask for several answers, which run.json does not tell.
     may_differ = find_request_format(prompt.get("request_format") or "").has_own_parameters
     has_several = may_differ or int(sampling.get("n") or 1) > 1
     output_format = find_format(prompt.get("output_format") or "")
@@ -86,7 +87,7 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
 
 
 def _mentions(value: Any, word: str) -> bool:
-    """Whether a setting is set whose name contains the word, at any depth."""
+    """Whether any setting, at any depth of `value`, has the word in its name and a value that is not empty or false."""
     if not isinstance(value, dict):
         return False
     return any((word in key and bool(item)) or _mentions(item, word) for key, item in value.items())
@@ -104,7 +105,7 @@ class OutputBlock:
         first_row: Number of the first line's row in the job.
 
     Raises:
-        InputError: a line does not have the run's format, or belongs to another row.
+        InputError: a line does not have the run's format, or its row number does not fit its place.
     """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:
@@ -144,11 +145,11 @@ class OutputBlock:
         return part
 
     def sources(self) -> Iterator[bytes]:
-        """Kept columns of every line, as JSON; empty for a line without them."""
+        """Return for every line the columns that ``--keep`` named, as JSON; empty bytes for a line without them."""
         return (bytes(line.source) for line in self.lines)
 
     def num_unshown(self) -> int:
-        """Number of lines whose reasoning the table leaves out; 0 if the table has a column for it."""
+        """Number of lines that have reasoning while the table has no column for it; 0 if the table has that column."""
         if self._shape.has_reasoning or not self._may_reason:
             return 0
         return sum(
@@ -159,8 +160,8 @@ class OutputBlock:
         """Return the values of each column, in the order of `Shape.names`.
 
         Returns:
-            (columns, lines). `lines` holds for each table row the index of the line that it comes from, if answers are
-            exploded; else None.
+            (columns, lines). With the layout `EXPLODED`, `lines` holds for each table row the index of the line that it
+            was made from; with the other layouts it is None.
         """
         lines, shape = self.lines, self._shape
         if shape.answers != EXPLODED:
@@ -224,7 +225,7 @@ class OutputBlock:
 
 
 def out_of_order(first_row: int) -> InputError:
-    """Make the error for lines whose row numbers are not those of their places."""
+    """Return the error for lines from `first_row` on whose row numbers do not fit their places."""
     return InputError(
         f"output lines from row {first_row} on: of other rows, or out of order",
         hint="`batchinfer verify --deep` says what mends it",
@@ -237,7 +238,7 @@ def _extra(choice: OutputChoice, name: str) -> str | None:
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """Return a JSON text as its content, null as None, and any other value as JSON."""
+    """Return the content of a JSON string, None for null or nothing, and any other value as JSON text."""
     data = bytes(raw)
     if not data or data == b"null":
         return None

@@ -1,4 +1,4 @@
-"""The output format `completions`: the request, unchanged, and its result."""
+"""The output format `completions`: each line holds the request, unchanged, and its result."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CompletionsEncoder:
 
     Args:
         strip: Remove white space around every answer.
-        has_timing: Write `request_time`. Its `batch_time` is the row's own seconds in the engine and its `batch_size`
-            is 1, because rows are not generated in fixed batches.
+        has_timing: Write `request_time`. Its `batch_time` is the row's own seconds in the engine, and its
+            `batch_size` is always 1, because the engine has no fixed batches.
     """
 
     def __init__(self, *, strip: bool, has_timing: bool) -> None:

@@ -1,4 +1,4 @@
-"""Parts that all output formats share: the class of a format, the common form of a line, and the answers of a row."""
+"""Classes and functions that all output formats share, for writing output lines and for reading them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.core.records import Choice, Completion, Failure, Record, TokenLo
 from batchinfer.prompts import Prepared, PromptConfig
 
 LOWEST_LOGPROB = -9999.0
-"""Written in place of minus infinity, which JSON does not have."""
+"""Log-probability that is written in place of minus infinity, which JSON does not have."""
 UNANSWERED = Failure(code="internal_error", message="the row has neither an answer nor an error")
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -22,14 +22,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Encoder(Protocol):
-    """Writes the lines of one output format. Pure."""
+    """The interface of an object that writes output lines in one format. Pure."""
 
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
-        """Return one JSON object, without a newline.
+        """Return the output line of one row: a JSON object, without a newline.
 
         Args:
             prepared: The row.
-            completion: The engine's answer; None for a row that never got a request.
+            completion: The engine's answer; None for a row that was never sent to the engine.
         """
         ...
 
@@ -64,9 +64,10 @@ class OutputError(msgspec.Struct, gc=False):
 
 
 class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
-    """An output line in the form that readers use, whatever its format. It has the fields of a native line.
+    """An output line after it was read. Lines of all formats become this class, which has the fields of a native line.
 
-    For a format without row numbers or ids, `row` or `id` is None. For a format without token counts, they are 0.
+    If the line's format has no row numbers, `row` is None; if it has no ids, `id` is None; if it has no token counts,
+    `usage` holds zeros.
     """
 
     row: int | None
@@ -108,12 +109,12 @@ class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
 
 
 class OutputFormat(Record, frozen=True, kw_only=True):
-    """One output format: how its lines are written and read. `batchinfer.formats.FORMATS` is the table of all."""
+    """An output format: how its lines are written and read. `batchinfer.formats.FORMATS` lists all formats."""
 
     name: str
     """Value of ``--output-format``."""
     make_encoder: Callable[[PromptConfig, str, int], Encoder]
-    """Function that makes a run's encoder from its options, its model and the time of its creation in Unix seconds."""
+    """Function that makes a run's encoder. Arguments: prompt options, model, time of the run in Unix seconds."""
     decoder: msgspec.json.Decoder[Any]
     """Decoder of this format's lines. It refuses lines of the other formats."""
     convert: Callable[[Any], OutputLine] | None = None
@@ -122,7 +123,7 @@ class OutputFormat(Record, frozen=True, kw_only=True):
     """Whether lines repeat the request. Then rows need their prompt even without ``--keep-prompt``, and tables have no
     prompt column."""
     has_flat_lines: bool = False
-    """Whether lines are native ones as far as Arrow reads them (see arrow_lines)."""
+    """Whether the module arrow_lines can read the lines: their fields have the names and types of native lines."""
 
     def read_line(self, data: bytes) -> OutputLine:
         """Read one line.
@@ -137,7 +138,7 @@ class OutputFormat(Record, frozen=True, kw_only=True):
         return line if self.convert is None else self.convert(line)
 
     def read_lines(self, data: bytes) -> list[OutputLine]:
-        """Read whole lines, each with its newline.
+        """Read consecutive lines, each with its newline.
 
         Raises:
             InputError: a line does not have this format.
@@ -159,14 +160,14 @@ class OutputFormat(Record, frozen=True, kw_only=True):
 
 
 def failure_of(prepared: Prepared, completion: Completion | None) -> Failure | None:
-    """Return the reason why a row has no answer; None if it has one."""
+    """Return the reason why a row has no answer; None if it has an answer."""
     if completion is None:
         return prepared.failure or UNANSWERED
     return completion.failure or prepared.failure
 
 
 def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice]:
-    """Return a row's answers, with the prompt where the request asked to see it (``echo``)."""
+    """Return the answers as the output line shows them: with ``echo``, the prompt stands before or in place of each."""
     view = prepared.view
     if view is None or not view.echo:
         return completion.choices
@@ -179,7 +180,7 @@ def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice
 
 
 def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:
-    """Return the number of generated tokens. It is 0 where the request asked for its prompt alone."""
+    """Return the number of generated tokens to report. It is 0 if the request asked for its prompt and no answer."""
     if prepared.view is not None and prepared.view.is_prompt_only:
         return 0
     return completion.completion_tokens
@@ -206,8 +207,8 @@ def _with_prompt(
 
 
 def _named(prefix: str, positions: list[TokenLogprob | None]) -> list[TokenLogprob]:
-    # Engines give None for the first token, which has no predecessor and so no log-probability. Its text is the
-    # prompt without the texts of the other tokens.
+    # Engines give None for a prompt's first token, because it has no predecessor and therefore no log-probability. The
+    # text of this token is what remains of the prompt without the texts of the other tokens.
     rest = "".join(position.token for position in positions if position is not None)
     first = prefix[: len(prefix) - len(rest)] if rest and prefix.endswith(rest) else ""
     if not rest:
@@ -219,7 +220,7 @@ def _named(prefix: str, positions: list[TokenLogprob | None]) -> list[TokenLogpr
 
 
 def finite(logprob: float) -> float | None:
-    """Return a log-probability that JSON can hold. NaN stands for a token without one and becomes None.
+    """Return a log-probability in a form that JSON can hold. NaN, which marks a missing one, becomes None.
 
     >>> finite(float("-inf")), finite(float("nan"))
     (-9999.0, None)
@@ -230,7 +231,7 @@ def finite(logprob: float) -> float | None:
 
 
 def to_line(record: Any) -> bytes:
-    """Encode an output line. A lone surrogate in an engine's text becomes U+FFFD, since JSON cannot hold it."""
+    """Encode an output line as JSON. A lone surrogate in a text becomes U+FFFD, because UTF-8 cannot hold it."""
     try:
         return _encode(record)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The output format `native`, which docs/format.md describes."""
+"""The output format `native`: how its lines are written and read. docs/format.md describes the fields."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _NO_USAGE = OutputUsage()
 
 
 class NativeEncoder:
-    """Writes native lines.
+    """Writes output lines of the format `native`.
 
     Args:
         strip: Remove white space around every answer.
@@ -140,7 +140,7 @@ def _logprob(position: TokenLogprob) -> _LogprobLine:
 
 
 def _rounded(seconds: float) -> float:
-    # Six digits are microseconds; more digits are noise. Engines that measure no time give 0.
+    # Times are kept to the microsecond (six digits). An engine that measures no time gives 0.
     return round(seconds, 6) if seconds else 0.0
 
 

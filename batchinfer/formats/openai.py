@@ -1,4 +1,4 @@
-"""The output format `openai-batch`: lines of OpenAI's batch output file, and the response bodies inside them."""
+"""The output format `openai-batch`: lines as in the output file of OpenAI's batch API, with the response bodies."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from batchinfer.formats.lines import (
 )
 from batchinfer.prompts import COMPLETIONS_URL, Code, Prepared
 
-# Finish reasons that the API knows. Any other reason of an engine is written as "stop".
+# Finish reasons that OpenAI's chat and completions APIs know. Other reasons are written as "stop".
 _CHAT_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 _COMPLETION_REASONS = frozenset({"stop", "length", "content_filter"})
-# Error codes for which the API would blame the request (status 400): it is wrong, or the engine refused it.
+# Error codes that mean that the request is wrong or that the engine refused it. They are written as HTTP status 400.
 _CLIENT_CODES = frozenset({*(code.value for code in Code), "engine_rejected"})
 
 
 class OpenAIBatchEncoder:
     """Writes lines of OpenAI's batch output file.
 
-    Ids are derived from the row's key, so that a row's line has the same bytes from every worker.
+    The ids in a line are derived from the row's key, so that every worker would write the same ids for a row.
 
     Args:
         model: The run's model.
-        created: Unix seconds for the bodies.
+        created: Time to write into the response bodies, in Unix seconds.
         strip: Remove white space around every answer.
     """
 
@@ -58,7 +58,8 @@ class OpenAIBatchEncoder:
             body = {"error": error_object(failure, prepared.param)}
             line |= {"response": _response(digest, 400, body), "error": None}
         elif failure is not None:
-            # The API gives no response in this case, for example to requests of a batch that expired.
+            # The row failed for a reason outside the request. OpenAI writes a null response in such cases, for
+            # example if a batch expired.
             error = {"code": failure.code, "message": failure.message}
             line |= {"response": None, "error": error}
         if prepared.source is not None:
@@ -110,7 +111,7 @@ class OpenAIBatchEncoder:
 
 
 def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
-    """Return a failure as the API's error object."""
+    """Return a failure as an error object of OpenAI's API. `param` is the request parameter that caused it, or None."""
     is_client = failure.code in _CLIENT_CODES
     return {
         "message": failure.message,
@@ -121,7 +122,7 @@ def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
 
 
 def completion_logprobs(choice: Choice) -> dict[str, list[Any]] | None:
-    """Return log-probabilities as the completions API does: four lists with one entry per token.
+    """Return an answer's log-probabilities as the completions API writes them: four lists with one entry per token.
 
     `text_offset` counts characters from the beginning of the choice's text. A token without a
     log-probability (the first of an echoed prompt) has null in `token_logprobs` and `top_logprobs`.
@@ -145,7 +146,8 @@ def _top(position: TokenLogprob) -> dict[str, float | None] | None:
     own = finite(position.logprob)
     if own is None:
         return None
-    # Different tokens can have the same text (parts of characters). The likelier one comes first and is kept.
+    # Two tokens can have the same text, for example if each is a part of a character. Likelier tokens come first, so
+    # `setdefault` keeps the likelier one.
     top: dict[str, float | None] = {}
     for token, logprob in [*position.top, (position.token, own)]:
         top.setdefault(token, finite(logprob))

@@ -1,4 +1,4 @@
-"""Rows become requests: request formats, templates, conversations, tokens. Pure."""
+"""Turns the rows of a chunk into requests for the engine: request formats, templates, conversations, tokens. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a chunk become requests: one result for each row, in order."""
+"""Turns the lines of a chunk into requests for the engine: one result for each line, in order."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ REQUEST_FORMATS: dict[str, RequestFormat] = {
 DEFAULT_REQUEST_FORMAT = PromptConfig().request_format
 
 _SAMPLE = [{"role": "user", "content": "Hello"}]
-"""Conversation on which a chat template is tried before the first row."""
+"""Conversation with which `PromptBuilder` tests ``--chat-template`` before it reads any row."""
 
 
 def find_request_format(name: str) -> RequestFormat:
-    """Look up a request format by its name; an empty name is the default.
+    """Look up a request format by its name; an empty name means the default format.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: there is no request format of this name.
     """
     found = REQUEST_FORMATS.get(name or DEFAULT_REQUEST_FORMAT)
     if found is None:
@@ -62,16 +62,19 @@ class PromptBuilder:
     """Turns rows into requests. Pure: it keeps nothing between calls and may be used by several threads at once.
 
     Args:
-        config: How rows become prompts; checked here.
-        sampling: The run's parameters. A request's own parameters replace them one by one.
-        run_seed: Number from which the seed of every sampled row is computed, together with the row's key; None: rows
-            get no seeds.
-        tokenizer: The model's tokenizer. With None the engine renders and tokenizes: requests carry text or messages.
-        max_model_len: Tokens of prompt and answer together. With None the engine refuses prompts that are too long.
-        needs_prompt: Keep each prompt for the output line, as ``--keep-prompt`` does; some output formats need it.
+        config: The options that say how rows become prompts. The constructor checks them.
+        sampling: The run's sampling parameters. A parameter that a request sets itself replaces the run's.
+        run_seed: The run's seed. The seed of a row is computed from it and the row's key. With None, rows get no
+            computed seeds.
+        tokenizer: The model's tokenizer. With None the requests carry text or messages, and the engine renders and
+            tokenizes them.
+        max_model_len: Largest number of tokens of prompt and answer together. With None the builder does not check
+            lengths; the engine refuses prompts that are too long.
+        needs_prompt: Whether the output format needs each row's prompt. Then prompts are kept even without
+            ``--keep-prompt``.
 
     Raises:
-        ConfigError: options that contradict each other or cannot work.
+        ConfigError: options contradict each other, or one of them has a value that cannot work.
     """
 
     def __init__(
@@ -107,10 +110,10 @@ class PromptBuilder:
             self._check_chat()
 
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
-        """Prepare rows: one result for each, in order. A bad row gives a result with a failure; nothing is raised.
+        """Return one result for each row, in the order of `rows`. The result of a bad row holds a failure.
 
         Args:
-            chunk: The chunk's name, the first half of every row's key.
+            chunk: Name of the chunk. The key of a row is this name and the row's line index.
             first_row: Number of the chunk's first row in the job; 0 for a chunk that `split` did not make.
             rows: Some lines of this chunk, in any order.
         """
@@ -186,7 +189,8 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
         if seed_of is None or sampling.seed is not None:
             return sampling
-        # At temperature 0 a seed changes nothing. With no temperature given, the engine samples at its default.
+        # At temperature 0 a seed changes nothing, so the row gets none. With temperature None the engine samples at its
+        # default temperature, so the row gets a seed.
         if sampling.temperature is not None and sampling.temperature <= 0:
             return sampling
         return msgspec.structs.replace(sampling, seed=seed_of(line_index))
@@ -242,7 +246,8 @@ class PromptBuilder:
             _fail(draft, error)
 
     def _is_hopeless(self, draft: Draft, tokenizer: Tokenizer) -> bool:
-        # A prompt of megabytes is refused by its length: tokenizing it would hold up all other rows.
+        # Tokenizing a prompt of megabytes would delay all other rows. A prompt with more characters than the longest
+        # allowed prompt can have is therefore refused without being tokenized.
         longest = tokenizer.longest_token
         if self._max_model_len is None or not longest or self._config.truncate_prompt != "error":
             return False
@@ -341,16 +346,17 @@ def _check_values(config: PromptConfig) -> None:
 def fit_prompt(
     token_ids: list[int], *, max_model_len: int, max_tokens: int | None, mode: str
 ) -> list[int]:
-    """Return the prompt's tokens, without some of them if there are too many.
+    """Return the prompt's tokens; a prompt that is too long loses some of them or is refused.
 
-    A prompt must leave room for one token of the answer. If tokens have to go, then so many that the answer has room
-    for `max_tokens`, but the prompt keeps at least half of the model's length.
+    With mode ``error`` a prompt may have at most `max_model_len` - 1 tokens, so that the answer gets at least one.
+    With the other modes it may have `max_model_len` - `max_tokens` tokens, or half of `max_model_len` if that is more.
 
     Args:
         token_ids: The prompt's tokens.
-        max_model_len: Tokens of prompt and answer together.
-        max_tokens: Tokens wanted for the answer; None counts as 1.
-        mode: ``error``, or the place that loses tokens: ``left``, ``right`` or ``middle``.
+        max_model_len: Largest number of tokens of prompt and answer together.
+        max_tokens: Number of tokens wanted for the answer; None counts as 1.
+        mode: ``error`` to refuse a prompt that is too long, or the end of the prompt that loses tokens: ``left``,
+            ``right`` or ``middle``.
 
     Raises:
         RowProblem: the prompt is too long and `mode` is ``error``.
@@ -376,7 +382,7 @@ def fit_prompt(
 
 
 def _too_long(length: str, max_model_len: int) -> RowProblem:
-    """Make the error of a prompt that leaves no room for an answer."""
+    """Return the error for a prompt that is so long that the model has no token left for the answer."""
     return RowProblem(
         Code.PROMPT_TOO_LONG,
         f"the prompt has {length}, expected at most {max_model_len - 1} of the model's "

@@ -1,4 +1,4 @@
-"""Conversations in the forms that data sets use, turned into chat messages."""
+"""Turns conversations, in the various forms that data sets store them in, into chat messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from batchinfer.prompts.json_lines import json_type
 from batchinfer.prompts.types import Code, RowProblem
 
-# Role of each speaker. ShareGPT and data sets like it name the speaker instead of the role.
+# Chat role of each speaker name. ShareGPT and similar data sets name the speaker of a message instead of its role.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -26,8 +26,8 @@ SPEAKERS = {
     "function": "tool",
     "observation": "tool",
 }
-# Fields of a message that chat templates know, besides role and content. Other fields of a data set's
-# messages (language, time, moderation) are left out.
+# Fields that are kept of a message besides role and content, because chat templates read them. All other fields, such
+# as language or time, are dropped.
 EXTRA_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 Message = dict[str, Any]
@@ -38,15 +38,15 @@ def read_conversation(value: Any, *, num_user_turns: int = 0, num_more: int = 0)
 
     Args:
         value: The column's value, in one of the forms below.
-        num_user_turns: Number of user messages to read, with the messages between them; 0 reads everything.
-        num_more: Number of messages to read after the last of these user messages.
+        num_user_turns: Reading stops after this number of user messages; 0 reads the whole conversation.
+        num_more: Number of messages to read after the user message at which reading stops.
 
-    Accepted: a list of {role, content} or {from, value}; one such object; an object of two lists
-    (how some tables store a list of objects); any of these as JSON text; an object with the list in
-    `messages` or `conversations`; any other text is one user message.
+    Accepted forms: a list of {role, content} or {from, value} objects; one such object; an object with a list of
+    roles and a list of contents, as some tables store a list of objects; an object that holds the list in `messages`,
+    `conversations` or `conversation`; any of these forms as JSON text. Any other text becomes one user message.
 
     Raises:
-        RowProblem: anything else, or a message without a known role or without content.
+        RowProblem: the value has another form, or a message has no known role or no content.
     """
     if isinstance(value, str):
         value = _parse_text(value)
@@ -167,7 +167,7 @@ def _parts(content: Any, index: int) -> str | list[dict[str, str]]:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as one text; parts are joined by line breaks, as chat servers do."""
+    """Return the content of a message as one text. Text parts are joined by line breaks, as chat servers join them."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -175,7 +175,7 @@ def text_of(message: Message) -> str:
 
 
 def with_texts(messages: list[Message]) -> list[Message]:
-    """Return the messages with texts as contents; the same list if all contents are texts already."""
+    """Return the messages with every content joined to one text. Returns the same list if no content has parts."""
     for message in messages:
         if type(message["content"]) is not str:
             return [{**message, "content": text_of(message)} for message in messages]
@@ -183,10 +183,10 @@ def with_texts(messages: list[Message]) -> list[Message]:
 
 
 def first_turn(value: Any) -> list[Message] | None:
-    """Return the first turn of a list that begins with a plain {role, content} user message, else None.
+    """Return a list's first message alone if it is a user message of just role and a text; else None.
 
-    Fast path for the bar "a third of bare msgspec" (docs/performance.md): this form is the commonest one and needs no
-    conversion, and without a model most of a row's time goes into conversions.
+    This is a fast path for the bar "a third of bare msgspec" (docs/performance.md). Conversations of this form are the
+    commonest, and their first message can be sent as it is, without `read_conversation`.
     """
     if type(value) is list and value:
         first = value[0]
@@ -198,10 +198,10 @@ def first_turn(value: Any) -> list[Message] | None:
 
 
 def check_turns(turns: str) -> str | int:
-    """Return "first", "all" or a number of user turns.
+    """Read the value of ``--turns``: return "first" or "all" as given, or a number of user turns as an int.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value is none of these, or the number is below 1.
     """
     if turns in {"first", "all"}:
         return turns
@@ -214,14 +214,14 @@ def check_turns(turns: str) -> str | int:
 def select_turns(
     messages: list[Message], turns: str | int, *, continue_final: bool
 ) -> list[Message]:
-    """Return the part of a conversation that the model answers, up to the chosen user turn.
+    """Return the beginning of a conversation, up to the message that the model shall answer.
 
-    ``first`` takes everything up to and including the first user message. ``all`` leaves out only the
-    answers after the last user (or tool) message. A number takes that many user turns, or all if there
-    are fewer. With `continue_final` the answer after that turn is included: the model continues it.
+    With ``first`` this is the first user message. With ``all`` it is the last message that is not the assistant's. With
+    a number N it is the N-th user message, or the last user message if there are fewer. With `continue_final` the
+    assistant message that follows is returned as well, and the model continues it.
 
     Raises:
-        RowProblem: there is no user message with text, or no answer to continue.
+        RowProblem: no returned user message has text, or `continue_final` finds no assistant message that follows.
     """
     end = 0
     if turns == "all":
@@ -255,12 +255,12 @@ def select_turns(
 
 
 def with_system(messages: list[Message], system_prompt: str) -> list[Message]:
-    """Put a system message first. It replaces the conversation's own, if there is one."""
+    """Return the messages with this system prompt first; it replaces a system message at the beginning."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
     return [{"role": "system", "content": system_prompt}, *rest]
 
 
 def with_examples(messages: list[Message], examples: list[Message]) -> list[Message]:
-    """Put worked examples between the system message and the conversation."""
+    """Return the messages with worked examples at the beginning, but after a system message if there is one."""
     start = 1 if messages and messages[0]["role"] == "system" else 0
     return [*messages[:start], *examples, *messages[start:]]

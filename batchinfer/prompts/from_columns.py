@@ -15,7 +15,7 @@ from batchinfer.prompts.types import Code, Draft, PromptConfig, RequestFormat, R
 
 _UNSET = msgspec.UNSET
 _MANY_TOKENS = 2**32
-"""Upper bound of token ids, exclusive: engines get them as four bytes."""
+"""Every token id must be below this number, because engines get token ids as four bytes."""
 _PROMPT_HINT = (
     "pass one of --messages-column, --prompt-column, --prompt-template FILE or --template NAME "
     "(`--template list` shows the names)"
@@ -23,15 +23,15 @@ _PROMPT_HINT = (
 
 
 class RowsReader:
-    """Reads rows as `RowReader` says.
+    """The reader of the request format `rows`; see `RowReader`.
 
     Args:
         config: The prompt options.
-        eos_token: Text of the end-of-sequence token. It is removed from the end of text prompts: after it a model has
-            nothing to add.
+        eos_token: Text of the end-of-sequence token. It is removed from the end of text prompts, because a model
+            generates nothing useful after it.
 
     Raises:
-        ConfigError: options that contradict each other.
+        ConfigError: options contradict each other.
     """
 
     def __init__(self, config: PromptConfig, *, eos_token: str) -> None:
@@ -73,13 +73,15 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             self._value_position = self._position(self._column)
             self._kept_positions = {name: self._position(name) for name in self._keep}
-            # Conversations can be long. If only the first turn is sent, the other messages are not decoded.
+            # Conversations can be long. If only the first turn is sent and --keep does not name the column,
+            # the messages after the first turn need not be decoded.
             is_wanted_whole = not self._is_first_only or self._messages_column in self._keep
             lazy = [self._messages_column] if self._messages_column and not is_wanted_whole else []
             self._project = json_lines.projection(self._projected, lazy=lazy)
 
     def _position(self, column: str) -> int:
-        # A column can have two uses, for example as id and as kept column. The decoder reads it once.
+        # Returns the column's index in the decoded tuple. A column with two uses, for example as id and as kept column,
+        # is decoded once.
         if column not in self._projected:
             self._projected.append(column)
         return self._projected.index(column)
@@ -152,7 +154,7 @@ class RowsReader:
             draft.continue_final = True
 
     def _send(self, draft: Draft, messages: list[conversation.Message]) -> None:
-        """Make these messages the prompt, with the run's system message, examples and beginning of the answer."""
+        """Make these messages the prompt, and add the system message, examples and answer start that options set."""
         if self._config.system_prompt:
             messages = conversation.with_system(messages, self._config.system_prompt)
         if self._examples:
@@ -221,10 +223,14 @@ class RowsReader:
 
 
 def token_ids(value: Any, subject: str) -> list[int]:
-    """Check that a prompt is a list of token ids. The engine checks whether they are in the vocabulary.
+    """Return the value if it is a list of token ids. Whether the ids are in the vocabulary is left to the engine.
+
+    Args:
+        value: The prompt.
+        subject: Name of the value in messages.
 
     Raises:
-        RowProblem: the value is something else, or empty.
+        RowProblem: the value is not a list of token ids, is empty, or holds a number that does not fit in four bytes.
     """
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise RowProblem(

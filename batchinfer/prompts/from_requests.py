@@ -23,7 +23,7 @@ from batchinfer.prompts.types import (
     RowProblem,
 )
 
-# Task of each endpoint that a line of an OpenAI batch may name. A run does one task.
+# Task that each endpoint of an OpenAI batch stands for. A row whose task is not the run's fails.
 _TASKS = {
     CHAT_URL: "generate",
     COMPLETIONS_URL: "generate",
@@ -38,16 +38,16 @@ _TASKS = {
 }
 
 _MAX_PLANS = 1000
-"""Number of different parameter sets whose reading is remembered."""
+"""Largest number of different parameter sets that a reader remembers, so that equal ones are read once."""
 _encode = msgspec.json.encode
 
 
 class RequestsReader:
-    """Reads requests as `RowReader` says.
+    """The reader of the request formats `completions` and `openai-batch`; see `RowReader`.
 
     Args:
         config: The prompt options.
-        sampling: The run's parameters. They hold where a request does not set its own.
+        sampling: The run's sampling parameters. A parameter that a request sets itself replaces the run's.
         is_batch: Whether rows are lines of an OpenAI batch (custom_id, method, url, body); otherwise the row itself is
             the body of a completion.
 
@@ -56,7 +56,7 @@ class RequestsReader:
     """
 
     is_chat = False
-    """False because requests for completions need no chat template."""
+    """Always False: not every request is a chat request, so the run does not require a chat template."""
 
     def __init__(self, config: PromptConfig, sampling: Sampling, *, is_batch: bool) -> None:
         _refuse_row_options(config)
@@ -95,7 +95,8 @@ class RequestsReader:
         elif keep:
             draft.source = {name: line[name] for name in keep if name in line}
             if not self._is_batch:
-                # A kept column belongs to the data set: it is not a parameter of the request.
+                # The row itself is the request here. A column that --keep names is data of the user, so it is taken out
+                # of the request, where it would be refused as an unknown parameter. Only `prompt` may be both.
                 for name in draft.source:
                     if name != "prompt":
                         del line[name]
@@ -187,8 +188,8 @@ class RequestsReader:
         self._apply(draft, parameters, is_chat=False)
 
     def _apply(self, draft: Draft, parameters: dict[str, Any], *, is_chat: bool) -> None:
-        # Fast path for the bar "a third of bare msgspec" (docs/performance.md): most requests of a file differ only
-        # in their prompts, so equal parameters are read once.
+        # Most requests of a file differ only in their prompts, so equal parameters are read once. This is
+        # a fast path for the bar "a third of bare msgspec" (docs/performance.md).
         key = (is_chat, _encode(parameters))
         plan = self._plans.get(key)
         if plan is None:

@@ -1,4 +1,4 @@
-"""Chunk lines are decoded to Python values; a line that is no row gets an error that says why."""
+"""Decodes the lines of a chunk to Python values, and says of a line that cannot be decoded what is wrong with it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode one line.
+    """Decode a line that holds a JSON object.
 
     Raises:
-        RowProblem: the line is not a JSON object; the message says what it is.
+        RowProblem: the line is not a JSON object; the message says what is wrong.
     """
     try:
         return _decode_object(data)
@@ -36,11 +36,13 @@ def decode_object(data: bytes) -> dict[str, Any]:
 def projection(
     columns: Collection[str], *, lazy: Collection[str] = ()
 ) -> Callable[[bytes], tuple[Any, ...]]:
-    """Return a decoder that reads only these columns. It gives a tuple in their order, with UNSET for absent ones.
+    """Return a function that decodes only these columns of a line.
 
-    Fast path for the bar "a third of bare msgspec" (docs/performance.md): rows are often much larger than the columns
-    that a prompt needs, and the decoder skips the other columns. If a column named in `lazy` holds a list, its items
-    stay undecoded (msgspec.Raw).
+    The function returns a tuple with the columns' values in the order of `columns`; an absent column is UNSET. If every
+    column named in `lazy` holds a list, the items of these lists stay undecoded (msgspec.Raw).
+
+    This is a fast path for the bar "a third of bare msgspec" (docs/performance.md): rows are often much larger than the
+    columns that a prompt needs.
     """
     decode = _struct_decoder(columns, ())
     decode_lazily = _struct_decoder(columns, lazy)
@@ -75,7 +77,7 @@ def decode_item(item: msgspec.Raw, line: bytes) -> Any:
     """Decode an item of a lazy column.
 
     Raises:
-        RowProblem: the item, and so the line, is not JSON.
+        RowProblem: the item is not JSON. The message is about its whole `line`.
     """
     try:
         return _decode(item)
@@ -84,7 +86,7 @@ def decode_item(item: msgspec.Raw, line: bytes) -> Any:
 
 
 def explain(data: bytes, error: Exception) -> RowProblem:
-    """Say why a line could not be decoded."""
+    """Return the error for a line that could not be decoded. `error` is what the decoder raised."""
     stripped = data.strip()
     if not stripped:
         return RowProblem(Code.INVALID_JSON, "blank line, expected a JSON object")
@@ -94,8 +96,8 @@ def explain(data: bytes, error: Exception) -> RowProblem:
         )
     if isinstance(error, RecursionError):
         return RowProblem(Code.INVALID_JSON, "JSON is nested too deep to be read")
-    # msgspec reports a lone surrogate as malformed JSON. The standard library reads it, so a line that
-    # json.loads accepts here has either a lone surrogate or the wrong type.
+    # msgspec refuses a lone surrogate as malformed JSON, but the standard library accepts it. A line that json.loads
+    # reads here is therefore, as a rule, a line with a lone surrogate or a JSON value that is not an object.
     try:
         value = json.loads(stripped)
     except UnicodeDecodeError as undecodable:
@@ -144,7 +146,11 @@ def json_type(value: Any) -> str:
 
 
 def check_place(draft: Draft, row: Any) -> None:
-    """Check that a line's own `_row`, if it has one, equals the row number that follows from its place.
+    """Check the field `_row` of a line, if the line has it, against the row number computed from the line's place.
+
+    Args:
+        draft: The row; `draft.row` is the number computed from the line's place in the chunk.
+        row: Value of the line's `_row`; UNSET or None if it has none.
 
     Raises:
         RowProblem: the numbers differ.
@@ -163,7 +169,7 @@ def as_id(value: Any) -> str:
 
 
 def missing_column(name: str, data: bytes) -> RowProblem:
-    """Make the error of an absent column. The message names the columns of the row, and the nearest one."""
+    """Return the error for a column that a row lacks. Its message lists the row's columns."""
     columns = [key for key in decode_object(data) if key not in {ROW_FIELD, ID_FIELD}]
     known = ", ".join(columns[:20]) or "none"
     return RowProblem(

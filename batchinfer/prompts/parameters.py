@@ -1,6 +1,6 @@
-"""Sampling parameters, from requests and from options.
+"""Reads sampling parameters from the bodies of requests and from the command-line options of a run.
 
-Each one is applied, ignored (if it has no effect), or refused.
+Every parameter is either applied, or ignored because it has no effect, or refused with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_COMPLETION_TOKENS = 16
 """Number of tokens that the completions API generates if neither the request nor the run sets a limit."""
 
-# Parameters for the bookkeeping of the hosted service. They are ignored.
+# Parameters that only the hosted OpenAI service uses, for its own bookkeeping. They are ignored here.
 HARMLESS = frozenset(
     {
         "engine",
@@ -36,7 +36,7 @@ HARMLESS = frozenset(
         "user",
     }
 )
-# Range of each number: (lowest, highest, whether the lowest itself is allowed).
+# Range of each parameter that is a number: (lowest, highest, whether the lowest value itself is allowed).
 _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, True),
     "top_p": (0, 1, False),
@@ -46,7 +46,7 @@ _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "repetition_penalty": (0, 1000, False),
 }
 _INT64 = 2**63
-# Range of each whole number, both ends included.
+# Range of each parameter that is a whole number: (lowest, highest), both allowed.
 _INTEGERS: dict[str, tuple[int, int]] = {
     "seed": (-_INT64, _INT64 - 1),
     "top_k": (-1, _INT64 - 1),
@@ -59,7 +59,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "top_logprobs": (0, _INT64 - 1),
 }
 _BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
-# Unsupported parameters, each with the values that have no effect and are therefore accepted.
+# Parameters that are not supported. The listed values of each are accepted, because they ask for nothing special.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "suffix": ("",),
@@ -77,42 +77,43 @@ _STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class RequestLimits(Record, frozen=True, kw_only=True):
-    """Limits of a run on what one request may ask for."""
+    """What one request of a run may ask for at most."""
 
     max_n: int
-    """Largest number of answers."""
+    """Largest number of answers to one request (`n`, `best_of`)."""
     max_logprobs: int
-    """Largest number of alternatives at each token."""
+    """Largest number of alternative tokens that are reported at each position (`logprobs`, `prompt_logprobs`)."""
 
 
 class RequestOptions(msgspec.Struct):
     """Options of a request that are not sampling parameters."""
 
     echo: bool = False
-    """Whether the prompt is shown before every answer."""
+    """Whether the output line shows the prompt before every answer."""
     is_prompt_only: bool = False
-    """Whether the prompt is shown in place of the answer (scoring)."""
+    """Whether the output line shows the prompt in place of the answer, as scoring requests want it."""
     continue_final: bool = False
-    """Whether the model continues the last message."""
+    """Whether the model continues the last message of the conversation instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables that the chat template gets besides the messages."""
     is_open_ended: bool = False
-    """Whether the answer may be as long as the model allows."""
+    """Whether the answer may fill the rest of the model's length, because neither request nor run set `max_tokens`."""
 
 
 def read_parameters(
     body: dict[str, Any], base: Sampling, limits: RequestLimits, *, is_chat: bool
 ) -> tuple[Sampling, RequestOptions]:
-    """Read a request's parameters.
+    """Return the sampling parameters of a request and its other options.
 
     Args:
         body: The request without its prompt or messages. A parameter that is null counts as absent.
-        base: The run's parameters. They hold where the request does not set its own.
+        base: The run's sampling parameters. A parameter that the request sets itself replaces the run's.
         limits: The run's limits on requests.
-        is_chat: Whether the request is for the chat API or for completions. They differ in `logprobs` and `echo`.
+        is_chat: True for the chat API, False for the completions API. Their parameters differ in part, for example
+            `logprobs` and `echo`.
 
     Raises:
-        RowProblem: a parameter that is unsupported, out of its range, or contradicts another.
+        RowProblem: a parameter is unsupported, out of its range, or contradicts another one.
     """
     found: dict[str, Any] = {}
     options = RequestOptions()
@@ -145,10 +146,10 @@ def read_parameters(
 
 
 def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    """Check parameters against each other and against a run's limits.
+    """Check sampling parameters against each other and against a run's limits.
 
     Raises:
-        RowProblem: a contradiction, or more than a limit allows.
+        RowProblem: two parameters contradict each other, one is too small, or one exceeds a limit.
     """
     best_of = sampling.best_of or sampling.n
     if sampling.n < 1:
@@ -172,14 +173,14 @@ def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
 
 
 def check_run_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    """Check a run's own parameters before the engine is loaded.
+    """Check the sampling parameters that the options of a run set, before the engine is loaded.
 
     Raises:
-        RowProblem: a parameter that no engine accepts.
+        RowProblem: a parameter is out of its range, contradicts another one, or exceeds a limit.
     """
     for name in _NUMBERS:
         value = getattr(sampling, name)
-        # Engines accept temperatures above the API's limit of 2.
+        # The limit of 2 in _NUMBERS is the OpenAI API's. A run may set a higher temperature, since engines accept it.
         if value is not None and not (name == "temperature" and 2 < value < math.inf):
             _number(name, value)
     for name in ("top_k", "min_tokens", "logprobs", "prompt_logprobs"):
@@ -201,7 +202,8 @@ def _settle_lengths(
             )
         found["max_tokens"] = newer
     elif older == 0 and options.echo:
-        # Scoring: the request asks for the prompt alone. Engines generate at least one token, which is not shown.
+        # A scoring request: `echo` with max_tokens 0 asks for the prompt and no answer. Engines must generate at least
+        # one token, so max_tokens becomes 1 and the output line leaves the generated token out.
         found["max_tokens"] = 1
         options.is_prompt_only = True
     elif older is None and base.max_tokens is None:
@@ -335,7 +337,7 @@ KNOWN = sorted({*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *HARMLESS, "logpro
 
 def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
     if name == "add_generation_prompt" and value is False:
-        # Requests that continue an answer set this parameter to false.
+        # A request that continues an answer must set this parameter to false, so the value is accepted there.
         return body.get("continue_final_message") is True
     return value in _NEUTRAL.get(name, ())
 
@@ -367,7 +369,7 @@ ALIASES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
 }
-"""Parameters of transformers' GenerationConfig and of the OpenAI API, with their names here."""
+"""Names that transformers' GenerationConfig or the OpenAI API use, each with the name of the same parameter here."""
 
 _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_cache": ("a KV cache is always used, the answers are the same", ()),
@@ -381,8 +383,8 @@ _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "output_scores": ("--logprobs decides what is written", ()),
     "prepend_bos": ("the tokenizer puts its special tokens before every prompt by itself", (True,)),
 }
-"""Parameters of generation scripts that change no answer here. Each has the reason, and the values for which the reason
-holds (empty: all values); other values are refused."""
+"""Parameters of generation scripts that would change no answer here. Each has a reason and the values ignored
+for this reason. An empty tuple means that every value is ignored; otherwise other values are refused."""
 
 
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
@@ -396,7 +398,8 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
         pairs: Values by name, as `batchinfer.cli.values.read_pairs` gives them.
 
     Raises:
-        ConfigError: a value of the wrong type, two names of one parameter, or a parameter without an equivalent here.
+        ConfigError: a value has the wrong type, two pairs set the same parameter under different names, `seed` is among
+            the pairs, or a parameter has no equivalent here.
     """
     fields = {field.name for field in msgspec.structs.fields(Sampling)} - {"extra", "seed"}
     values = {
@@ -416,7 +419,7 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
 
 
 def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Return the pairs that have an effect, with aliases replaced."""
+    """Return the pairs that have an effect, each under its name here instead of an alias."""
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in pairs.items():
@@ -435,7 +438,10 @@ def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _greedy(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Return temperature 0 for ``do_sample=false``. It replaces the temperature of a copied configuration."""
+    """Return temperature 0 if the pairs hold ``do_sample=false``, else nothing.
+
+    The result replaces a temperature among the pairs, because transformers ignores the temperature in that case too.
+    """
     sample = pairs.get("do_sample", True)
     if not isinstance(sample, bool):
         raise ConfigError(f"--sampling do_sample: is {sample!r}, expected true or false")

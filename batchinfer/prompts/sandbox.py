@@ -1,12 +1,13 @@
 """Jinja with limits: a template can fail on a row, but it cannot hang the worker or fill its memory.
 
-Jinja's own sandbox forbids private attributes and changes to the data. This one adds a limit on the steps of a
-render (loop rounds and calls) and a limit on the length of every text. The limits are counts, not seconds, so that a
-row renders on every machine or on none. They protect against accidents and against rows that drive a template too
-far. A template from an unknown source is code: read it before use.
+Jinja's own sandbox forbids private attributes and changes to the data. This module adds a limit on the number of
+loop rounds and calls in one render, and a limit on the length of texts. The limits are counts, not seconds, so that a
+row renders either on every machine or on none. They protect against accidents, for example a row that makes a template
+loop for very long. They are no protection from a hostile author: a template from an unknown source is code, so read it
+before use.
 
-Widths (of `ljust`, `center`, `indent` and formats) are checked before the text is made. The limit on length would see
-the text only afterwards: `'x'.ljust(3 * 10**9)` takes 3 GB first.
+Widths (of `ljust`, `center`, `indent` and formats) are checked before the text is made. The limit on length is checked
+on the finished text, which is too late: `'x'.ljust(3 * 10**9)` would have taken 3 GB by then.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.types import Code, RowProblem
 
 MAX_STEPS = 200_000
-"""Number of loop rounds and calls that one render may take."""
+"""Largest number of loop rounds and function calls in one render."""
 MAX_CHARS = 32_000_000
-"""Number of characters in a rendered prompt or in any text that a template makes: more than a model can read."""
+"""Largest number of characters in a rendered prompt or a text inside a template. No model can read as many."""
 MAX_RANGE = 10_000
-"""Number of items that `range` may have."""
+"""Largest number of items in a `range` inside a template."""
 MAX_WIDTH = 1_000_000
-"""Number of characters that a text may be padded or indented to."""
+"""Largest number of characters to which a template may pad or indent a text."""
 
 _WIDE_FORMAT = re.compile(r"\d{7,}")
 _REFUSED_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
@@ -69,11 +70,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["_concatenated"] = _concatenated
 
     def start(self) -> None:
-        """Reset the calling thread's count of steps. Called before every render."""
+        """Give the calling thread MAX_STEPS steps. `Template.render` calls this before every render."""
         self._budget.steps = MAX_STEPS
 
     def spend(self) -> None:
-        """Count one step.
+        """Count one loop round or call as a step of the present render.
 
         Raises:
             LimitExceeded: the render has no steps left.
@@ -101,7 +102,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Concatenations().visit(tree)  # type: ignore[no-any-return]
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063 -- Jinja's signature, which leaves every keyword free
-        """Call a function for a template. It counts as one step, and methods of texts are checked first."""
+        """Call a function for a template. It counts as one step. Arguments of a text's method are checked before."""
         __self.spend()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
@@ -109,7 +110,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Wrap the `format` method of a text, so that its widths are checked. Jinja does not pass it through `call`."""
+        """Wrap the `format` method of a text, so that its widths are checked. Jinja runs this method without `call`."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -121,7 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply one of `intercepted_binops`, after a check that its result is not too large."""
+        """Apply one of the operators in `intercepted_binops`, after a check that its result will not be too large."""
         if operator == "**":
             _check_power(left, right)
         elif operator == "*":
@@ -137,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Turns ``a ~ b`` into a call of a filter, because Jinja gives the sandbox no other way to check it."""
+    """Turns the operator ``~`` into a filter with a size check, because `intercepted_binops` cannot include it."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 -- the visitor's protocol
         parts = [self.visit(part) for part in node.nodes]
@@ -169,7 +170,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _check_format(text: str, arguments: Iterable[Any]) -> None:
-    # A width is part of the format ("%9d") or one of the arguments ("%*d").
+    # A width stands either in the format itself ("%9d") or among the arguments ("%*d").
     _check_width(arguments)
     if _WIDE_FORMAT.search(text):
         raise LimitExceeded("a format that pads to millions of characters")
@@ -184,8 +185,8 @@ def _check_text_method(name: str, text: str, arguments: tuple[Any, ...]) -> None
 
 
 def _bounded_filter(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    # Some filters take the context or the environment as their first argument. An attribute of the function
-    # tells Jinja so; the wrapper needs the same attribute.
+    # Some filters want Jinja's context or environment as their first argument. Jinja sees this from an attribute of
+    # the filter function, so the wrapper gets the same attributes.
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_width(args)
         _check_width(kwargs.values())
@@ -228,8 +229,8 @@ def compile_template(source: str, *, name: str, undefined: type[jinja2.Undefined
 
     Args:
         source: Jinja text.
-        name: Name of the template in messages, for example that of an option.
-        undefined: Class of missing variables: it decides whether they are refused.
+        name: Name of the template in error messages, for example the option that it comes from.
+        undefined: Jinja class that stands for a missing variable. It decides whether using the variable is an error.
 
     Raises:
         ConfigError: the template does not compile, loads other templates or uses private attributes.
@@ -261,7 +262,7 @@ class Template:
         return set(self._environment.globals)
 
     def render(self, values: dict[str, Any]) -> str:
-        """Render with these variables.
+        """Return the text that the template makes with these variables.
 
         Raises:
             jinja2.UndefinedError: a variable is missing, and missing variables are refused.

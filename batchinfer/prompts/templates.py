@@ -1,4 +1,4 @@
-"""The named prompt templates, and prompts made from the columns of a row."""
+"""Templates that make prompts from the columns of a row: the named ones of ``--template``, and users' own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Summary:"""
 
 
 class NamedTemplate(Record, frozen=True, kw_only=True):
-    """A template that ``--template NAME`` selects: either Jinja text or the name of a conversation's column."""
+    """A template that ``--template NAME`` selects. It has either Jinja text or a column with conversations."""
 
     name: str
     description: str
@@ -60,11 +60,11 @@ class NamedTemplate(Record, frozen=True, kw_only=True):
     source: str = ""
     """Jinja text over `columns`; empty if `messages_column` is set."""
     answers: list[str] = []
-    """Columns that may hold the answer of a worked example, the first choice first."""
+    """Columns in which a worked example may have its answer; the first one that the example has is used."""
     messages_column: str = ""
-    """Column with a conversation, which goes through the model's chat template."""
+    """Column with a conversation that the model's chat template turns into the prompt; empty if `source` is set."""
     separator: str = " "
-    """Text between an example's prompt and its answer."""
+    """Text between the prompt of a worked example and its answer."""
 
 
 _TEMPLATES = [
@@ -122,7 +122,7 @@ def named_template(name: str) -> NamedTemplate:
     """Look up a template by its name.
 
     Raises:
-        ConfigError: no such template; the message has the nearest name.
+        ConfigError: there is no template of this name. The message suggests the most similar one.
     """
     by_name = {template.name: template for template in _TEMPLATES}
     if name not in by_name:
@@ -138,9 +138,9 @@ class PromptTemplate:
     """A compiled template that turns rows into prompt texts.
 
     Args:
-        source: Jinja text. Its variables are the columns by their names, the whole row as `row`, and `values`.
-        name: Name of the template in messages.
-        values: Variables besides the columns, such as `examples`. A column of the same name replaces them.
+        source: Jinja text. Its variables are the row's columns, `row` (the whole row), and the entries of `values`.
+        name: Name of the template in error messages.
+        values: Further variables, such as `examples`. A column of the same name takes precedence.
     """
 
     def __init__(self, source: str, *, name: str, values: dict[str, Any]) -> None:
@@ -151,17 +151,18 @@ class PromptTemplate:
         self._values = values
 
     def render(self, row: dict[str, Any]) -> str:
-        """Render one row.
+        """Return the prompt text of one row.
 
         Raises:
-            RowProblem: the template failed. Where a missing column is the cause, the message names it.
+            RowProblem: the template failed. If the cause is a missing column, the message names that column.
         """
         try:
             return self._template.render({"row": row, **self._values, **row})
         except jinja2.UndefinedError as error:
             known = {"row", *self._values, *self._template.global_names}
             missing = [name for name in self.variables if name not in row and name not in known]
-            # Other absent variables may be optional, so only the variable that Jinja's message names is the cause.
+            # A template may test whether a column exists, so an absent column need not be the cause. The cause is the
+            # column that Jinja's message names.
             missing = [name for name in missing if f"'{name}'" in str(error)]
             if missing:
                 raise RowProblem(
@@ -173,10 +174,10 @@ class PromptTemplate:
 
 
 def examples_text(template: NamedTemplate, examples: list[dict[str, Any]]) -> str:
-    """Return the text of all worked examples with their answers. It stands before every prompt.
+    """Return one text with all worked examples and their answers. The caller puts it before every prompt.
 
     Raises:
-        ConfigError: an example lacks a column or an answer.
+        ConfigError: an example lacks a column or an answer, or the template has no place for examples.
     """
     if not examples:
         return ""

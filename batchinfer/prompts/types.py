@@ -1,4 +1,4 @@
-"""What goes into the prompt builder and what comes out, and the codes of rows that cannot become requests."""
+"""The inputs and results of the prompt builder, and the error codes of rows that cannot become requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchinfer.core.errors import RowError
 from batchinfer.core.records import Failure, Record, Request, RowKey, Sampling
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-"""What can happen to a prompt that is too long: its row fails, or the prompt loses tokens at this place."""
+"""Values of ``--truncate-prompt``. A prompt too long makes its row fail (``error``) or loses tokens at the
+named place."""
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -22,7 +23,7 @@ class Code(StrEnum):
     """Reasons to refuse a row or its request. The values are stable: users' scripts compare them."""
 
     explanation: str
-    """Line about this code in docs/format.md."""
+    """Sentence that explains this code in docs/format.md."""
 
     def __new__(cls, value: str, explanation: str) -> Self:
         """Make a member from its code and its explanation."""
@@ -58,10 +59,10 @@ class Code(StrEnum):
 
 
 class PromptConfig(Record, frozen=True, kw_only=True):
-    """How rows become prompts. Where an option names a file, the field holds the file's content.
+    """The options that say how rows become prompts. If an option names a file, the field holds the file's content.
 
-    Exactly one of `messages_column`, `prompt_column`, `prompt_template` and `template_name` is set
-    for the request format ``rows``, and none for the others.
+    With the request format ``rows``, exactly one of `messages_column`, `prompt_column`, `prompt_template` and
+    `template_name` is set. With the other request formats, none of the four is set.
     """
 
     request_format: str = "rows"
@@ -69,9 +70,9 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     messages_column: str = ""
     """Column with a conversation. A plain text in it counts as one user message."""
     turns: str = "first"
-    """``first``, ``all``, or how many user turns (see docs/format.md)."""
+    """Part of a conversation that is sent: ``first``, ``all``, or a number of user turns (see docs/format.md)."""
     prompt_column: str = ""
-    """Column with text, or with a list of token ids."""
+    """Column with the prompt: a text or a list of token ids."""
     prompt_template: str = ""
     """Jinja source over the row's columns."""
     template_name: str = ""
@@ -85,11 +86,12 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables that the chat template gets besides the messages."""
     continue_final: bool | str = False
-    """True: the model continues the row's own last answer. A text: every answer starts with this text."""
+    """True: the model continues the answer after the last chosen turn. A text: every answer starts with this text.
+False: the model writes whole answers."""
     blank_columns: list[str] = []
-    """Columns that templates see as empty texts."""
+    """Columns whose value the prompt template gets as an empty text."""
     few_shot: list[dict[str, Any]] = []
-    """Worked examples: rows with their answers."""
+    """Worked examples, which are shown before every prompt. Each is a row that has an answer."""
     truncate_prompt: str = "error"
     """One of `TRUNCATIONS`."""
     keep: list[str] = []
@@ -97,7 +99,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     keep_prompt: bool = False
     """Whether the output line repeats the prompt."""
     id_column: str = ""
-    """Column whose value is the row's id; empty: `_id`."""
+    """Column whose value is the row's id. If empty, the field `_id` of the line is the id."""
     output_format: str = "native"
     """Name of an entry of `batchinfer.formats.FORMATS`."""
     strip: bool = False
@@ -114,7 +116,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
 
     @property
     def columns_by_option(self) -> dict[str, list[str]]:
-        """Columns that the options name, by option."""
+        """Columns that the options name. Keys are the options."""
         return {
             "--prompt-column": [self.prompt_column],
             "--messages-column": [self.messages_column],
@@ -131,16 +133,16 @@ class RawRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class EchoView(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """How the answers to a request are shown if it asked for more, or for something else, than the engine's answer."""
+    """Changes that a request with ``echo`` wants in the answers that the output line shows."""
 
     echo: bool = False
-    """Whether the prompt stands before every answer."""
+    """Whether the output line shows the prompt before every answer."""
     is_prompt_only: bool = False
-    """Whether the prompt stands in place of the answer (scoring): the generated token is dropped."""
+    """Whether the output line shows the prompt in place of the answer and leaves the generated token out (scoring)."""
 
 
 class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One row after reading: it has either a request for the engine or a failure, never both."""
+    """A row that `PromptBuilder` has read. It has either a request for the engine or a failure, never both."""
 
     key: RowKey
     row: int
@@ -149,22 +151,22 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     request: Request | None = None
     failure: Failure | None = None
     source: dict[str, Any] | None = None
-    """Columns named by ``--keep``."""
+    """Values of the columns that ``--keep`` names, for the output line; None without ``--keep``."""
     body: dict[str, Any] | None = None
-    """Request as the row gave it; None for plain rows."""
+    """Body of the request as it stands in the row; None with the request format ``rows``."""
     prompt: str | list[int] | list[dict[str, Any]] | None = None
-    """Prompt for the output line; None where the output line does not need it."""
+    """Prompt for the output line; None if the output line does not show it."""
     url: str = ""
-    """Endpoint that the row's request names; empty for plain rows."""
+    """Endpoint of the OpenAI API that the request is for; empty with the request format ``rows``."""
     is_chat: bool = False
     """Whether the prompt is a conversation."""
     param: str | None = None
-    """Parameter that a failure is about."""
+    """Request parameter that caused the failure; None if no parameter did."""
     view: EchoView | None = None
 
 
 class Draft(msgspec.Struct, gc=False):
-    """A row while it is being read. When reading fails, the fields that were filled before are still used."""
+    """A row that is being read. If reading fails, the fields that are filled by then still go into the output line."""
 
     row: int
     id: str = ""
@@ -180,7 +182,7 @@ class Draft(msgspec.Struct, gc=False):
     url: str = ""
     view: EchoView | None = None
     is_open_ended: bool = False
-    """Whether the answer may be as long as the model allows."""
+    """Whether the answer may fill the rest of the model's length, because no `max_tokens` is set."""
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
     failure: Failure | None = None
@@ -188,7 +190,7 @@ class Draft(msgspec.Struct, gc=False):
 
 
 class RowProblem(RowError):
-    """A bad row. `param` names the parameter at fault, where there is one."""
+    """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
 
     def __init__(self, code: Code, message: str, *, param: str | None = None) -> None:
         super().__init__(code.value, message)
@@ -196,7 +198,7 @@ class RowProblem(RowError):
 
 
 class RowReader(Protocol):
-    """Reads the lines of one request format for one run."""
+    """The interface of an object that reads a run's lines in one request format."""
 
     @property
     def is_chat(self) -> bool:
@@ -207,32 +209,32 @@ class RowReader(Protocol):
         """Read one line into a draft.
 
         Raises:
-            RowProblem: the row is bad. The draft keeps what was read before.
+            RowProblem: the row is bad. The draft keeps the fields that were filled before the error.
         """
         ...
 
 
 class RequestFormat(Record, frozen=True, kw_only=True):
-    """What the rows of a chunk hold. `REQUEST_FORMATS` is the table of all request formats."""
+    """A request format: what a row holds and how it is read. `REQUEST_FORMATS` is the table of all request formats."""
 
     name: str
     """Value of ``--request-format``."""
     make_reader: Callable[[PromptConfig, Sampling, str], RowReader]
-    """Function that makes a run's reader from its options, its sampling parameters and the end-of-sequence text."""
+    """Function that makes a run's reader. Arguments: prompt options, sampling parameters, end-of-sequence text."""
     has_own_parameters: bool = True
     """Whether each row brings sampling parameters of its own, which replace the run's."""
     id_field: str = ""
-    """Field that holds the id of a row, in preference to `_id`; empty if the format has no such field."""
+    """Field of a row that holds its id and takes precedence over `_id`; empty if the format has no such field."""
     make_row: Callable[[str, str], dict[str, Any]] | None = None
-    """Function that makes a row from an id and a text to answer; None where the prompt options name the columns."""
+    """Function that makes a row from an id and a prompt text. None for ``rows``, whose columns the options choose."""
 
 
 class Tokenizer(Protocol):
-    """The part of a model's tokenizer that prompts need. Pure; safe to call from several threads."""
+    """The methods of a model's tokenizer that `PromptBuilder` uses. They are pure and safe in several threads."""
 
     @property
     def eos_token(self) -> str:
-        """Text of the end-of-sequence token, or empty."""
+        """Text of the end-of-sequence token; empty if there is none."""
         ...
 
     @property
@@ -253,7 +255,7 @@ class Tokenizer(Protocol):
         continue_final: bool,
         kwargs: dict[str, Any],
     ) -> str:
-        """Render a conversation with `template`; an empty one means the model's own.
+        """Return a conversation as prompt text. `template` is the chat template; if empty, the model's own is used.
 
         Raises:
             RowError: the template fails on these messages.

@@ -1,1 +1,1 @@
-"""`batchinfer split`: data sets into JSON Lines chunks and one manifest for each worker."""
+"""`batchinfer split`: turns data sets into JSON Lines chunks and writes one manifest for each worker."""

@@ -1,4 +1,4 @@
-"""Types and helpers that the readers of all formats share: counted files, chosen columns, blocks of rows."""
+"""Types and functions that the readers of parquet, JSON Lines and CSV share: counted files, blocks of rows, ids."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from batchinfer.split.source_files import FoundFile
 
 ROW_FIELD, ID_FIELD = "_row", "_id"
 OWN_FIELDS = frozenset({ROW_FIELD, ID_FIELD})
-"""Columns that `split` writes into every row. A source's own columns of these names are dropped, but an `_id` can still
-name the rows (`--id-column _id`)."""
+"""Columns that `split` writes into every row. If a source has columns of these names, they are dropped. With
+`--id-column _id` the source's `_id` becomes the `_id` of the row."""
 _BATCH_REQUEST = frozenset({"custom_id", "method", "url", "body"})
 
 _encoder = msgspec.json.Encoder()
 
 
 class CountedFile(Record, frozen=True, kw_only=True):
-    """A source file whose rows have been counted, with what a reader needs to start at any row."""
+    """A source file whose rows have been counted, with the positions from which a reader can start."""
 
     found: FoundFile
     format: str
-    """Format: parquet, jsonl or csv."""
+    """Format of the file: parquet, jsonl or csv."""
     rows: int
     columns: list[str]
     marks: list[tuple[int, int]]
@@ -36,11 +36,11 @@ class CountedFile(Record, frozen=True, kw_only=True):
     digest: str
     """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
-    """Columns whose values are or contain bytes, which become base64."""
+    """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
 
 
 class ColumnChoice(Record, frozen=True, kw_only=True):
-    """Columns of each row to keep (None: all), and the column whose value becomes the row's `_id` ("": none)."""
+    """The columns that `split` keeps (None: all), and the column whose value becomes the row's `_id` ("": none)."""
 
     columns: list[str] | None = None
     id_column: str = ""
@@ -49,7 +49,8 @@ class ColumnChoice(Record, frozen=True, kw_only=True):
 class RowBlock(Protocol):
     """Some consecutive rows.
 
-    `ids` has an entry for each row, None if the row has no own id; `ids` is None if no row has one.
+    `ids` holds the id of each row that the source gives, or None for a row without. If no row has an id of its own,
+    `ids` itself is None.
     """
 
     ids: Sequence[str | None] | None
@@ -74,7 +75,7 @@ class EncodedBlock:
 
 
 class PythonBlock:
-    """A block of rows as Python objects, which msgspec encodes when their lines are asked for."""
+    """A block of rows as Python objects, which `encode` turns into JSON lines."""
 
     def __init__(self, rows: list[Any], ids: Sequence[str | None] | None) -> None:
         self.ids = ids
@@ -89,17 +90,17 @@ class PythonBlock:
 
 @dataclass(slots=True)
 class Oddities:
-    """Counts of values that became null and of lines that will be error rows, which `split` warns about at its end."""
+    """Counts of values that became null, and of lines that will become error rows. `split` warns of them at its end."""
 
     nulls: Counter[str] = field(default_factory=Counter)
-    """Number of NaN and infinities that became null, by column."""
+    """Number of NaN and infinite values that became null, by column."""
     broken_lines: int = 0
-    """Number of lines that are no JSON object."""
+    """Number of lines that are not a JSON object."""
     first_broken: str = ""
     """File and line number of the first line that is no JSON object, or ""."""
 
     def add(self, later: Oddities) -> None:
-        """Add the counts of later rows."""
+        """Add the counts of rows that come after those counted here."""
         self.nulls.update(later.nulls)
         self.broken_lines += later.broken_lines
         self.first_broken = self.first_broken or later.first_broken
@@ -117,13 +118,13 @@ def is_batch_request(columns: Sequence[str]) -> bool:
 
 
 def kept_columns(all_columns: Sequence[str], choice: ColumnChoice) -> list[str]:
-    """Return the columns to write: in the order of --columns, or without that option in the order of the source."""
+    """Return the columns to write, in the order of --columns, or of the source if --columns is not given."""
     wanted = all_columns if choice.columns is None else choice.columns
     return [name for name in wanted if name not in OWN_FIELDS]
 
 
 def id_text(value: Any, row: int) -> str:
-    """Return a row's `_id`: text as it is, other values as JSON, and the row's number for None."""
+    """Return the `_id` made from a value: a text as it is, any other value as JSON. None gives the row's number."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -132,7 +133,7 @@ def id_text(value: Any, row: int) -> str:
 
 
 def no_such_column(name: str, columns: Sequence[str], *, where: str, option: str) -> InputError:
-    """Return the error for a column that a file lacks, with the most similar names of columns it has."""
+    """Return the error for a column that a file lacks. It suggests the most similar names among the file's columns."""
     near = difflib.get_close_matches(name, columns, n=3, cutoff=0.5)
     known = ", ".join(columns[:30]) + (", …" if len(columns) > 30 else "")
     return InputError(

@@ -1,4 +1,4 @@
-"""Chunk files, built in a local folder: hashed while they are written, one after the other or in several processes.
+"""Builds chunk files in a local folder, in this process or in several. Computes their sha256 while writing.
 
 A chunk's bytes depend on its rows alone: neither on the number of processes nor on how readers group rows into blocks.
 """
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 FRAME_ROWS = 1000
 FRAME_BYTES = 8 << 20
-"""Rows and bytes at which a zstd frame ends, whichever comes first. Each frame can be decompressed on its own."""
+"""Largest number of rows in a zstd frame, and bytes at which a frame ends. Each frame can be decompressed alone."""
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
-"""Fewest rows that a process takes at once; it continues to the end of the row group."""
+"""Fewest rows of a turn (see `build_in_processes`). The last turn may have fewer."""
 _HASH_BYTES = 8
 _SORTED_HASHES = 4 << 20
-"""Number of id hashes that are sorted at once, limited to bound memory."""
+"""Number of id hashes that are sorted at once, on average at most. More hashes are sorted in several passes."""
 _PR_SET_PDEATHSIG = 1
 
 
 class ChunkRange(NamedTuple):
-    """A chunk to build: its name, and which rows of the job it holds."""
+    """A chunk to build: its name, the number of its first row in the job, and the number of its rows."""
 
     name: str
     first_row: int
@@ -70,7 +70,7 @@ class BuildSettings(NamedTuple):
 def even_chunk_starts(
     rows: int, *, num_chunks: int | None = None, chunk_rows: int | None = None
 ) -> list[int]:
-    """Return the first row of each chunk, followed by the number of rows.
+    """Divide rows evenly into chunks: return the first row of each chunk, followed by the number of all rows.
 
     Exactly one of `num_chunks` and `chunk_rows` is given.
 
@@ -94,19 +94,19 @@ def even_chunk_starts(
 
 
 def group_chunk_starts(counted: CountedSources, column: str, starts: Sequence[int]) -> list[int]:
-    """Move the first row of each chunk forward to where the column's value changes. Reads that column once.
+    """Move the first row of each chunk forward, to a row where the value of `column` changes. Reads that column once.
 
-    Only neighbouring rows are kept together: a value that comes back later starts a new group. A group that is longer
-    than a chunk makes one large chunk, so there may be fewer chunks than asked for. A row without a value is a group of
-    its own.
+    Neighbouring rows with the same value are a group, which is never divided between chunks. A value that comes back
+    later starts a new group. A group that is longer than a chunk makes one large chunk, so there may be fewer chunks
+    than asked for. A row without a value is a group of its own.
 
     Args:
         counted: The sources.
-        column: Column whose value makes a group.
+        column: Name of the column.
         starts: The first row of each chunk, then the number of rows, as `even_chunk_starts` returns them.
 
     Raises:
-        InputError: The sources have no such column, or one is damaged or changed since it was counted.
+        InputError: The sources lack the column, or a source is damaged or has changed since it was counted.
     """
     counted.require_column("--group-by", column)
     narrow = CountedSources(
@@ -139,7 +139,7 @@ def group_chunk_starts(counted: CountedSources, column: str, starts: Sequence[in
 
 
 def chunk_ranges(starts: Sequence[int]) -> list[ChunkRange]:
-    """Return the chunks that begin at `starts`, which ends with the number of rows."""
+    """Return the name and rows of each chunk. `starts` holds each chunk's first row, then the number of all rows."""
     count = len(starts) - 1
     return [
         ChunkRange(
@@ -157,7 +157,7 @@ def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bui
 
     Raises:
         InputError: See `CountedSources.read`.
-        ScratchFull: The folder is full.
+        ScratchFull: The local folder is full.
     """
     if not ranges:
         return
@@ -167,7 +167,7 @@ def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bui
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """Turn Python's cycle collector off: rows are many objects without cycles, and the search takes time."""
+    """Turn Python's garbage collector off: it would spend time on searching many row objects, which form no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -195,7 +195,7 @@ def _build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bu
                 left -= count
             built = writer.finish(odd.take())
         yield built
-    # All rows are read. The reader is run to its end so that it checks that the file has not changed.
+    # All rows have been read. The loop lets the reader run to its end, where it checks that no file has changed.
     for _ in blocks:
         pass
 
@@ -219,7 +219,8 @@ def build_in_processes(
 
     turns = collections.deque(_turns(settings.counted, ranges))
     pending: collections.deque[Future[list[BuiltChunk]]] = collections.deque()
-    # Processes are spawned, not forked: pyarrow and storage clients have started threads, which a fork does not copy.
+    # New processes are spawned, not forked. A forked process would lack the threads that pyarrow and storage clients
+    # have started, and could hang.
     pool = ProcessPoolExecutor(
         min(processes, len(turns)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -241,9 +242,9 @@ def build_in_processes(
 
 
 def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[list[ChunkRange]]:
-    """Yield lists of consecutive chunks.
+    """Yield the turns: lists of consecutive chunks, each of which one process builds.
 
-    Each list ends near the end of a row group, since a group cut in two is decoded twice.
+    A turn ends near the end of a row group, because a row group divided between two processes is decoded twice.
     """
     group_starts = counted.row_group_starts()
     group_start = next(group_starts, counted.rows)
@@ -268,7 +269,7 @@ _settings: BuildSettings | None = None
 
 
 def _start_process(settings: BuildSettings, parent: int) -> None:
-    """Set up a process of the pool: it ends when its parent ends, and leaves Ctrl-C to the parent."""
+    """Set up a process of the pool: it is killed when its parent ends (on Linux), and ignores Ctrl-C."""
     import ctypes
     import signal
 
@@ -287,7 +288,7 @@ def _build_turn(ranges: list[ChunkRange]) -> list[BuiltChunk]:
 
 
 class _ChunkWriter:
-    """A writer of one chunk's file, which compresses if that was asked for and hashes what it writes."""
+    """Writes the file of one chunk, compressed if the settings say so, and computes the file's sha256."""
 
     def __init__(self, settings: BuildSettings, chunk_range: ChunkRange) -> None:
         self._range = chunk_range
@@ -331,7 +332,7 @@ class _ChunkWriter:
                 self._end_frame()
 
     def finish(self, odd: Oddities) -> BuiltChunk:
-        """Complete the file and return its description. `odd` are the counts of the rows read for it."""
+        """Complete the file and return its description. `odd` holds the counts of the rows read for this chunk."""
         if self._frame:
             self._end_frame()
         id_path = None
@@ -367,10 +368,10 @@ def _split_lines(lines: bytes) -> list[bytes]:
 
 
 def count_duplicates(id_paths: Sequence[Path]) -> int:
-    """Count rows whose id an earlier row has, in memory that does not grow with the number of rows.
+    """Count the rows whose id an earlier row has. The memory that this takes does not grow with the number of rows.
 
-    Ids are compared by their 64-bit hashes. Among a billion different ids the chance that any two share a hash is a few
-    per cent.
+    `id_paths` are the files with the 64-bit hashes of ids. Only hashes are compared. Among a billion different ids the
+    chance that any two have the same hash is a few per cent.
     """
     if not id_paths:
         return 0

@@ -1,7 +1,7 @@
 """`batchinfer split`: turns data sets into a job: JSON Lines chunks, one manifest for each worker, and job.json.
 
-job.json is written last and shows that the rest is complete. A folder without job.json is not a job, so a split that
-was killed can simply be run again.
+job.json is written last, when all chunks and manifests are complete. A folder without job.json is not a job, so a split
+that was killed can simply be run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _LOG_SECONDS = 10.0
 class SplitConfig(Record, frozen=True, kw_only=True):
     """Options of `split`. Exactly one of `num_chunks` and `chunk_rows` is set.
 
-    `columns` None keeps all. `limit` counts rows over all sources. `scratch_dir` None is the system's temporary folder.
+    If `columns` is None, all columns are kept. `limit` is the largest number of rows from all sources together. If
+    `scratch_dir` is None, chunks are built in the system's temporary folder.
     """
 
     sources: list[str]
@@ -57,9 +58,9 @@ class SplitConfig(Record, frozen=True, kw_only=True):
 def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     """Split the sources into a job at the store's root.
 
-    Idempotent: a finished job of the same sources and shape is left alone. A crash before job.json is written leaves
-    objects that the next run keeps if their bytes are the same, and replaces if not. Two splits must not write to one
-    place at the same time.
+    If the store holds a finished job of the same sources and shape, nothing is changed. After a split that was killed
+    before it wrote job.json, this one replaces the objects whose bytes differ. Two splits must not write to one place
+    at the same time.
 
     Args:
         config: The options.
@@ -69,7 +70,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         The result object; its `status` is "done" or "unchanged".
 
     Raises:
-        ConfigError: Options contradict each other or the number of rows.
+        ConfigError: Options contradict each other, or ask for more chunks or workers than the rows allow.
         InputError: A source cannot be used, or the output holds another job.
     """
     from batchinfer.split import chunk_files
@@ -175,7 +176,7 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
 
 
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
-    """Raise InputError unless the finished job is the one this run would make. Files are compared by content."""
+    """Raise InputError unless `existing` is the job that this split would make. Files are compared by content."""
     differences = []
     if _contents(existing) != _contents(wanted):
         differences.append("the source's files")
@@ -191,7 +192,7 @@ def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
 
 
 def _made_anew(config: SplitConfig) -> str:
-    """Return the command that replaces a damaged job by making it again."""
+    """Return the command line that makes the job again with the same options, to replace a damaged one."""
     plain = SplitConfig(sources=[], output="")
     words = ["batchinfer split", *map(shlex.quote, config.sources)]
     for name, value in msgspec.structs.asdict(config).items():
@@ -211,7 +212,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_no_runs(store: Store, config: SplitConfig) -> None:
-    """Raise InputError if there are runs under the job: their outputs belong to the present chunks."""
+    """Raise InputError if the job has runs, because their outputs belong to the chunks that are there now."""
     run = next(iter(store.list(layout.RUNS)), None)
     if run is not None:
         raise InputError(
@@ -226,7 +227,7 @@ def _check_no_runs(store: Store, config: SplitConfig) -> None:
 def _write(
     config: SplitConfig, store: Store, counted: CountedSources, draft: Job, ranges: list[ChunkRange]
 ) -> tuple[Job, Oddities]:
-    """Build and publish the chunks, then the manifests, then job.json. Returns the job and the counts of its rows."""
+    """Build and publish the chunks, then the manifests, then job.json. Returns the job and its oddities."""
     from batchinfer.split import chunk_files
     from batchinfer.split.job_writer import JobWriter
     from batchinfer.split.sources import Oddities
@@ -267,7 +268,7 @@ def _write(
 
 @contextlib.contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts finished rows, for a bar on a terminal, or else a log line every ten seconds."""
+    """Yield a function to call with the finished rows. It moves a bar on a terminal, or logs every ten seconds."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 

@@ -1,7 +1,7 @@
-"""CSV by RFC 4180 (quotes, newlines in quotes) with a header line, and its tab-separated form.
+"""Counts and reads CSV files with a header line, by RFC 4180 (quoted values may hold newlines), and TSV files.
 
-CSV has no types, so every value stays text: "007" keeps its zeros. Empty lines are not rows. The parser is Python's:
-pyarrow's accepts a quote that is never closed, and must be told the size of the largest record.
+CSV has no types, so every value stays text: "007" keeps its zeros. Empty lines are not rows. The parser is Python's,
+because pyarrow's accepts a quote that is never closed and must be told the size of the largest record.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Hashing(io.RawIOBase):
 
 @contextlib.contextmanager
 def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
-    """Yield the file's records, first its header, without empty lines; and the stream that hashes the file."""
+    """Open a file. Yields its records (header first, no empty lines) and the stream with its sha256."""
     csv.field_size_limit(_LONGEST_FIELD)
     name = found.url.lower()
     delimiter = "\t" if name.partition(".tsv")[1] else ","
@@ -79,7 +79,7 @@ def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the file once: number of records, sha256, and the names in the header.
+    """Read the whole file once, to find the number of records, the sha256 and the column names.
 
     Raises:
         InputError: A record has more or fewer fields than the header, the header has a name twice, or the file is
@@ -153,7 +153,7 @@ def read(
 
 
 def _parts(records: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield lists of records, bounded in number and in characters."""
+    """Yield the records in lists, each limited in records and in characters."""
     part: list[list[str]] = []
     chars = 0
     for record in records:

@@ -1,4 +1,4 @@
-"""Find the files that a SOURCE argument names: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
+"""Finds the files that a SOURCE argument names: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
 
 Files are sorted by their address as text, so the same source always gives the same rows in the same order.
 """
@@ -25,8 +25,9 @@ _FORMATS = (
     ("csv", (".csv", ".tsv")),
     ("jsonl", (".json",)),
 )
-"""Formats and their endings, in order of preference. In a folder the first format that any file has is taken. Files of
-another format beside it are refused, except .json, which often describes the data."""
+"""Formats and their file endings, in order of preference. In a folder, the first format that any file has is read.
+If the folder also holds files of another format, it is refused; but .json files are left out with a
+warning, because they often describe the data."""
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
 _GLOB = re.compile(r"[*?\[]")
 
@@ -34,7 +35,8 @@ _GLOB = re.compile(r"[*?\[]")
 class LocatedSource(NamedTuple):
     """The files of one SOURCE argument.
 
-    `revision` is the commit of a data set of the Hub, else "". `base` is the folder that was named or searched, or "".
+    `revision` is the commit if the source is a data set of the Hub, else "". `base` is the folder that the argument
+    names, or whose subfolders its pattern searches, else "".
     """
 
     url: str
@@ -45,10 +47,10 @@ class LocatedSource(NamedTuple):
 
 
 def locate(argument: str) -> LocatedSource:
-    """Find the files of one SOURCE argument. Reads at most 64 bytes of a file, if its name does not tell the format.
+    """Find the files of one SOURCE argument. If a file's name does not tell its format, 64 bytes of it are read.
 
     Raises:
-        InputError: There is no file, or none of a known format.
+        InputError: There is no file, no file of a known format, or a mixture of formats.
         AccessDenied: Credentials are missing or refused.
         ConfigError: The argument is a URL that lacks a slash.
     """
@@ -127,7 +129,7 @@ def _find(url: str) -> list[FoundFile]:
 
 
 def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[FoundFile]:
-    """Return the files in order of address, without hidden ones and those that tools leave beside data (_SUCCESS)."""
+    """Return the files sorted by address. Leaves out files and folders whose names begin with "." or "_" (_SUCCESS)."""
     base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if _GLOB.search(path) else path
     return sorted(
         source_files.make_found_file(_url_of(url, name), info)
@@ -140,7 +142,7 @@ def _founds(url: str, matches: dict[str, dict[str, Any]], path: str) -> list[Fou
 
 
 def _url_of(url: str, name: str) -> str:
-    """Return the address of a listed file, relative if the argument was relative."""
+    """Return the address of the listed file `name`. It is a relative path if `url` is one."""
     if source_files.is_local(url):
         root = source_files.open_filesystem(url)[1]
         plain = str(source_files.local_path(url))
@@ -167,9 +169,9 @@ def _choose(
     """Return the format to read and the files that have it.
 
     Args:
-        url: The argument, for messages.
+        url: The SOURCE argument, for error messages.
         files: The files that were found.
-        is_whole: Whether all files must have one format, because a pattern chose them.
+        is_whole: Whether all files must have the same format, because the user's pattern chose each of them.
     """
     for index, (kind, _) in enumerate(_FORMATS):
         chosen = _of_formats(files, index)
@@ -189,10 +191,10 @@ def _choose(
 
 
 def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
-    """Check the files of a folder that are left out.
+    """Check the files (`rest`) that are left out because they do not have the format `kind`.
 
     Raises:
-        InputError: Data in another format is among them, so rows would be missing.
+        InputError: A file has another data format, so its rows would be missing.
     """
     for index, (other, endings) in enumerate(_FORMATS):
         data = _of_formats(rest, index)
@@ -215,7 +217,7 @@ def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
 
 
 def _format_of(url: str) -> str:
-    """Return the format of one file by its ending, else by its first bytes."""
+    """Return the format of one file, by its ending or, if that is unknown, by its first bytes."""
     for kind, endings in _FORMATS:
         if _endings(url).endswith(endings):
             return kind

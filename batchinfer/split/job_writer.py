@@ -1,4 +1,4 @@
-"""Writes chunks, then manifests, then job.json to a store: a split that was killed leaves no job.json, so no job."""
+"""Writes a job to a store: chunks, then manifests, then job.json. Without job.json, the place holds no job."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchinfer.storage import Store
 
 _THREADS = 4
 _BYTES = 64 << 20
-"""Total bytes of the chunks that are published at the same time, to bound memory. A larger chunk is published alone."""
+"""Most bytes of the chunks that are published at the same time, to limit memory. A larger chunk is published alone."""
 
 
 def read_job(store: Store, *, hint: str = "") -> Job | None:
-    """Read job.json, or return None if there is none. `hint` says what to do if it is damaged.
+    """Read job.json, or return None if there is none. `hint` is the advice in the error for a damaged job.json.
 
     Raises:
-        NewerVersion: A later version of batchinfer wrote it.
-        InputError: It is damaged.
+        NewerVersion: A later version of batchinfer wrote job.json.
+        InputError: job.json is damaged.
     """
     name = f"{store.url}/{layout.JOB_KEY}"
     try:
@@ -44,21 +44,21 @@ def refuse_newer(store: Store) -> None:
 
 
 def remove_job(store: Store) -> None:
-    """Remove a job, its job.json first: after a crash in between, the rest is not a job any more."""
+    """Remove a job. job.json goes first, so that after a crash the remaining objects are not a job."""
     store.delete([layout.JOB_KEY])
     for prefix in (layout.CHUNKS, layout.MANIFESTS):
         store.delete([item.key for item in store.list(prefix)])
 
 
 class JobWriter:
-    """A writer of one job, to an empty place or to one where an unfinished split left objects.
+    """Writes one job to a place that is empty or that holds what an unfinished split left.
 
-    While there is no job.json, an object that exists already is kept if its bytes are the same, and replaced if not.
+    If an object exists already with other bytes, and there is no job.json, the object is replaced.
 
     Args:
         store: The store at the job's place.
         compression: Compression of the chunks, "none" or "zstd".
-        advance: A function that is called with the number of rows of each chunk once it is durable.
+        advance: A function that is called after each chunk is durable, with the number of the chunk's rows.
     """
 
     def __init__(self, store: Store, compression: str, advance: Callable[[int], object]) -> None:
@@ -67,7 +67,7 @@ class JobWriter:
         self._advance = advance
 
     def publish(self, built: Iterable[BuiltChunk]) -> Iterator[BuiltChunk]:
-        """Publish chunk files in threads while the next are built, remove them, and yield each chunk once durable."""
+        """Publish chunk files in threads while later chunks are built. Yields each chunk once it is durable."""
         waiting: deque[tuple[BuiltChunk, Future[None]]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish") as pool:
@@ -93,7 +93,7 @@ class JobWriter:
     def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
         """Write all.txt and one manifest of consecutive chunks for each worker.
 
-        Their numbers of chunks differ by at most one.
+        The numbers of chunks of any two workers differ by at most one.
         """
         lines = [f"{self._key(chunk)}\n" for chunk in chunks]
         texts = {layout.ALL_MANIFEST: "".join(lines)}
@@ -141,9 +141,9 @@ class JobWriter:
             self._store.create(key, data)
 
     def _remove_leftover(self, key: str) -> None:
-        """Remove an object whose key we need.
+        """Remove an object that an unfinished split left under a key of this job.
 
-        Raises InputError if a job.json exists, so that the object belongs to a job.
+        Raises InputError if job.json exists, because then the object belongs to a finished job.
         """
         if read_job(self._store) is not None:
             raise self._other_split()

@@ -1,4 +1,4 @@
-r"""JSON Lines, plain, gzip or zstd: each line is copied as it is, with `_row` and `_id` added at its end.
+r"""Counts and reads JSON Lines files, plain, gzip or zstd. Lines are copied, with `_row` and `_id` added at the end.
 
 Numbers, escapes and key order stay byte for byte. A line is encoded anew only if columns are chosen or if it has a
 `_row` or `_id` of its own, and even then the values stay as they are. A line that is no JSON object is copied
@@ -36,7 +36,7 @@ from batchinfer.split.source_files import FoundFile
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20
-"""Bytes between two remembered positions of row starts, at which a reader can begin, so that it starts near any row."""
+"""Fewest bytes between two remembered positions. At each of them a row starts, so a reader can begin there."""
 _SAMPLE_LINES = 100
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -47,7 +47,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the file once: number of lines, sha256, some positions, and the keys of the first objects.
+    """Read the whole file once, to find the number of lines, the sha256, the marks, and the keys of the first objects.
 
     Raises:
         InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
@@ -150,7 +150,7 @@ def read(
 
 
 def _line_lists(stream: BinaryIO, count: int) -> Iterator[list[bytes]]:
-    """Yield lists of whole lines, about a megabyte each, and `count` lines in all if the file has so many."""
+    """Yield the next `count` lines, or all if the file has fewer, in lists of about a megabyte."""
     while count and (lines := stream.readlines(_BLOCK_BYTES)):
         yield lines[:count]
         count -= len(lines[:count])
@@ -163,7 +163,7 @@ def _refuse_constant(name: str) -> Any:
 def _decode_object(line: bytes) -> dict[str, Any] | None:
     """Return the line's object, or None if the line is no JSON object in UTF-8.
 
-    msgspec refuses lone surrogates, and numbers too large for a float; the standard library reads both.
+    msgspec refuses lone surrogates and numbers too large for a float. Such lines are read with the standard library.
     """
     try:
         value = _any_decoder.decode(line)
@@ -176,7 +176,7 @@ def _decode_object(line: bytes) -> dict[str, Any] | None:
 
 
 class _Splicer:
-    """A conversion of lines: adds `_row` and `_id`, and leaves out the columns that are not chosen."""
+    """Converts lines: adds `_row` and `_id`, and leaves out the columns that are not chosen."""
 
     def __init__(self, choice: ColumnChoice) -> None:
         self._choice = choice
@@ -184,7 +184,7 @@ class _Splicer:
         """Row numbers of the lines in the last block that are no JSON object."""
 
     def block(self, lines: list[bytes], first_row: int) -> RowBlock:
-        """Convert some consecutive lines. `first_row` is the number in the job of the first."""
+        """Convert some consecutive lines. `first_row` is the row number in the job of the first line."""
         self.broken = []
         done: list[bytes] = []
         ids: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Parquet files: counted by the footer alone, then read row group by row group, only the columns that are kept."""
+"""Counts parquet files by their footers, and reads them by row group. Only the columns that are needed are read."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from batchinfer.split.source_files import FoundFile
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
-"""Uncompressed bytes of the rows that are decoded at once. A larger row is decoded alone. Larger batches would save
-time in decoding, but lose as much by page faults, and need more memory.
+"""Most uncompressed bytes of a batch: of the rows that are decoded together. A larger row is a batch of its own. Larger
+batches were not faster overall, because page faults cost what decoding saved, and they need more memory.
 """
 _BATCH_ROWS = 1000
 _WHOLE_GROUP_BYTES = 32 << 20
-"""Bytes of the largest row group whose columns are read in one piece each; columns of larger groups go through a
-buffer."""
+"""Bytes of a row group up to which each of its columns is read in one piece. If a file has a larger row group, its
+columns are read through buffers, to limit memory."""
 _BUFFERS_BYTES = 64 << 20
 """Bytes that the buffers of all columns may take together."""
 
 
 def count(found: FoundFile) -> CountedFile:
-    """Read the footer: number of rows, columns and row groups.
+    """Read the file's footer, to find the number of rows, the columns and the first row of each row group.
 
     Raises:
         InputError: The file is not parquet, is damaged or cut short, or has two columns of one name.
@@ -106,8 +106,8 @@ def read(
         item: The file.
         rows: Consecutive indices of rows in the file.
         first_row: Number in the job of the first of these rows.
-        choice: Columns to keep, and the one that names rows.
-        odd: The NaN and infinities that are met are added to it.
+        choice: The columns to keep, and the column whose values become `_id`.
+        odd: Counts to which the NaN and infinite values found here are added.
 
     Raises:
         InputError: A column is missing or has no exact JSON form; the file is damaged, or changed since its count.
@@ -189,7 +189,7 @@ def _batches(file: Any, groups: list[int], columns: list[str]) -> Iterator[Any]:
 
 
 class _Decoder:
-    """A conversion of one file's record batches to blocks of rows. `columns` are the columns to read from the file."""
+    """Converts record batches of one file to blocks of rows. `columns` are the columns to read from the file."""
 
     def __init__(
         self, item: CountedFile, schema: Any, keep: list[str], id_column: str, odd: Oddities
@@ -215,7 +215,7 @@ class _Decoder:
         self._record = make_record_type([*keep, ROW_FIELD, ID_FIELD])
 
     def block(self, batch: Any, first_row: int) -> RowBlock:
-        """Convert one batch. `first_row` is the number in the job of its first row."""
+        """Convert one record batch. `first_row` is the row number in the job of the batch's first row."""
         numbers = range(first_row, first_row + batch.num_rows)
         values = {name: self._convert(name, batch.column(name)) for name in self.columns}
         ids: list[str] = list(map(str, numbers))

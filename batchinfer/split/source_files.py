@@ -1,4 +1,4 @@
-"""Source files on any filesystem: found, compared with what was counted, and opened, with errors that name the file."""
+"""Looks up and opens source files on any filesystem, and checks that they have not changed. Errors name the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from batchinfer.storage.opening import fsspec_options, open_store
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
-"""Keys under which fsspec's filesystems tell what changes with a file's bytes, the most reliable first."""
+"""Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
 _REFUSED_STATUS = (401, 403)
 CONVERTED = "refs/convert/parquet"
 """The branch where the Hub keeps a data set's conversion to parquet, as <config>/<split>/<number>.parquet."""
@@ -44,7 +44,7 @@ _URL = re.compile(
 
 
 class FoundFile(NamedTuple):
-    """A file: its address, its size in bytes, and a stamp that changes with its content (etag, blob id or times)."""
+    """A file: its address, its size in bytes, and a stamp that changes with its content (etag, blob id or time)."""
 
     url: str
     bytes: int
@@ -80,12 +80,12 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @functools.cache
 def _check_r2(bucket: str) -> None:
-    """Raise ConfigError if requests for this bucket would go to AWS instead of R2. Sends no request."""
+    """Raise ConfigError if no endpoint is configured for R2: requests would go to AWS. Sends no request."""
     open_store(f"r2://{bucket}")
 
 
 class LocalFiles:
-    """The three methods of fsspec's filesystems that we call, for local files.
+    """A filesystem of local files, with the three methods of fsspec's interface that we call.
 
     fsspec's own class does not fit: it lists a link to a file as neither file nor folder, so a folder of the Hub's
     cache, which holds only links, would look empty. Importing it also costs a tenth of a second of CPU, a third of a
@@ -93,7 +93,7 @@ class LocalFiles:
     """
 
     def info(self, path: str) -> dict[str, Any]:
-        """Describe a file or folder; for a link, what it leads to. Raises FileNotFoundError."""
+        """Describe a file or folder; of a link, its target. Raises FileNotFoundError if there is none."""
         found = Path(path).stat()
         kind = "directory" if stat.S_ISDIR(found.st_mode) else "file"
         return {
@@ -133,8 +133,8 @@ def _filesystem(scheme: str) -> Any:
 
     options = fsspec_options(scheme)
     try:
-        # The constructor's signature is checked first: the constructor of a filesystem that needs more arguments
-        # (ftp:// needs a host) would fail, and then its destructor, with a traceback on stderr.
+        # Some filesystems need more arguments: ftp:// needs a host. Their constructors would fail, and their
+        # destructors would then print a traceback. So the constructor's signature is checked first.
         inspect.signature(fsspec.get_filesystem_class(scheme).__init__).bind(None, **options)
         return fsspec.filesystem(scheme, **options)
     except (ImportError, TypeError, ValueError) as error:
@@ -174,7 +174,7 @@ def check_unchanged(found: FoundFile) -> None:
 
 
 def changed(url: str) -> InputError:
-    """Return the error for a source that changes while it is being read."""
+    """Return the error for a source file that changed while it was being split."""
     return InputError(
         f"{url}: changed while it was being split, expected the file that was counted",
         hint="split a copy that nobody writes to; running the same command again is safe",
@@ -182,7 +182,7 @@ def changed(url: str) -> InputError:
 
 
 def open_binary(found: FoundFile) -> BinaryIO:
-    """Open a file for reading. Files elsewhere are read ahead by a few MiB, never whole."""
+    """Open a file for reading. A file that is not local is read ahead by a few MiB, never downloaded whole."""
     if is_local(found.url):
         return local_path(found.url).open("rb")
     filesystem, path = open_filesystem(found.url)
@@ -234,7 +234,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def _way_round(url: str) -> str:
-    """Return a hint for a user who cannot reach the Hub, or "" for other URLs."""
+    """Return a hint for a user who cannot reach the Hub; "" if the URL is not a data set of the Hub."""
     match = _URL.match(url)
     if match is None:
         return ""
@@ -246,7 +246,7 @@ def _way_round(url: str) -> str:
 
 @contextlib.contextmanager
 def _damage(url: str) -> Iterator[None]:
-    """Turn what decompressing and parsing raise into an InputError."""
+    """Turn the errors that decompressors and parsers raise on a damaged file into an InputError."""
     kinds: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     for module, name in (("pyarrow", "ArrowException"), ("zstandard", "ZstdError")):
         if module in sys.modules:  # a package that was not imported cannot have raised anything
@@ -291,7 +291,7 @@ def _translate(url: str, error: Exception) -> BatchinferError:
 
 
 def damaged(url: str, what: str) -> InputError:
-    """Return the error for a file whose content is not what its name says, or was cut short."""
+    """Return the error for a file that is corrupt or cut short. `what` is the message of the reader that failed."""
     return InputError(
         f"{url}: corrupt or truncated ({what.strip().splitlines()[0] if what.strip() else 'ends early'})",
         hint="fetch or write the file again, then run the same command",
@@ -313,7 +313,7 @@ def _access_denied(url: str, error: Exception) -> AccessDenied:
 
 
 class HubDataset(NamedTuple):
-    """An hf:// address taken apart. `revision` is a branch, tag or commit; "" is the main branch."""
+    """The parts of an hf:// address. `revision` is a branch, tag or commit; "" stands for the main branch."""
 
     repo: str
     revision: str
@@ -367,7 +367,7 @@ def converted_commit(dataset: HubDataset) -> str:
 
 
 def check_one_config(argument: str, paths: list[str]) -> None:
-    """Raise InputError if a converted data set has several configurations: they often hold the same rows.
+    """Raise InputError if a converted data set has several configurations, because these often hold the same rows.
 
     Args:
         argument: The SOURCE argument, for the message.

@@ -1,7 +1,7 @@
-"""The data sets that a job is made of, read-only: they are found, counted, and read as JSON lines.
+"""Finds, counts and reads the data sets that a job is made of. Never changes them.
 
-`count_sources` finds and counts (parquet from footers, JSON Lines and CSV in a first pass), so that the rows of every
-chunk are known before one is decoded; `CountedSources.read` then yields any range of rows in bounded memory.
+`count_sources` finds the files and counts their rows. It reads only the footers of parquet, but all of JSON Lines and
+CSV. Then the rows of every chunk are known, and `CountedSources.read` yields any range of rows in limited memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
     sources: list[Source]
     files: list[CountedFile]
     bases: list[str]
-    """Folders that were given as sources, or that patterns search. The output must not be in one of them."""
+    """Folders that were given as sources or that patterns search. The output must not be inside any of them."""
     choice: ColumnChoice
     rows: int
     columns: list[str]
@@ -62,7 +62,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
 
         Args:
             rows: Consecutive row numbers of the job.
-            odd: The NaN, infinities and broken lines that are met are added to it.
+            odd: Counts to which the NaN, infinite values and broken lines found here are added.
 
         Raises:
             InputError: A file is damaged, changed since it was counted, or holds a value without an exact JSON form.
@@ -76,7 +76,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
             first += item.rows
 
     def row_group_starts(self) -> Iterator[int]:
-        """Yield rows at which reading can start at no cost: the first of each row group, and remembered positions."""
+        """Yield the rows at which a reader can start without reading earlier rows: the marks of all files."""
         first = 0
         for item in self.files:
             yield from (first + row for row, _ in item.marks)
@@ -112,8 +112,8 @@ def count_sources(
 
     Args:
         arguments: Files, folders, globs and URLs, in the order of their rows.
-        choice: Columns to keep, and the one that names rows.
-        limit: Number of rows at most. Files after the last of these rows are not counted.
+        choice: The columns to keep, and the column whose values become `_id`.
+        limit: Largest number of rows to take. Files that lie wholly beyond it are not counted.
 
     Raises:
         InputError: A source has no file, an unknown format, no rows, broken lines only, or lacks a column; or a file is
@@ -202,7 +202,7 @@ def _warn_about_repeats(files: list[CountedFile]) -> None:
 
 
 def _refuse_nothing_but_broken(files: list[CountedFile]) -> None:
-    """Raise InputError if no line of any file is a JSON object, as then every row would be an error row."""
+    """Raise InputError if all files are JSON Lines without any JSON object, since every row would be an error row."""
     if any(item.format != "jsonl" or item.columns for item in files):
         return
     from batchinfer.split import json_lines
