@@ -125,9 +125,8 @@ class Inbox:
     def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
         """Return up to `max_requests` requests. Never returns None, since more requests may come until `Close`."""
         del free_slots  # unused, since this process has only one engine
-        if (
-            not self._requests
-        ):  # read without the lock, because this runs at every step and the queue is mostly empty
+        # Read without the lock, because this runs at every step and the queue is mostly empty.
+        if not self._requests:
             return []
         with self._changed:
             if self._interrupted:

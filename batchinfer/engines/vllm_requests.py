@@ -142,7 +142,7 @@ def _parameter_types() -> dict[str, Any]:
 
 
 def check_structured(structured: Mapping[str, Any]) -> None:
-    """Refuse a kind of structured output that this version of vLLM does not have.
+    """Refuse a kind of structured output that this version of vLLM does not have, and would ignore.
 
     Raises:
         RowError: `invalid_parameter`: vLLM has no such kind; the message lists the kinds that it has.
