@@ -1,4 +1,4 @@
-"""Ties engine processes to their parents, so that no engine process outlives its parent, however the parent ends.
+"""Ties engine processes to their parents on Linux, so that an engine process ends with its parent, also by SIGKILL.
 
 vLLM starts processes of its own: an engine core, and a worker per GPU. If their parent were killed by SIGKILL, they
 would go on for ever and hold the GPU. So each of these processes asks the kernel to be killed when its parent ends:

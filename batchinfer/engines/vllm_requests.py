@@ -18,7 +18,7 @@ from batchinfer.core.records import Choice, Completion, Failure, Request, Sampli
 
 # Finish reasons by which vLLM says that a request ended without an answer. Another attempt may succeed.
 UNFINISHED_REASONS = frozenset({"abort", "error"})
-# Names of sampling parameters that a request must not set. This module sets them, or they are internal to vLLM.
+# Names that `Sampling.extra` must not hold. This module sets these parameters, or they are internal to vLLM.
 RESERVED_PARAMETERS = frozenset({"output_kind", "skip_clone", "n", "detokenize", "flat_logprobs"})
 # Parameters with the same name in our Sampling and in vLLM's SamplingParams.
 SHARED_PARAMETERS = (

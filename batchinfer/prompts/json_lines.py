@@ -169,7 +169,7 @@ def as_id(value: Any) -> str:
 
 
 def missing_column(name: str, data: bytes) -> RowProblem:
-    """Return the error for a column that a row lacks. Its message lists the row's columns."""
+    """Return the error for a column that a row lacks. Its message lists up to 20 of the row's columns."""
     columns = [key for key in decode_object(data) if key not in {ROW_FIELD, ID_FIELD}]
     known = ", ".join(columns[:20]) or "none"
     return RowProblem(

@@ -419,7 +419,10 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
 
 
 def _translate(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Return the pairs that have an effect, each under its name here instead of an alias."""
+    """Return the parameters by their names in `Sampling`, without aliases and without those that have no effect.
+
+    `do_sample` is left out, because the caller turns it into a temperature.
+    """
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in pairs.items():

@@ -1,6 +1,7 @@
 """One start of a worker, from its set-up through its main loop to its end: it runs a model over chunks of rows.
 
-A worker is done when every chunk of its manifests has a marker. A worker may end at any instant, also by SIGKILL, and
+A worker is done when every chunk of its manifests has a marker, or a newer one with --retry-errors, and when it has
+nobody left to help. A worker may end at any instant, also by SIGKILL, and
 may be started again on any machine: the next start needs only what is on storage.
 """
 
