@@ -7,7 +7,7 @@ program has added fields.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,6 +25,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A number of rows, bytes or the like. Records that hold another number are refused on reading. The upper bound keeps
+sums of a few such numbers within 64 bits."""
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
 # --------------------------------------------------------------------------- the job (written once by `split`)
 
 
@@ -32,8 +38,8 @@ class SourceFile(Record, frozen=True, kw_only=True):
     """One input file. `rows` is the number of its rows, and broken lines count as rows."""
 
     url: str
-    bytes: int
-    rows: int
+    bytes: Count
+    rows: Count
     digest: str = ""
     """sha256 of the file's content (JSON Lines, CSV) or footer (parquet), to notice that the file has changed."""
 
@@ -55,32 +61,32 @@ class Chunk(Record, frozen=True, kw_only=True):
     """
 
     name: str
-    first_row: int
-    rows: int
-    bytes: int
+    first_row: Count
+    rows: Count
+    bytes: Count
     sha256: str
 
 
 class Job(Record, frozen=True, kw_only=True):
     """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes."""
 
-    format_version: int
+    format_version: Positive
     sources: list[Source]
     columns: list[str]
-    rows: int
+    rows: Count
     chunks: list[Chunk]
-    num_workers: int
+    num_workers: Positive
     id_column: str = ""
     group_by: str = ""
-    limit: int | None = None
+    limit: Positive | None = None
     compression: str = "none"
-    shape: dict[str, int] = {}
+    shape: dict[str, Positive] = {}
     """Division into chunks that the user asked for: {"num_chunks": N} or {"chunk_rows": N}."""
-    null_floats: int = 0
+    null_floats: Count = 0
     """Number of NaN and infinite values of the sources that `split` replaced by null."""
-    broken_lines: int = 0
+    broken_lines: Count = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
-    duplicate_ids: int = 0
+    duplicate_ids: Count = 0
 
 
 # --------------------------------------------------------------------------- requests and completions

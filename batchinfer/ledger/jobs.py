@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from batchinfer.core import codec, layout
+from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Job
 from batchinfer.storage import Store
@@ -56,27 +56,49 @@ class Assignment(NamedTuple):
     job_sha256: str
 
 
-def load_job(url: str, open_store: OpenStore) -> tuple[Job, str] | None:
+def load_job(url: str, open_store: OpenStore, *, hint: str = "") -> tuple[Job, str] | None:
     """Read the job.json below `url`. Return it with its sha256, or None if it does not exist.
+
+    Args:
+        url: URL of the job.
+        open_store: Opens its store.
+        hint: Advice in the error for a damaged job.json. Default: how to make the job anew.
 
     Raises:
         NewerVersion: job.json has a newer format version.
-        InputError: job.json is damaged.
+        InputError: job.json is damaged, or its numbers contradict each other.
     """
     try:
         data = open_store(url).get(layout.JOB_KEY).data
     except ObjectNotFound:
         return None
-    name = f"{url}/{layout.JOB_KEY}"
-    job = codec.decode(data, Job, name=name, hint=split_again(url))
+    name, hint = f"{url}/{layout.JOB_KEY}", hint or split_again(url)
+    job = codec.decode(data, Job, name=name, hint=hint)
     codec.check_version(data, name=name)
+    problem = _contradiction(job)
+    if problem:
+        raise InputError(f"{name}: {problem}", hint=hint)
+    return job, codec.sha256(data)
+
+
+def _contradiction(job: Job) -> str:
+    """Return what is wrong with the chunks or the numbers of a job.json, or "". Its chunks must hold each row once."""
+    row = 0
+    names: set[str] = set()
     for chunk in job.chunks:
         if not layout.is_chunk_name(chunk.name):
-            raise InputError(
-                f"{url}/{layout.JOB_KEY}: {chunk.name!r} is no name of a chunk",
-                hint=split_again(url),
-            )
-    return job, codec.sha256(data)
+            return f"{chunk.name!r} is no name of a chunk"
+        if chunk.name in names:
+            return f"it lists the chunk {chunk.name} twice"
+        if chunk.first_row != row:
+            return f"{chunk.name} begins at row {chunk.first_row}, expected {row}, where the chunk before it ends"
+        names.add(chunk.name)
+        row += chunk.rows
+    if row != job.rows:
+        return f"its chunks have {row} rows together, expected the {job.rows} rows of the job"
+    if job.num_workers > max(1, len(job.chunks)):
+        return f"it has {job.num_workers} workers for {units.many(len(job.chunks), 'chunk')}"
+    return ""
 
 
 def split_again(url: str) -> str:

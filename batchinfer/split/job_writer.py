@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
 from batchinfer.core.records import Chunk, Job
+from batchinfer.ledger.jobs import load_job
 from batchinfer.split.chunk_files import BuiltChunk
 from batchinfer.storage import Store
 
@@ -18,20 +19,9 @@ _BYTES = 64 << 20
 
 
 def read_job(store: Store, *, hint: str = "") -> Job | None:
-    """Read job.json, or return None if there is none. `hint` is the advice in the error for a damaged job.json.
-
-    Raises:
-        NewerVersion: A later version of batchinfer wrote job.json.
-        InputError: job.json is damaged.
-    """
-    name = f"{store.url}/{layout.JOB_KEY}"
-    try:
-        data = store.get(layout.JOB_KEY).data
-    except ObjectNotFound:
-        return None
-    job = codec.decode(data, Job, name=name, hint=hint)
-    codec.check_version(data, name=name)
-    return job
+    """Read the job.json of `store`, or return None if there is none; see `load_job`."""
+    found = load_job(store.url, lambda _: store, hint=hint)
+    return found[0] if found else None
 
 
 def refuse_newer(store: Store) -> None:

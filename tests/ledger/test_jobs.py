@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import FORMAT_VERSION, Job, Source
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFile
 from batchinfer.ledger import jobs
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -232,3 +236,108 @@ def test_a_job_given_as_a_manifest_is_named_as_one(job: str) -> None:
 def test_a_chunk_given_as_a_manifest_is_named_as_one(job: str) -> None:
     with pytest.raises(InputError, match="holds JSON Lines"):
         read(f"{job}/chunks/part-00000.jsonl")
+
+
+def _numbers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of every number in decoded JSON."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(item, (*path, key))
+    elif isinstance(value, int):
+        yield path
+
+
+def _full_job() -> dict[str, Any]:
+    """A job.json in which every number has a value that is right."""
+    chunks = [
+        Chunk(name=f"part-0000{i}", first_row=i, rows=1, bytes=3, sha256="") for i in range(3)
+    ]
+    file = SourceFile(url="a.csv", bytes=9, rows=3)
+    found: dict[str, Any] = msgspec.to_builtins(
+        Job(
+            format_version=FORMAT_VERSION,
+            sources=[Source(url="a.csv", format="csv", files=[file])],
+            columns=["a"],
+            rows=3,
+            chunks=chunks,
+            num_workers=2,
+            limit=3,
+            shape={"num_chunks": 3},
+        )
+    )
+    return found
+
+
+def _load(content: dict[str, Any]) -> Job:
+    store = MemoryStore("memory://numbers")
+    store.delete(["job.json"])
+    store.create("job.json", codec.encode(content))
+    found = load_job("memory://numbers", lambda _: store)
+    assert found is not None
+    return found[0]
+
+
+def test_every_number_of_a_job_is_tried_below() -> None:
+    """A field that is added to job.json later must be among the numbers of the next test."""
+    fields = {name for kind in (Job, Chunk, SourceFile) for name in _number_fields(kind)}
+    assert fields == {str(path[-1]) for path in _numbers(_full_job())} - {"num_chunks"} | {"shape"}
+
+
+def _number_fields(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind) if "int" in str(field.type)]
+
+
+@pytest.mark.parametrize("path", list(_numbers(_full_job())), ids=str)
+@pytest.mark.parametrize("wrong", [-1, 2**63, 2**70, 1.5, True, "3"])
+def test_a_wrong_number_in_a_job_is_refused_with_its_place(
+    path: tuple[str | int, ...], wrong: Any
+) -> None:
+    content = _full_job()
+    assert _load(content).rows == 3
+    place = content
+    for key in path[:-1]:
+        place = place[key]  # type: ignore[index]
+    place[path[-1]] = wrong  # type: ignore[index]
+    with pytest.raises(InputError) as caught:
+        _load(content)
+    assert "memory://numbers/job.json: " in caught.value.message
+    if path != ("format_version",):  # whose large values ask for an upgrade
+        field = "shape" if path[0] == "shape" else str(path[-1])
+        assert field in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"rows": 4}, "its chunks have 3 rows together, expected the 4 rows of the job"),
+        ({"rows": 0}, "expected the 0 rows"),
+        ({"num_workers": 4}, "4 workers for 3 chunks"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"limit": 0}, "limit"),
+        ({"shape": {"num_chunks": 0}}, "shape"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        _load(_full_job() | change)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "what"),
+    [
+        (0, {"first_row": 1}, "part-00000 begins at row 1, expected 0"),
+        (1, {"first_row": 0}, "part-00001 begins at row 0, expected 1"),
+        (2, {"first_row": 3}, "part-00002 begins at row 3, expected 2"),
+        (1, {"rows": 0}, "part-00002 begins at row 2, expected 1"),
+        (2, {"name": "part-00000"}, "lists the chunk part-00000 twice"),
+        (2, {"name": "../evil"}, "'../evil' is no name of a chunk"),
+    ],
+)
+def test_chunks_that_do_not_hold_each_row_once_are_refused(
+    index: int, change: dict[str, Any], what: str
+) -> None:
+    content = _full_job()
+    content["chunks"][index] |= change
+    with pytest.raises(InputError, match=what):
+        _load(content)
