@@ -18,6 +18,7 @@ from batchinfer.check.task_file import ERROR, Problem
 from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import run_options, value_of
 from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
@@ -88,29 +89,27 @@ def tell(result: dict[str, Any]) -> None:
     """Print a result to stderr as text."""
     lengths = (result.get("sample") or {}).get("lengths")
     if lengths:
-        click.echo(
+        say(
             f"prompt tokens: {lengths['mean']:.0f} on average, 95 % up to {lengths['p95']}, "
-            f"longest {lengths['longest']}",
-            err=True,
+            f"longest {lengths['longest']}"
         )
         most = max(lengths["histogram"].values())
         for bound, count in lengths["histogram"].items():
             bar = "#" * max(1, round(40 * count / most))
-            click.echo(f"{'up to ' + bound:>14} {count:>6} {bar}", err=True)
+            say(f"{'up to ' + bound:>14} {count:>6} {bar}")
     if "memory" in result:
-        click.echo(f"memory: {result['memory']['explanation']}", err=True)
+        say(f"memory: {result['memory']['explanation']}")
     if "estimate" in result:
         found = result["estimate"]
-        click.echo(
+        say(
             f"estimate: {units.count(found['rows'])} rows, {units.many(found['workers'], 'worker')}, "
-            f"{units.duration(found['hours'] * 3600)}, {units.money(found['cost'])}",
-            err=True,
+            f"{units.duration(found['hours'] * 3600)}, {units.money(found['cost'])}"
         )
     for line in result.get("advice", ()):
-        click.echo(f"advice: {line}", err=True)
+        say(f"advice: {line}")
     for problem in result["problems"]:
         hint = f" ({problem['hint']})" if problem["hint"] else ""
-        click.echo(f"{problem['level']}: {problem['message']}{hint}", err=True)
+        say(f"{problem['level']}: {problem['message']}{hint}")
 
 
 @click.command("check", cls=SectionCommand)

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+from batchinfer.core.printable import one_entry, printable_values
+
 EVENTS: dict[str, str] = {
     "worker_started": "A worker has its lease and begins. `epoch` counts its starts from 1.",
     "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: it was killed.",
@@ -70,13 +72,24 @@ class JsonFormatter(logging.Formatter):
                 entry[key] = getattr(record, key)
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return json.dumps(printable_values(entry), ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """Writes each log record as text for people: its time, level and message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        return one_entry(super().format(record))
 
 
 def configure_logging() -> None:
     """Send batchinfer's own log to stderr. The command line calls it once."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(TextFormatter())
     logger = logging.getLogger("batchinfer")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)

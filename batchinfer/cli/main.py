@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import click
 from batchinfer import __version__
 from batchinfer.cli.logs import configure_logging
 from batchinfer.cli.settings import COMMANDS
+from batchinfer.cli.terminal import say
 from batchinfer.core.errors import BatchinferError
 
 _INTERRUPTED = 75
@@ -86,9 +88,10 @@ def print_result(result: Any) -> None:
     """
     if result is not None:
         from batchinfer.core import codec
+        from batchinfer.core.printable import printable_values
 
         try:
-            click.echo(codec.encode(result).decode())
+            click.echo(codec.encode(printable_values(result)).decode())
         except (
             BrokenPipeError
         ):  # the reader of stdout, such as `head`, has ended; click then ends without a message
@@ -112,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.Abort:
-        click.echo("error: interrupted", err=True)
+        say("error: interrupted")
         return _INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        _show_click_error(error)
         return error.exit_code
     except BatchinferError as error:
         _show(error)
@@ -124,13 +127,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(error: BatchinferError) -> None:
-    click.echo(f"error: {error.message}", err=True)
+    say(f"error: {error.message}")
     if error.hint:
-        click.echo(f"hint: {error.hint}", err=True)
+        for line in f"hint: {error.hint}".split("\n"):  # a command to copy may have several lines
+            say(line)
     try:
         print_result(getattr(error, "result", None))
     except BatchinferError as second:
-        click.echo(f"error: {second.message}", err=True)
+        say(f"error: {second.message}")
+
+
+def _show_click_error(error: click.ClickException) -> None:
+    """Show click's own error about a command line, which repeats what the user typed."""
+    text = io.StringIO()
+    error.show(file=text)
+    for line in text.getvalue().rstrip("\n").split("\n"):
+        say(line)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -145,7 +157,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except (
         KeyboardInterrupt
     ):  # Ctrl-C before or after the command; while it runs, click handles Ctrl-C
-        click.echo("error: interrupted", err=True)
+        say("error: interrupted")
         status = _INTERRUPTED
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(

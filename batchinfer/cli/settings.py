@@ -16,6 +16,7 @@ import click
 
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
+from batchinfer.cli.terminal import say
 from batchinfer.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -328,8 +329,8 @@ def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]
         origin = _ORIGINS.get(source.name if source else "DEFAULT", "default")
         options[shown] = {"value": value, "from": origin}
         if origin != "default":
-            click.echo(f"{shown}: {codec.encode(value).decode()}  # {origin}", err=True)
+            say(f"{shown}: {codec.encode(value).decode()}  # {origin}")
     defaults = sum(entry["from"] == "default" for entry in options.values())
-    click.echo(f"# and {defaults} defaults", err=True)
+    say(f"# and {defaults} defaults")
     resolved = {name: without_secrets(msgspec.to_builtins(part)) for name, part in parts.items()}
     return {"options": options, "resolved": resolved}

@@ -13,6 +13,7 @@ import click
 
 from batchinfer import __version__
 from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
 from batchinfer.collect.destinations import (
     Collected,
     Destination,
@@ -295,5 +296,5 @@ def command(**options: Any) -> dict[str, Any]:
     )
     result = run_collect(config, open_store=open_store, clock=SystemClock())
     for name in result["missing"][:_SHOWN]:
-        click.echo(f"missing: {name}", err=True)
+        say(f"missing: {name}")
     return result

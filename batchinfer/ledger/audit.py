@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError
+from batchinfer.core.printable import error_code
 from batchinfer.core.records import Job, Marker, Record, Run
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, read_assignment
@@ -66,7 +67,8 @@ class Totals:
         self.prompt_tokens += marker.prompt_tokens
         self.completion_tokens += marker.completion_tokens
         self.output_bytes += marker.output_bytes
-        for code, count in marker.errors.items():
+        for written, count in marker.errors.items():
+            code = error_code(written)
             self.errors[code] = self.errors.get(code, 0) + count
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import click
 
 from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError, ObjectNotFound, PreconditionFailed
@@ -349,15 +350,14 @@ def command(**options: Any) -> dict[str, Any]:
     config = CleanConfig(**{**options, "redo": list(options["redo"])})
 
     def tell(line: str) -> None:
-        click.echo(line if config.yes else f"would remove: {line}", err=True)
+        say(line if config.yes else f"would remove: {line}")
 
     result = run_clean(config, store=open_store(config.run), clock=SystemClock(), show=tell)
     if not config.yes:
-        click.echo("dry run; nothing was changed. To do it, add --yes", err=True)
+        say("dry run; nothing was changed. To do it, add --yes")
     if result["kept_young"]:
-        click.echo(
+        say(
             f"{result['kept_young']} objects stay because they are younger than "
-            f"{config.older_than_seconds:g} s (--older-than)",
-            err=True,
+            f"{config.older_than_seconds:g} s (--older-than)"
         )
     return result

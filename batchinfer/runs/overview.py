@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core import units
+from batchinfer.core.printable import error_code
 from batchinfer.core.records import Job, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
@@ -345,7 +346,7 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         rows_error=sum(record.rows_error for record in records),
-        errors=add_up(record.errors for record in records),
+        errors=add_up(_by_code(record.errors) for record in records),
         finish_reasons=add_up(record.finish_reasons for record in records),
         workers=views,
         cost=_cost(views, eta),
@@ -368,6 +369,15 @@ def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     for one in counts:
         total.update(one)
     return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _by_code(errors: dict[str, int]) -> dict[str, int]:
+    """Counts by error code. Counts of keys that are no codes are added up under one name."""
+    found: dict[str, int] = {}
+    for written, number in errors.items():
+        code = error_code(written)
+        found[code] = found.get(code, 0) + number
+    return found
 
 
 def model_name(snapshot: Snapshot) -> str:

@@ -20,6 +20,7 @@ from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
+from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record, Worker
 from batchinfer.ledger.inventory import RunReader, Snapshot
 from batchinfer.ledger.jobs import OpenStore, split_name
@@ -65,7 +66,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
         if config.num_samples
         else []
     )
-    page = render_page(snapshot, seen, samples, version=__version__).encode()
+    page = render_page(snapshot, seen, samples, version=__version__).encode(errors="replace")
     put_page(config.output, page, open_store)
     return {
         "report": config.output,
@@ -169,7 +170,8 @@ def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
     """One example of each error code, and those sums over all workers that the overview lacks."""
     examples: dict[str, ErrorExample] = {}
     for record in records:
-        examples = record.examples | examples
+        coded = {error_code(code): example for code, example in record.examples.items()}
+        examples = coded | examples
     return {
         "examples": examples,
         "rows_resumed": sum(record.rows_resumed for record in records),

@@ -17,6 +17,7 @@ from rich.text import Text
 from batchinfer.cli.settings import common_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
@@ -122,6 +123,7 @@ def summary(seen: Overview) -> dict[str, Any]:
 
 def render(seen: Overview, width: int = WIDE) -> Group:
     """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
+    seen = printable_record(seen)
     parts: list[Any] = [_head(seen)]
     if seen.workers:
         parts.append(_worker_table(seen, is_wide=width >= WIDE))

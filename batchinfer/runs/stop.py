@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock, iso_utc
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound
@@ -98,5 +99,5 @@ def command(**options: Any) -> dict[str, Any]:
         text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
     else:
         text = "is stopped; its workers end within a heartbeat and their grace"
-    click.echo(f"{result['run']}: {text}", err=True)
+    say(f"{result['run']}: {text}")
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -14,8 +13,10 @@ import click
 import msgspec
 
 from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import RunUnsound
+from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
 from batchinfer.ledger.audit import (
     CORRUPT,
@@ -82,7 +83,7 @@ class Verdict(NamedTuple):
         for (kind, fix), group in groupby(order, key=attrgetter("kind", "fix")):
             found = list(group)
             for finding in found[:_SHOWN]:
-                yield f"{kind}: {finding.subject}: {finding.problem}"
+                yield one_line(f"{kind}: {finding.subject}: {finding.problem}")
             if len(found) > _SHOWN:
                 yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
             yield f"  mend: {fix_command(fix, (f.subject for f in found), self.run, self.worker)}"
@@ -284,15 +285,15 @@ def command(**options: Any) -> dict[str, Any]:
         is_deep=options["deep"],
         scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
     )
-    tell = partial(click.echo, err=True)
-    verdict = run_verify(config, open_store=open_store, clock=SystemClock(), show=tell)
+    verdict = run_verify(config, open_store=open_store, clock=SystemClock(), show=say)
     result = verdict.as_json() if options["as_json"] else verdict.result
     if not options["as_json"]:
         for line in verdict.lines():
-            tell(line)
+            for part in line.split("\n"):  # a command to copy may have several lines
+                say(part)
     if not verdict.is_sound:
         error = verdict.error()
         error.attach_result(result)
         raise error
-    tell(f"{verdict.run}: complete and sound, {result['chunks_total']} chunks")
+    say(f"{verdict.run}: complete and sound, {result['chunks_total']} chunks")
     return result

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
+from batchinfer.cli.terminal import say
 from batchinfer.core import codec
 from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import longest_sequence
@@ -37,7 +37,7 @@ def show_templates() -> dict[str, Any]:
     """Show the named templates to people on stderr. Returns their names for the command's result object."""
     templates = list_templates()
     for template in templates:
-        click.echo(f"{template.name}: {template.description}", err=True)
+        say(f"{template.name}: {template.description}")
     return {"templates": [template.name for template in templates]}
 
 
@@ -84,12 +84,13 @@ def show_rows(rows: Iterable[RenderedRow]) -> None:
     """Show rendered rows to people on stderr."""
     for row in rows:
         tokens = "" if row.tokens is None else f", {row.tokens} tokens"
-        click.echo(f"--- row {row.row} (id {row.id}){tokens}", err=True)
+        say(f"--- row {row.row} (id {row.id}){tokens}")
         if row.code:
-            click.echo(f"error row: {row.code}: {row.message}", err=True)
+            say(f"error row: {row.code}: {row.message}")
         else:
             text = row.prompt if isinstance(row.prompt, str) else codec.encode(row.prompt).decode()
-            click.echo(text, err=True)
+            for line in text.split("\n"):
+                say(line)
 
 
 def make_preview_builder(

@@ -63,6 +63,19 @@ def test_output_formats_are_told_apart_in_their_room_only():
     assert compared == []
 
 
+def test_only_the_command_line_prints():
+    """Texts for a terminal are cleaned of control characters in one place."""
+    printing = {"click.echo", "click.secho", "print", "sys.stdout.write", "sys.stderr.write"}
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in TREES.items()
+        if path.parts[0] != "cli"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("path", [path for path in TREES if path.parts[0] in QUIET], ids=str)
 def test_objects_of_worker_and_ledger_change_themselves(path):
     """An attribute is assigned by its own object: who changes what is then seen in one class."""

@@ -91,6 +91,12 @@ def test_a_text_of_ten_megabytes_goes_through():
     assert make({"p": text}, prompt_column="p").request.text == text
 
 
+@pytest.mark.parametrize("column", ['say "hi"', "a\\b", "two\nlines", "\x1b[2J"])
+def test_a_column_may_have_any_name(column):
+    line = json.dumps({column: "hello"}).encode()
+    assert make(line, prompt_column=column, keep=[column]).request.text == "hello"
+
+
 def test_a_missing_column_is_named_with_its_nearest_match():
     failure = make({"promt": "x", "_row": 0}, prompt_column="prompt").failure
     assert failure.code == "missing_column"

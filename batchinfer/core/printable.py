@@ -1,0 +1,79 @@
+"""Makes texts safe to show. Names, messages and records come from buckets, and anybody may have written them. Pure.
+
+A terminal obeys control characters: they move the cursor, change the window's title, or reorder what is on a line.
+`batchinfer.cli` passes every text that goes to a terminal, to the log, or into the JSON on stdout through this module.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_UNSAFE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # ASCII controls except tab and newline, then the C1 controls
+    "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"  # bidirectional controls
+    "\\u2028\\u2029\\ud800-\\udfff]"  # line separators; surrogates, which UTF-8 cannot encode
+)
+_NEXT_LINE = re.compile(r"\n(?=[^ \n])")
+_CODE = re.compile(r"[a-z0-9_]{1,64}\Z")
+INVALID_CODE = "invalid"
+
+
+def printable(text: str) -> str:
+    r"""Replace each control character by its escape, such as \x1b. Tabs and newlines stay.
+
+    >>> printable("name\x1b[2J\u202etxt\n")
+    'name\\x1b[2J\\u202etxt\n'
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    r"""Make a text printable, and replace its newlines by their escapes, too.
+
+    >>> one_line("w0\nw1 is done")
+    'w0\\nw1 is done'
+    """
+    return printable(text).replace("\n", "\\n")
+
+
+def one_entry(text: str) -> str:
+    r"""Make a text printable, and indent its lines after the first, so that none looks like an entry of its own.
+
+    >>> one_entry("row 3 failed: no\n12:00:00 INFO all is well")
+    'row 3 failed: no\n  12:00:00 INFO all is well'
+    """
+    return _NEXT_LINE.sub("\n  ", printable(text))
+
+
+def printable_values(value: Any) -> Any:
+    """Convert a result to plain dicts, lists and values in which every text is printable, for JSON on stdout."""
+    return _clean(msgspec.to_builtins(value))
+
+
+def printable_record(record: T) -> T:
+    """Return a copy of a record in which every text is printable and on one line, for a table."""
+    return msgspec.convert(_clean(msgspec.to_builtins(record), one_line), type(record))
+
+
+def error_code(code: str) -> str:
+    """Return an error code as it may be shown: a code that batchinfer could not have written becomes "invalid".
+
+    >>> error_code("prompt_too_long"), error_code("all is well")
+    ('prompt_too_long', 'invalid')
+    """
+    return code if _CODE.match(code) else INVALID_CODE
+
+
+def _clean(value: Any, show: Any = printable) -> Any:
+    if isinstance(value, str):
+        return show(value)
+    if isinstance(value, dict):
+        return {_clean(key, show): _clean(part, show) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(part, show) for part in value]
+    return value
