@@ -21,6 +21,7 @@ from batchinfer.storage.s3 import S3Store
 from batchinfer.worker import start as worker_start
 from simulation.cleaning import is_cleaned
 from simulation.defects import DEFECTS
+from simulation.injections import KINDS
 from simulation.scenario import Report, simulate
 from simulation.scheduler import Killed, Overrun, Process, Scheduler
 from simulation.storage import Network, Server, SimStore, Weather
@@ -196,6 +197,25 @@ class TestCleaning:
                 same.append(line)
         assert same == plain.trace[: len(same)]
         assert len(same) > 100
+
+
+class TestInjections:
+    @pytest.mark.parametrize("name", KINDS)
+    def test_every_kind_strikes(self, name: str) -> None:
+        assert sum(simulate(seed, injected=[name]).strikes for seed in range(5))
+
+    def test_a_seed_without_any_goes_as_if_there_were_none(self) -> None:
+        seed = next(s for s in range(100) if not any(kind.is_drawn(s) for kind in KINDS.values()))
+        plain, other = (simulate(seed, keeps_trace=True, injected=it) for it in (None, []))
+        assert plain.trace == other.trace
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_nothing_changes_before_the_first_strike(self, name: str) -> None:
+        plain = simulate(0, keeps_trace=True, injected=[])
+        struck = simulate(0, keeps_trace=True, injected=[name])
+        [first, *_] = [at for at, line in enumerate(struck.trace) if "  outside " in line]
+        assert first > 20
+        assert struck.trace[:first] == plain.trace[:first]
 
 
 class TestRunsTheRealWorker:

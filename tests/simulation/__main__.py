@@ -10,10 +10,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from .injections import KINDS
 from .scenario import Report, Scenario, simulate
 
 _HASH_SEED = "PYTHONHASHSEED"
@@ -42,16 +43,20 @@ def logs_in_trace(scenario: Scenario) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def replay(seed: int, is_cleaned: bool | None = None) -> Report:
+def replay(
+    seed: int, is_cleaned: bool | None = None, injected: Collection[str] | None = None
+) -> Report:
     """Run one seed and keep its trace, with the worker's log."""
-    scenario = Scenario(seed, keeps_trace=True, is_cleaned=is_cleaned)
+    scenario = Scenario(seed, keeps_trace=True, is_cleaned=is_cleaned, injected=injected)
     with logs_in_trace(scenario):
         return scenario.run()
 
 
-def reports(seeds: Iterable[int], jobs: int, is_cleaned: bool | None) -> Iterator[Report]:
+def reports(
+    seeds: Iterable[int], jobs: int, is_cleaned: bool | None, injected: Collection[str] | None
+) -> Iterator[Report]:
     """Run seeds in `jobs` processes; reports come in the order in which they are done."""
-    one = partial(_one, is_cleaned=is_cleaned)
+    one = partial(_one, is_cleaned=is_cleaned, injected=injected)
     if jobs == 1:
         _prepare()
         for seed in seeds:
@@ -68,10 +73,10 @@ def _prepare() -> None:
     gc.disable()
 
 
-def _one(seed: int, is_cleaned: bool | None) -> Report:
+def _one(seed: int, is_cleaned: bool | None, injected: Collection[str] | None) -> Report:
     if seed % 50 == 0:
         gc.collect()
-    return simulate(seed, is_cleaned=is_cleaned)
+    return simulate(seed, is_cleaned=is_cleaned, injected=injected)
 
 
 def main() -> int:
@@ -89,9 +94,17 @@ def main() -> int:
         action=argparse.BooleanOptionalAction,
         help="run `batchinfer clean` beside the workers in every seed, or in none (default: in a share)",
     )
+    parser.add_argument(
+        "--inject",
+        action="append",
+        choices=KINDS,
+        help="inject this kind in every seed, and only the kinds that are named (default: each in a share)",
+    )
+    parser.add_argument("--no-inject", action="store_true", help="inject nothing")
     options = parser.parse_args()
+    injected = [] if options.no_inject else options.inject
     if options.seed is not None:
-        report = replay(options.seed, options.clean)
+        report = replay(options.seed, options.clean, injected)
         print("\n".join(report.trace))
         print(f"seed {report.seed}: {report.violation or 'sound'} (events {report.digest})")
         return int(bool(report.violation))
@@ -99,10 +112,10 @@ def main() -> int:
     failing: list[Report] = []
     total: Counter[str] = Counter()
     seeds = range(options.start, options.start + options.seeds)
-    for report in reports(seeds, options.jobs, options.clean):
+    for report in reports(seeds, options.jobs, options.clean, injected):
         total.update(
             seeds=1, starts=report.starts, kills=report.kills, freezes=report.freezes,
-            cleanings=report.cleanings, virtual_hours=report.virtual_seconds / 3600,
+            cleanings=report.cleanings, strikes=report.strikes, virtual_hours=report.virtual_seconds / 3600,
         )  # fmt: skip
         if total["seeds"] % 2000 == 0:
             print(f"{total['seeds']} seeds", file=sys.stderr, flush=True)
@@ -110,16 +123,18 @@ def main() -> int:
             failing.append(report)
             print(f"seed {report.seed}: {report.violation}", flush=True)
             if options.verbose:
-                print("\n".join(replay(report.seed, options.clean).trace))
+                print("\n".join(replay(report.seed, options.clean, injected).trace))
     seconds = time.monotonic() - began
     print(
         f"{total['seeds']} seeds in {seconds:.0f} s ({total['seeds'] / seconds:.1f} a second): "
         f"{total['starts']} starts of workers, {total['kills']} kills, {total['freezes']} freezes, "
-        f"{total['cleanings']} cleanings, {total['virtual_hours']:.1f} virtual hours; "
+        f"{total['cleanings']} cleanings, {total['strikes']} injections, {total['virtual_hours']:.1f} virtual hours; "
         f"{len(failing)} seeds broke a promise"
     )
     if failing:
         flag = {None: "", True: " --clean", False: " --no-clean"}[options.clean]
+        flag += " --no-inject" if options.no_inject else ""
+        flag += "".join(f" --inject {name}" for name in options.inject or ())
         print(f"replay with: python -m simulation --seed {failing[0].seed}{flag}")
     return int(bool(failing))
 

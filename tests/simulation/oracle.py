@@ -13,7 +13,7 @@ from batchinfer.core.records import Completion, Request, RowKey
 
 from .machine import FLAKY, POISON, EngineTraits, answer
 from .scheduler import Process, Scheduler
-from .storage import Server
+from .storage import Server, read_record
 
 RUN = "run/"
 JOB = "job/"
@@ -73,6 +73,8 @@ class Oracle:
         self._outputs: dict[str, bytes] = {}
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
+        self._struck: dict[str, float] = {}
+        """When a worker's record was last removed or damaged from outside."""
         self._fingerprints: set[str] = set()
         """Of every run.json that stood. Several only where preconditions are ignored and first workers differ: then the
         segments of each configuration are left out by the workers of the other."""
@@ -194,8 +196,8 @@ class Oracle:
         """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind."""
         epoch = self._epochs.get(process.name)
         if epoch is not None:  # else it was stopped before it had its record
-            name = f"{RUN}{layout.WORKERS}{process.name.split('#')[0]}.json"
-            if msgspec.json.decode(self._server.objects[name].data)["epoch"] != epoch:
+            record = self._record(process.name.split("#")[0])
+            if record is not None and record["epoch"] != epoch:
                 return  # a ghost must not write
         for chunk, line in sorted(self._finished.get(process.name, ())):
             is_kept = any(line in rows for rows in self._segments.get(chunk, {}).values())
@@ -246,7 +248,16 @@ class Oracle:
         except Violation as violation:
             self.fail(f"{violation} (in {marker['output']})")
 
+    def record_struck(self, name: str) -> None:
+        """Note that a worker's record is removed or damaged from outside."""
+        self._struck[name] = self._scheduler.now
+
     # -- inside
+
+    def _record(self, worker: str) -> dict[str, Any] | None:
+        """A worker's record; None if it is gone or damaged."""
+        held = self._server.objects.get(RUN + layout.worker_key(worker))
+        return None if held is None else read_record(held.data)
 
     def _check_marker_fields(
         self, name: str, marker: dict[str, Any], chunk: str, generation: int
@@ -340,10 +351,9 @@ class Oracle:
         old, new = msgspec.json.decode(before), msgspec.json.decode(data)
         if not old["worker"] or (old["worker"], old["epoch"]) == (new["worker"], new["epoch"]):
             return
-        held = self._server.objects.get(f"{RUN}{layout.WORKERS}{old['worker']}.json")
-        if held is None:
-            return
-        record = msgspec.json.decode(held.data)
+        record = self._record(old["worker"])
+        if record is None or self._struck.get(layout.worker_key(old["worker"]), -1.0) >= since:
+            return  # the claim counted as lapsed while its owner's record was gone
         if record["epoch"] > old["epoch"] or record["state"] in ENDED:
             return
         if not new["worker"]:

@@ -12,7 +12,7 @@ import random
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,6 +44,7 @@ from batchinfer.worker.config import Environment, Limits, WorkerConfig
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
+from .injections import draw_injections
 from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_environment, sampling
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
@@ -91,6 +92,7 @@ class Report(NamedTuple):
     kills: int
     freezes: int
     cleanings: int
+    strikes: int
 
 
 @dataclass(slots=True)
@@ -189,6 +191,7 @@ class Scenario:
         keeps_trace: bool = False,
         watches_claims: bool = True,
         is_cleaned: bool | None = None,
+        injected: Collection[str] | None = None,
     ) -> None:
         self.seed = seed
         self.plot = draw_plot(seed)
@@ -219,6 +222,7 @@ class Scenario:
             self.plot.has_retry |= self.cleanings.has_retry
         self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-simulation-", dir=BASE))
         self.live: list[Start] = []
+        self.injections = draw_injections(self, injected)
         self.is_retrying = False
         self.are_mishaps_over = False
         self.num_starts = self.num_kills = self.num_freezes = 0
@@ -262,6 +266,7 @@ class Scenario:
             self.num_kills,
             self.num_freezes,
             0 if self.cleanings is None else self.cleanings.num,
+            sum(injection.num_strikes for injection in self.injections),
         )
 
     # -- the story
@@ -333,6 +338,8 @@ class Scenario:
         """Workers and mishaps."""
         plot, scheduler = self.plot, self.scheduler
         self.are_mishaps_over = False
+        for injection in self.injections:
+            injection.begin(plot.mishaps_seconds)
         for slot in slots:
             scheduler.after(
                 plot.chance.random() * plot.mishaps_seconds * 0.5 * plot.chance.choice([0, 1]),
@@ -363,6 +370,8 @@ class Scenario:
         self.network.weather = Weather(latency_seconds=self.plot.weather.latency_seconds)
         self.server.delete(RUN + layout.STOP_KEY)
         self.plot.engine.dies = self.plot.engine.fails_to_load = 0.0
+        for injection in self.injections:
+            injection.calm()
 
     def _finish_cleanly(self) -> None:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
@@ -511,16 +520,18 @@ class Scenario:
             Superseded: start.slot.starts > 1,
             NoProgress: False,
         }
+        is_explained = any(injection.explains(error) for injection in self.injections)
         for kind, is_right in reasons.items():
             if isinstance(error, kind):
-                if not is_right:
+                if not is_right and not is_explained:
                     self.oracle.fail(
                         f"ends: {process.name} without a reason: {error.message[:300]}"
                     )
                 if isinstance(error, Interrupted | EngineError) and is_peaceful:
                     self.oracle.check_saved(process)
                 return
-        self.oracle.fail(f"ends: {process.name}: {type(error).__name__}: {error.message[:300]}")
+        if not is_explained:
+            self.oracle.fail(f"ends: {process.name}: {type(error).__name__}: {error.message[:300]}")
 
     def _ended(self, start: Start) -> None:
         self.live.remove(start)
@@ -722,6 +733,7 @@ def simulate(
     keeps_trace: bool = False,
     watches_claims: bool = True,
     is_cleaned: bool | None = None,
+    injected: Collection[str] | None = None,
 ) -> Report:
     """Run one seed from its beginning to its end.
 
@@ -730,7 +742,12 @@ def simulate(
         keeps_trace: Whether the report holds all that happened.
         watches_claims: Whether claims must be respected.
         is_cleaned: Whether `batchinfer clean` runs beside the workers; None leaves that to the seed, too.
+        injected: Names of the kinds of injections; None leaves them to the seed, too.
     """
     return Scenario(
-        seed, keeps_trace=keeps_trace, watches_claims=watches_claims, is_cleaned=is_cleaned
+        seed,
+        keeps_trace=keeps_trace,
+        watches_claims=watches_claims,
+        is_cleaned=is_cleaned,
+        injected=injected,
     ).run()

@@ -37,6 +37,15 @@ class _Moment(float):
         return float(self)
 
 
+def read_record(data: bytes) -> dict[str, Any] | None:
+    """Decode a stored record; None if it is damaged."""
+    try:
+        record = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 class Held(NamedTuple):
     """One object. `modified`: virtual seconds since the beginning, as Unix time."""
 
@@ -323,15 +332,15 @@ class SimStore(S3Store):
     def get(self, key: str) -> Object:
         found = super().get(key)
         if self._refused is greenlet.getcurrent() and key == self._own_record:
-            watcher = self._network.server.watcher
-            if watcher is not None and msgspec.json.decode(found.data)["epoch"] > self._epoch:
+            watcher, record = self._network.server.watcher, read_record(found.data)
+            if watcher is not None and record is not None and record["nonce"] != self._nonce:
                 watcher.superseded(self._process)
         return found
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
         if not key.startswith(layout.WORKERS):
             return super().replace(key, data, etag)
-        self._own_record, self._epoch = key, msgspec.json.decode(data)["epoch"]
+        self._own_record, self._nonce = key, msgspec.json.decode(data)["nonce"]
         try:
             etag = super().replace(key, data, etag)
         except PreconditionFailed:
