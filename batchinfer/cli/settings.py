@@ -18,6 +18,7 @@ from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
 from batchinfer.cli.terminal import say
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,6 @@ _SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|password|passwd|credentials?|(api|access|secret)[_-]?key)$",
     re.IGNORECASE,
 )
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
 _HIDDEN = "(secret)"
 
 _ORIGINS = {
@@ -280,7 +280,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a value with each secret replaced by "(secret)". User and password are removed from URLs.
+    """Return a value with each secret replaced by "(secret)", and those in URLs by "…".
 
     A value counts as a secret if its name does by `is_secret`. The name is `name`, the key in a dictionary, or KEY in a
     text KEY=VALUE.
@@ -299,7 +299,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
         key, equals, _ = value.partition("=")  # KEY=VALUE of --engine-arg
         if equals and is_secret(key):
             return f"{key}={_HIDDEN}"
-        return _USER_INFO.sub("", value)
+        return redact(value)
     return value
 
 

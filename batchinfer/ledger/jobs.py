@@ -12,11 +12,13 @@ import logging
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Job
 from batchinfer.storage import Store
+from batchinfer.storage.opening import split_url
 
 logger = logging.getLogger(__name__)
 
@@ -233,13 +235,16 @@ def read_assignment(
 
 
 def split_name(path: str) -> tuple[str, str]:
-    """Split a path or URL into its folder and its last component.
+    """Split a path or URL into its folder and the key of its last component there.
 
     >>> split_name("s3://b/m/x.txt"), split_name("x.txt"), split_name("/x.txt")
     (('s3://b/m', 'x.txt'), ('.', 'x.txt'), ('/', 'x.txt'))
+    >>> split_name("file:///m%20n/x%20y.txt")  # a key is not percent-encoded
+    ('file:///m%20n', 'x y.txt')
     """
     folder, slash, name = path.rpartition("/")
-    return folder or slash or ".", name
+    is_encoded = path.lower().startswith("file://")
+    return folder or slash or ".", unquote(name) if is_encoded else name
 
 
 def _job_of(manifest: str) -> str | None:
@@ -301,7 +306,7 @@ def _resolve_elsewhere(
     refs = []
     for manifest, line in lines:
         folder, _ = split_name(manifest)
-        is_remote = "://" in manifest and not manifest.startswith("file://")
+        is_remote = split_url(manifest)[0] != "file"
         is_absolute = line.startswith("/") or "://" in line
         if ".." in line.split("/"):
             raise InputError(

@@ -15,7 +15,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.redaction import redact
 from batchinfer.split import source_files
 from batchinfer.split.source_files import FoundFile
-from batchinfer.storage.opening import check_slashes
+from batchinfer.storage.opening import check_url, local_path
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +52,12 @@ def locate(argument: str) -> LocatedSource:
     Raises:
         InputError: There is no file, no file of a known format, or a mixture of formats.
         AccessDenied: Credentials are missing or refused.
-        ConfigError: The argument is a URL that lacks a slash.
+        ConfigError: The argument is a URL that lacks a slash, or has a secret in it.
     """
-    check_slashes(argument)
+    check_url(argument)
     if argument.startswith("hf://"):
         return _locate_on_hub(argument)
-    url = (
-        argument
-        if argument.startswith("s3://") or "://" in argument
-        else str(source_files.local_path(argument))
-    )
+    url = argument if "://" in argument else str(local_path(argument))
     with source_files.reading(argument):
         kind, files, base = _list(url)
     return LocatedSource(argument, "", kind, files, base)
@@ -145,7 +141,7 @@ def _url_of(url: str, name: str) -> str:
     """Return the address of the listed file `name`. It is a relative path if `url` is one."""
     if source_files.is_local(url):
         root = source_files.open_filesystem(url)[1]
-        plain = str(source_files.local_path(url))
+        plain = str(local_path(url))
         if _GLOB.search(plain):
             root, plain = (
                 _GLOB.split(text, maxsplit=1)[0].rpartition("/")[0] for text in (root, plain)

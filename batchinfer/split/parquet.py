@@ -33,6 +33,7 @@ from batchinfer.split.blocks import (
     no_such_column,
 )
 from batchinfer.split.source_files import FoundFile
+from batchinfer.storage.opening import local_path
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
@@ -141,8 +142,10 @@ def read(
 def _open(item: CountedFile, groups: list[int]) -> Iterator[Any]:
     """Open the file as a `pyarrow.parquet.ParquetFile`, with read buffers if its largest row group needs them."""
     with contextlib.ExitStack() as stack:
-        where: Any = str(source_files.local_path(item.found.url))
-        if not source_files.is_local(item.found.url):
+        where: Any
+        if source_files.is_local(item.found.url):
+            where = str(local_path(item.found.url))
+        else:
             where = stack.enter_context(source_files.open_binary(item.found))
         metadata = pq.read_metadata(where)
         if metadata.num_rows != item.rows or metadata.num_row_groups != len(item.marks):

@@ -27,7 +27,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import fsspec_options, open_store
+from batchinfer.storage.opening import fsspec_options, local_path, open_store, split_url
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
@@ -53,12 +53,7 @@ class FoundFile(NamedTuple):
 
 def is_local(url: str) -> bool:
     """Return whether the URL is a plain path or begins with file://."""
-    return "://" not in url or url.startswith("file://")
-
-
-def local_path(url: str) -> Path:
-    """Return the path that a local URL names, with ~ expanded."""
-    return Path(url.removeprefix("file://")).expanduser()
+    return split_url(url)[0] == "file"
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -114,11 +109,12 @@ class LocalFiles:
         }
 
     def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
-        """Describe the files and folders that match a pattern."""
+        """Describe the files and folders that match a pattern. Links to nothing are left out, as in `find`."""
         assert detail
         return {
             name: self.info(name)
             for name in glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+            if Path(name).exists()
         }
 
 

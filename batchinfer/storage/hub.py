@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
-from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
+from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
@@ -197,11 +197,12 @@ class ReadOnlyStore:
         return _info(key, found)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`. Raises NotSupported for a web server."""
+        """See `Store.list`. Raises InputError for a web server."""
         check_prefix(prefix)
         if self._scheme != "hf":
-            raise NotSupported(
-                f"{self.url}: a web server cannot be listed", hint="name the files one by one"
+            raise InputError(
+                f"{self.url}: is on a web server, which cannot be listed; expected a folder or a bucket",
+                hint="fetch the files, and give the folder that holds them",
             )
         self._fs.invalidate_cache()
         found = self._retry("", partial(self._fs.find, self._root, detail=True))

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, AlreadyExists, ConfigError, PreconditionFailed
+from batchinfer.core.redaction import has_user
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.retrying import NotSupported, RetryPolicy
 
@@ -39,21 +40,46 @@ def split_url(url: str) -> tuple[str, str]:
     (('s3', 'bucket/job'), ('file', 'runs/a'), ('file', '/data/job'))
 
     Raises:
-        ConfigError: The text starts like a URL, but has too few slashes to be one.
+        ConfigError: As for `check_url`.
     """
-    check_slashes(url)
+    check_url(url)
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "file", url
     return scheme.lower(), unquote(rest) if scheme.lower() == "file" else rest
 
 
-def check_slashes(url: str) -> None:
-    """Refuse a text like `s3:/bucket`, which would otherwise be taken for a folder of this machine.
+def local_path(url: str) -> Path:
+    """Return the path that a plain path or a ``file://`` URL names, with ``~`` expanded.
+
+    >>> local_path("file:///data/a%20b.jsonl")
+    PosixPath('/data/a b.jsonl')
 
     Raises:
-        ConfigError: The text starts like a URL, but has too few slashes to be one.
+        ConfigError: The path of a file:// URL is not absolute.
     """
+    path = split_url(url)[1]
+    if "://" in url and not path.startswith("/"):
+        raise ConfigError(
+            f"{url!r}: a file:// URL needs an absolute path",
+            hint=f"write file:///absolute/path, or the plain path {path!r}",
+        )
+    return Path(path).expanduser()
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL with a secret in it, and a text like `s3:/bucket`, which would be taken for a folder.
+
+    Raises:
+        ConfigError: A URL of a bucket or of the Hub has a user or a password in it, or the text starts like a URL but
+            has too few slashes to be one.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme in (*S3_SCHEMES, *GCS_SCHEMES, "hf") and has_user(url):
+        raise ConfigError(
+            f"{url}: has a user or a secret before the name, expected {scheme}://name/path",
+            hint="leave out all before the @; docs/object-storage.md says where credentials belong",
+        )
     match = _LACKS_A_SLASH.match(url)
     if match is None:
         return
@@ -93,7 +119,7 @@ def is_inside(url: str, folder: str) -> bool:
     if scheme != folder_scheme:
         return False
     if scheme == "file":
-        return Path(inner).expanduser().resolve().is_relative_to(Path(outer).expanduser().resolve())
+        return local_path(url).resolve().is_relative_to(local_path(folder).resolve())
     return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
 
 
@@ -131,7 +157,9 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
     if not rest.strip("/") and not (scheme == "file" and rest):
         raise ConfigError(f"{url!r}: names nothing, expected {scheme}://name or a path")
     if scheme == "file":
-        return _open_local(url, rest)
+        from batchinfer.storage.local import LocalStore
+
+        return LocalStore(local_path(url))
     if scheme == "memory":
         from batchinfer.storage.memory import MemoryStore
 
@@ -164,17 +192,6 @@ def check_writable(url: str, *, option: str) -> None:
             f"{option} {url}: {scheme}:// can only be read, expected a place to write to",
             hint="use a plain path, s3:// or gs://",
         )
-
-
-def _open_local(url: str, path: str) -> Store:
-    from batchinfer.storage.local import LocalStore
-
-    if "://" in url and not path.startswith("/"):
-        raise ConfigError(
-            f"{url!r}: a file:// URL needs an absolute path",
-            hint=f"write file:///absolute/path, or the plain path {path!r}",
-        )
-    return LocalStore(Path(path).expanduser())
 
 
 def _open_s3(url: str, scheme: str, rest: str, retries: RetryPolicy | None) -> Store:

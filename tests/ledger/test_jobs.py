@@ -124,6 +124,31 @@ def test_a_local_list_may_name_absolute_paths(tmp_path: Path) -> None:
     ]
 
 
+def test_file_urls_of_lists_and_chunks_are_percent_decoded(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "x%20 y.jsonl").write_bytes(b"{}\n")
+    lines = f"file://{tmp_path}/a%20b/x%2520%20y.jsonl\n"
+    (folder / "the list.txt").write_text(lines)
+    found = read(f"file://{tmp_path}/a%20b/the%20list.txt").chunks
+    assert [ref.key for ref in found] == ["x%20 y.jsonl"]
+    assert open_store(found[0].root).get(found[0].key).data == b"{}\n"
+
+
+def test_a_web_server_in_a_list_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("http://127.0.0.1:9/x.jsonl\n")
+    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9.*cannot be listed") as caught:
+        read(str(tmp_path / "list.txt"))
+    assert caught.value.exit_status == 2
+
+
+def test_a_secret_in_a_list_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("s3://AKIA1:SECRET@bucket/x.jsonl\n")
+    with pytest.raises(ConfigError) as caught:
+        read(str(tmp_path / "list.txt"))
+    assert "SECRET" not in f"{caught.value.message} {caught.value.hint}"
+
+
 def test_two_chunks_of_one_output_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a/x.jsonl\nb/x.jsonl\n")
     with pytest.raises(InputError, match=r"both write the output x\.jsonl"):

@@ -725,3 +725,42 @@ def test_ids_that_are_not_ascii_stay_text(tmp_path):
         "é\n",
         "b",
     ]
+
+
+# --------------------------------------------------------------------------- addresses
+
+
+def test_file_urls_of_sources_are_percent_decoded(tmp_path):
+    folder = tmp_path / "a b"
+    write_parquet(folder / "z.parquet", a=[1])
+    (folder / "x%20y.jsonl").write_text('{"a": 2}\n')
+    base = f"file://{tmp_path}/a%20b"
+    for url, rows in {
+        f"{base}/z.parquet": [1],
+        f"{base}/x%2520y.jsonl": [2],
+        f"{base}/*.jsonl": [2],
+        f"FILE://{tmp_path}/a%20b/z.parquet": [1],
+    }.items():
+        counted = count_sources([url], choice=ColumnChoice())
+        assert [row["a"] for row in read_rows(counted)] == rows
+    with pytest.raises(InputError, match="no such file"):
+        count_sources([f"{base}/x%20y.jsonl"], choice=ColumnChoice())
+    with pytest.raises(ConfigError, match="absolute path"):
+        count_sources(["file://a/x.jsonl"], choice=ColumnChoice())
+
+
+def test_a_glob_leaves_out_a_link_to_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "c.jsonl")
+    counted = count_sources([f"{tmp_path}/*.jsonl"], choice=ColumnChoice())
+    assert [file.found.url for file in counted.files] == [f"{tmp_path}/a.jsonl"]
+    with pytest.raises(InputError, match="no such file"):
+        count_sources([f"{tmp_path}/b.jsonl"], choice=ColumnChoice())
+
+
+def test_a_secret_in_a_buckets_url_is_refused_and_not_repeated():
+    for url in ("s3://AKIA1:SECRET@bucket/x.jsonl", "s3:/AKIA1:SECRET@bucket/*.parquet"):
+        with pytest.raises(ConfigError) as caught:
+            count_sources([url], choice=ColumnChoice())
+        assert "SECRET" not in f"{caught.value.message} {caught.value.hint}"

@@ -22,7 +22,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError
+from batchinfer.storage.retrying import RetryPolicy, TransientError
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
 REPOSITORY = "datasets/org/name"
@@ -165,7 +165,7 @@ def test_repository_is_listed_in_key_order(server: Server):
 
 
 def test_web_server_cannot_be_listed(server: Server):
-    with pytest.raises(NotSupported, match="listed"):
+    with pytest.raises(InputError, match="listed"):
         open_store(f"{server.url}/files").list()
 
 

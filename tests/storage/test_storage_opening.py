@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,37 @@ def test_a_folder_whose_name_has_a_colon_is_one(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("./s3:/bucket", "job:1", "C:/x", "runs/s3:/x"):
         assert open_store(path).url == str(tmp_path / path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA1:SECRET@bucket/job",
+        "s3://AKIA1:SEC/SECRET@bucket/job",
+        "s3://SECRET@bucket",
+        "R2://AKIA1:SECRET@bucket/job",
+        "gs://me:SECRET@bucket/job",
+        "hf://me:SECRET@datasets/org/name",
+    ],
+)
+def test_a_secret_in_a_buckets_url_is_refused_and_not_repeated(url: str):
+    for use in (open_store, split_url, partial(check_writable, option="--output")):
+        with pytest.raises(ConfigError, match="before the name") as caught:
+            use(url)
+        assert "SECRET" not in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/a:b/data@v1/x",
+        "s3://arn:aws:s3:eu-west-1:1:accesspoint:name/data@v1",
+        "hf://datasets/org/name@refs%2Fpr%2F1/x@y",
+        "gs://bucket/@",
+    ],
+)
+def test_a_key_with_odd_characters_is_no_secret(url: str):
+    assert split_url(url) == tuple(url.split("://"))
 
 
 def test_relative_file_url_is_refused():

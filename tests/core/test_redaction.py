@@ -1,0 +1,47 @@
+"""Secrets in URLs are masked, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchinfer.core.redaction import has_user, redact
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://AKIA:SECRET@bucket/x", "s3://…@bucket/x"),
+        ("s3://AKIA:SE/CR+ET=@bucket/x@1", "s3://…@bucket/x@1"),
+        ("'s3:/AKIA:SECRET@bucket/x': lacks a slash", "'s3:/…@bucket/x': lacks a slash"),
+        ("S3://SECRET@bucket", "S3://…@bucket"),
+        ("a http://me:SECRET@host:8080/x, b", "a http://…@host:8080/x, b"),
+        ("https:/host/x?token=SECRET", "https:/host/x?token=…"),
+        ("(https://host/x?SECRET)", "(https://host/x?…)"),
+        ("http://proxy:SECRET@h https://h?a=SECRET&b=SECRET.", "http://…@h https://h?a=…&b=…."),
+    ],
+)
+def test_secrets_of_urls_are_masked(text: str, shown: str):
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "me@example.org: no such column",
+        "s3://bucket/part-?.jsonl",
+        "s3://bucket/a:b/c@d",
+        "s3://arn:aws:s3:eu-west-1:1:accesspoint:name/data@v1/x",
+        "http://127.0.0.1:9000/bucket/x@y",
+        "http://host:80",
+        "http://host:80?",
+        "hf://datasets/org/name@main/x",
+        "file:///home/me@work/x",
+        "/data/x:/y/z@1",
+        "at 12:30:00 w0: chunk part-00000",
+    ],
+)
+def test_other_texts_stay(text: str):
+    assert redact(text) == text
+    assert not has_user(text)
