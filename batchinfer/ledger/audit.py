@@ -229,8 +229,8 @@ class Audit:
 def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
     """Yield a finding for each object that nobody needs. Removing such an object changes nothing for readers.
 
-    A worker's record that is damaged is reported as CORRUPT, not as LEFTOVER. The worker's epoch is lost with it, so
-    the worker cannot start again under its id.
+    A worker's record that is damaged is reported as CORRUPT, not as LEFTOVER: the numbers that `status` and `report`
+    read from it are lost.
     """
     yield from _left_of_chunks(inventory, known)
     for damaged in inventory.damaged_claims.values():

@@ -4,8 +4,11 @@
   and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer epoch
   in the record, and stops.
 * A claim (claims/<chunk>.json) names a worker and its epoch. It is valid as long as that worker's lease. A claim lapses
-  in three cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
-  the record shows a newer epoch, or the record says that the worker has ended.
+  in four cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
+  the record shows another epoch, the record says that the worker has ended, or the record is gone or damaged.
+* A worker whose record is gone or damaged starts again with epoch 1. So its old claims may show a higher epoch than the
+  worker has now, or the same one. A worker therefore takes back every claim in its own name, whatever its epoch, unless
+  its record shows that a newer start of the same worker exists.
 
 Claims only keep two workers from doing the same work. It is the create-only marker that keeps outputs right.
 """
@@ -137,22 +140,12 @@ class Lease:
     def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
         """Write this worker's record with the next epoch. Return the record that was there before, None if none was.
 
-        If an earlier start of this worker still runs, it finds the newer epoch at its next renewal, and stops.
+        A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
+        another start's record at its next renewal, and stops.
         """
         while True:
-            try:
-                data, etag = self._store.get(self._key)
-            except ObjectNotFound:
-                self.epoch = 1
-                try:
-                    self._etag = self._store.create(self._key, self._body(describe(None)))
-                except AlreadyExists:
-                    continue
-                self._renewed = self._clock.monotonic()
-                return None
-            before = codec.decode(data, Worker, name=self._key)
-            self.epoch = before.epoch + 1
-            self._etag = etag
+            before, self._etag = self._read()
+            self.epoch = 1 if before is None else before.epoch + 1
             if self._write(describe(before)):
                 self._renewed = self._clock.monotonic()
                 return before
@@ -228,6 +221,35 @@ class Lease:
                 f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
             )
 
+    def confirm(self) -> str:
+        """Check that no other start of this worker has replaced this worker's record. Sends one request.
+
+        A record that is gone or damaged was not replaced by another start. The next renewal writes it again.
+
+        Returns:
+            The record's etag; "" if it is gone.
+
+        Raises:
+            Superseded: The record is of another start of this worker.
+        """
+        found, etag = self._read()
+        if found is not None and (found.nonce != self.nonce or found.epoch != self.epoch):
+            self._superseded = True
+            self.require()
+        return etag
+
+    def _read(self) -> tuple[Worker | None, str]:
+        """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
+        try:
+            data, etag = self._store.get(self._key)
+        except ObjectNotFound:
+            return None, ""
+        try:
+            return codec.decode(data, Worker, name=self._key), etag
+        except InputError as error:
+            logger.warning("%s; it is written anew", error)
+            return None, etag
+
     def _write(self, record: Worker) -> bool:
         """Write the record unless somebody else has changed it. Return whether it was written."""
         try:
@@ -250,21 +272,13 @@ class Lease:
     def _settle(self) -> None:
         """Read the record after a refused write, and keep its etag for the next try.
 
-        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost).
+        The record may have been changed by this process itself (in another thread, or by a write whose reply was lost),
+        or from outside (removed or damaged).
 
         Raises:
             Superseded: The record is of another start of this worker.
         """
-        try:
-            data, etag = self._store.get(self._key)
-        except ObjectNotFound:
-            self._etag = ""  # Somebody has removed the record, so the next try creates it again.
-            return
-        found = codec.decode(data, Worker, name=self._key)
-        if found.nonce != self.nonce or found.epoch != self.epoch:
-            self._superseded = True
-            self.require()
-        self._etag = etag
+        self._etag = self.confirm()
 
     def _body(self, record: Worker) -> bytes:
         self._beat += 1
@@ -330,9 +344,13 @@ class Claims:
         self._sightings: dict[str, _Sighting] = {}
 
     def take(self, name: str) -> Taken | Held:
-        """Take a chunk's claim if it is free, released, or this worker's own of this or an earlier epoch.
+        """Take a chunk's claim if it is free, released, or in this worker's own name.
 
-        Any other claim is left as it is, and is returned as `Held`.
+        Any other claim is left as it is, and is returned as `Held`. Call this only for a chunk that this process has
+        not opened.
+
+        Raises:
+            Superseded: The claim is in this worker's name, and a newer start of this worker exists.
         """
         key = layout.claim_key(name)
         while True:
@@ -344,29 +362,27 @@ class Claims:
                 data, etag = self._store.get(key)
             except ObjectNotFound:
                 continue  # The claim was removed between the two requests.
-            claim = decode_claim(data, key)
-            if claim.worker not in ("", self._lease.worker_id):
-                return Held(claim, etag)
-            if claim.worker and claim.epoch > self._lease.epoch:
-                return Held(claim, etag)  # The claim is of a newer start of this worker.
-            taken = self.take_over(name, etag)
+            held = Held(decode_claim(data, key), etag)
+            if held.claim.worker not in ("", self._lease.worker_id):
+                return held
+            taken = self.take_over(name, held)
             if taken is not None:
                 return taken
 
-    def take_over(self, name: str, etag: str) -> Taken | None:
-        """Replace a claim that was read with `etag` by this worker's. Return None if the claim has changed since."""
+    def take_over(self, name: str, held: Held) -> Taken | None:
+        """Replace a claim that was read by this worker's. Return None if the claim has changed since it was read.
+
+        Raises:
+            Superseded: The claim is in this worker's name, and a newer start of this worker exists.
+        """
+        if held.claim.worker == self._lease.worker_id:
+            # Epochs do not tell whether the claim is older or newer than this start: they begin at 1 again after the
+            # record was lost. A newer start writes its record before its first claim, so the record tells it.
+            self._lease.confirm()
         try:
-            return Taken(self._store.replace(layout.claim_key(name), self._body(), etag))
+            return Taken(self._store.replace(layout.claim_key(name), self._body(), held.etag))
         except PreconditionFailed:
             return None
-
-    def is_mine(self, name: str) -> bool:
-        """Whether a chunk's stored claim still names this worker and its current epoch. Costs one request."""
-        try:
-            data = self._store.get(layout.claim_key(name)).data
-        except ObjectNotFound:
-            return False
-        return self.is_ours(decode_claim(data, layout.claim_key(name)))
 
     def is_ours(self, claim: Claim) -> bool:
         """Whether a claim that was read names this worker and its current epoch. Sends no request."""
@@ -383,9 +399,14 @@ class Claims:
     def look(self, held: Held) -> Worker | None:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
+        Callers look only at claims of chunks that this process has not opened. Such a claim in this worker's own name
+        was left by an earlier start, or by a write that seemed to fail. It counts as lapsed, without a request.
+
         Callers repeat this about `HEARTBEATS_PER_LEASE` times a lease. An owner counts as gone once its record did not
         change between two of these calls for the length of a lease, by this machine's clock.
         """
+        if held.claim.worker == self._lease.worker_id:
+            return None
         key = layout.worker_key(held.claim.worker)
         # The store's answer shows the record as it was at some moment between the request and the answer. This machine
         # may have slept between the two. So the silence is measured as short as it can have been: a new version counts
@@ -405,9 +426,9 @@ class Claims:
             seen = _Sighting(etag, self._clock.monotonic(), record)
             self._sightings[key] = seen
         record = seen.record
-        if record.epoch > held.claim.epoch:
-            return None
-        if record.epoch == held.claim.epoch and record.state in ENDED_STATES:
+        # A claim that was read before the record shows an epoch above the record's only if the worker has lost its
+        # record since, and has started again with a lower epoch.
+        if record.epoch != held.claim.epoch or record.state in ENDED_STATES:
             return None
         is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)
         return None if is_gone else record

@@ -186,9 +186,12 @@ class Inventory(Listing):
             self.workers.pop(worker, None)
 
     def is_claim_alive(self, claim: Claim) -> bool:
-        """Whether the worker that a claim names is alive, and has not started again with a newer epoch."""
+        """Whether the worker that a claim names is alive, and made the claim in its present epoch.
+
+        The worker's record must have been read after the claim.
+        """
         found = self.workers.get(claim.worker)
-        return found is not None and found[1].epoch <= claim.epoch and self._beats(*found)
+        return found is not None and found[1].epoch == claim.epoch and self._beats(*found)
 
 
 def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -> Inventory:
@@ -202,12 +205,15 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
     _read_markers(store, found)
+    # A worker writes its record before its first claim. Claims are read first, so that no claim is newer than its
+    # owner's record here.
+    claims = list(_read_records(store, found.claim_infos, Claim))
     for name, info, worker in _read_records(store, found.worker_infos, Worker):
         if isinstance(worker, Worker):
             found.workers[name] = (info, worker)
         else:
             found.damaged_workers[name] = Damaged(info, worker)
-    for name, info, claim in _read_records(store, found.claim_infos, Claim):
+    for name, info, claim in claims:
         if isinstance(claim, Claim):
             found.claims[name] = Owner(info, claim, found.is_claim_alive(claim))
         else:

@@ -350,10 +350,12 @@ class OpenChunks:
             else:
                 if entry.candidate.take_over is not None:
                     owner = entry.candidate.take_over.claim.worker
+                    is_own = owner == self._run.lease.worker_id
+                    whose = "an earlier start of this worker" if is_own else f"worker {owner}"
                     logger.info(
                         "%s: taken over%s",
                         name,
-                        f" from worker {owner}" if owner else "",
+                        f" from {whose}" if owner else "",
                         extra=event("chunk_taken_over", chunk=name, worker=owner),
                     )
                 self._add(opened)

@@ -234,7 +234,7 @@ class Opener:
             # may run again, and its claim has not changed.
             if take_over.claim.worker and claims.look(take_over) is not None:
                 return take_over
-            taken = claims.take_over(name, take_over.etag)
+            taken = claims.take_over(name, take_over)
             if taken is not None:
                 return taken
         return claims.take(name)

@@ -231,7 +231,7 @@ class Schedule:
                 found.append(Candidate(refs[name], take_over=held))
         undecided = False
         for name, (held, owner) in survey.alive.items():
-            if name in open_names or held.claim.worker == self._worker_id:
+            if name in open_names:
                 continue
             if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
                 found.append(Candidate(refs[name], is_backup=True))

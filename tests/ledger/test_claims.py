@@ -46,6 +46,20 @@ def taken(outcome: Taken | Held | None) -> Taken:
     return outcome
 
 
+def claim_of(store: MemoryStore) -> Claim:
+    """The claim of the first chunk."""
+    return codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="claim")
+
+
+def lose_record(store: MemoryStore, damage: bytes | None) -> None:
+    """Remove the record of worker a, or damage it."""
+    key = layout.worker_key("a")
+    if damage is None:
+        store.delete([key])
+    else:
+        store.replace(key, damage, store.stat(key).etag)
+
+
 class TestLease:
     def test_every_start_of_a_worker_gets_the_next_epoch(
         self, store: MemoryStore, clock: FakeClock
@@ -115,14 +129,17 @@ class TestLease:
         assert lease.error is None
         assert lease.is_held()
 
-    def test_a_record_removed_by_hand_is_written_again(
-        self, store: MemoryStore, clock: FakeClock
+    @pytest.mark.parametrize("damage", [None, b"", b"{", b'{"id": 1}'])
+    def test_a_record_removed_or_damaged_by_hand_is_written_again(
+        self, store: MemoryStore, clock: FakeClock, damage: bytes | None
     ) -> None:
-        lease = take_lease(store, "w0", clock)
-        store.delete(["workers/w0.json"])
-        lease.renew(worker_record())
-        assert lease.is_held()
-        assert store.stat("workers/w0.json").bytes > 0
+        lease = take_lease(store, "a", clock)
+        for write in (lease.renew, lease.close):
+            lose_record(store, damage)
+            write(worker_record())
+            assert lease.is_held()
+            stored = codec.decode(store.get(layout.worker_key("a")).data, Worker, name="w")
+            assert (stored.epoch, stored.nonce) == (1, lease.nonce)
 
 
 def _fail(*_: object) -> str:
@@ -143,7 +160,7 @@ class TestClaims:
         again, lease = claims_of(store, "a", clock)
         taken(again.take("part-00000"))
         assert lease.epoch == 2
-        assert again.is_mine("part-00000")
+        assert again.is_ours(claim_of(store))
 
     def test_a_ghost_does_not_take_its_successors_claim(
         self, store: MemoryStore, clock: FakeClock
@@ -151,7 +168,56 @@ class TestClaims:
         ghost, _ = claims_of(store, "a", clock)
         successor, _ = claims_of(store, "a", clock)
         taken(successor.take("part-00000"))
-        assert held(ghost.take("part-00000")).claim.epoch == 2
+        with pytest.raises(Superseded):
+            ghost.take("part-00000")
+        assert successor.is_ours(claim_of(store))
+        assert not ghost.is_ours(claim_of(store))
+
+    @pytest.mark.parametrize("damage", [None, b"", b"{", b'{"id": 1}'])
+    def test_a_worker_that_lost_its_record_has_its_own_chunks_at_once(
+        self, store: MemoryStore, clock: FakeClock, damage: bytes | None
+    ) -> None:
+        for _ in range(3):
+            claims, lease = claims_of(store, "a", clock)
+        claims.take("part-00000")
+        claims.take("part-00001")
+        assert lease.epoch == 3
+        lose_record(store, damage)
+        again, lease = claims_of(store, "a", clock)
+        seen = Held(claim_of(store), store.stat(layout.claim_key("part-00000")).etag)
+        assert again.look(seen) is None
+        assert not again.is_ours(seen.claim)
+        taken(again.take_over("part-00000", seen))
+        taken(again.take("part-00001"))
+        assert lease.epoch == 1
+        assert again.is_ours(claim_of(store))
+
+    def test_a_start_that_lives_on_takes_nothing_from_the_start_that_followed_its_lost_record(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        """Its epoch is the higher one, and still it is the ghost."""
+        take_lease(store, "a", clock)
+        ghost, ghost_lease = claims_of(store, "a", clock)
+        store.delete([layout.worker_key("a")])
+        lease = take_lease(store, "a", clock, nonce="new")
+        successor = Claims(store, lease, clock, new_nonce=nonces("new"))
+        successor.take("part-00000")
+        assert (ghost_lease.epoch, lease.epoch) == (2, 1)
+        with pytest.raises(Superseded):
+            ghost.take("part-00000")
+        assert not ghost_lease.is_held()
+        assert successor.is_ours(claim_of(store))
+
+    def test_a_claim_of_an_epoch_above_its_owners_record_lapses_at_once(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        """The owner lost its record and began again: it does not know of the claim."""
+        take_lease(store, "a", clock)
+        claims_of(store, "a", clock)[0].take("part-00000")
+        store.delete([layout.worker_key("a")])
+        take_lease(store, "a", clock)
+        observer, _ = claims_of(store, "b", clock)
+        assert observer.look(held(observer.take("part-00000"))) is None
 
     def test_a_claim_lapses_when_its_owners_heart_stood_still_for_a_lease(
         self, store: MemoryStore, clock: FakeClock
@@ -164,8 +230,8 @@ class TestClaims:
         assert observer.look(seen) is not None
         clock.sleep(2)
         assert observer.look(seen) is None
-        taken(observer.take_over("part-00000", seen.etag))
-        assert observer.is_mine("part-00000")
+        taken(observer.take_over("part-00000", seen))
+        assert observer.is_ours(claim_of(store))
 
     def test_a_watcher_that_slept_over_an_answer_takes_no_claim(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
@@ -231,8 +297,8 @@ class TestClaims:
         first, _ = claims_of(store, "b", clock)
         second, _ = claims_of(store, "c", clock)
         seen = held(first.take("part-00000"))
-        taken(first.take_over("part-00000", seen.etag))
-        assert second.take_over("part-00000", seen.etag) is None
+        taken(first.take_over("part-00000", seen))
+        assert second.take_over("part-00000", seen) is None
 
     def test_a_released_chunk_can_be_taken_by_anyone(
         self, store: MemoryStore, clock: FakeClock
@@ -249,12 +315,9 @@ class TestClaims:
         first, _ = claims_of(store, "a", clock)
         etag = taken(first.take("part-00000")).etag
         second, _ = claims_of(store, "b", clock)
-        taken(second.take_over("part-00000", etag))
+        taken(second.take_over("part-00000", Held(claim_of(store), etag)))
         first.release("part-00000", etag)
-        assert (
-            codec.decode(store.get(layout.claim_key("part-00000")).data, Claim, name="c").worker
-            == "b"
-        )
+        assert claim_of(store).worker == "b"
 
 
 def test_two_renewals_of_one_worker_at_once_leave_the_later_record(

@@ -259,8 +259,10 @@ def test_a_worker_that_fell_silent_long_ago_counts_as_gone(run: Store) -> None:
     assert not keys(run) & {ORPHAN, SEGMENT, CLAIM}
 
 
-def test_a_claim_of_an_older_epoch_is_released(run: Store) -> None:
-    run.create(UNDONE_CLAIM, claim_of("w0", epoch=0))
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_claim_of_another_epoch_is_released(run: Store, epoch: int) -> None:
+    """A higher epoch is that of a start whose record was lost."""
+    run.create(UNDONE_CLAIM, claim_of("w0", epoch=epoch))
     make_alive(run, "w0")
     clean(run, after_seconds=0)
     assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == ""
