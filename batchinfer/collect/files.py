@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from batchinfer.collect.kinds import JSON, Kind
+from batchinfer.collect.source_types import build_array, cell_type
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.formats.columns import LISTS, Shape
 from batchinfer.storage.scratch import scratch_errors
@@ -89,6 +90,8 @@ class Schema:
     ) -> None:
         self.source = source
         self.names = [*(["chunk"] if has_chunk else []), *shape.names, *source]
+        self.typed = {name for name, kind in source.items() if not isinstance(kind, str | tuple)}
+        """Columns whose types job.json holds."""
         self._shape = shape
         self.dimension = dimension
 
@@ -122,9 +125,11 @@ class Schema:
 
 
 def arrow_type(kind: Kind) -> Any:
-    """The pyarrow type for a kind that `kinds.settle` has returned."""
+    """The pyarrow type for a kind of a source's column, whose values have all been seen."""
     import pyarrow as pa
 
+    if isinstance(kind, pa.DataType):
+        return kind
     if isinstance(kind, str):
         return {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}.get(kind, pa.string())
     if kind[0] == "list":
@@ -255,8 +260,8 @@ def _measure(path: Path) -> tuple[int, str]:
     return path.stat().st_size, digest.hexdigest()
 
 
-def _to_batch(columns: Columns, schema: Any) -> Any:
-    """Return columns as a pyarrow record batch.
+def _to_batch(columns: Columns, schema: Any, typed: Container[str] = ()) -> Any:
+    """Return columns as a pyarrow record batch. `typed` names the columns whose types job.json holds.
 
     Raises:
         InputError: a value does not fit the type of its column.
@@ -267,14 +272,21 @@ def _to_batch(columns: Columns, schema: Any) -> Any:
     for field in schema:
         values = columns[field.name]
         try:
-            if isinstance(values, pa.Array):
+            if field.name in typed:
+                arrays.append(build_array(values, field.type))
+            elif isinstance(values, pa.Array):
                 arrays.append(values.cast(field.type))
             else:
                 arrays.append(pa.array(values, field.type))
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            if field.name in typed:
+                hint = (
+                    "collect with --format jsonl, which keeps the values as they are in the chunks"
+                )
+            else:
+                hint = "did two configurations write to one run? `batchinfer verify --deep` tells"
             raise InputError(
-                f"column {field.name!r}: a value is no {field.type} ({error})",
-                hint="did two configurations write to one run? `batchinfer verify --deep` tells",
+                f"column {field.name!r}: a value is no {field.type} ({error})", hint=hint
             ) from error
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -286,6 +298,7 @@ class _ParquetWriter:
         from pyarrow import parquet
 
         self._schema = schema.arrow()
+        self._typed = schema.typed
         few = [name for name in _FEW_VALUES if name in schema.names]
         self._file = parquet.ParquetWriter(
             path, self._schema, compression="zstd", compression_level=1, use_dictionary=few
@@ -296,7 +309,7 @@ class _ParquetWriter:
         self._under_way: Future[None] | None = None
 
     def write(self, columns: Columns) -> None:
-        batch = _to_batch(columns, self._schema)
+        batch = _to_batch(columns, self._schema, self._typed)
         self._held.append(batch)
         self._held_rows += batch.num_rows
         self._held_bytes += batch.nbytes
@@ -366,23 +379,32 @@ class _CsvWriter:
         import pyarrow as pa
         from pyarrow import csv
 
-        self._nested = [field.name for field in schema.arrow() if pa.types.is_nested(field.type)]
+        types = {
+            field.name: cell_type(field.type) if field.name in schema.typed else field.type
+            for field in schema.arrow()
+        }
+        nested = {name for name, kind in types.items() if pa.types.is_nested(kind)}
         self._schema = pa.schema(
-            [
-                pa.field(field.name, pa.string() if field.name in self._nested else field.type)
-                for field in schema.arrow()
-            ]
+            [(name, pa.string() if name in nested else kind) for name, kind in types.items()]
         )
+        self._may_nest = [
+            *nested,
+            *(name for name in schema.typed if pa.types.is_string(types[name])),
+        ]
         self._file = csv.CSVWriter(str(path), self._schema)
 
     def write(self, columns: Columns) -> None:
         columns = columns | {
-            name: list(map(json_text, _plain(columns[name]))) for name in self._nested
+            name: list(map(_cell_text, _plain(columns[name]))) for name in self._may_nest
         }
         self._file.write_batch(_to_batch(columns, self._schema))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _cell_text(value: Any) -> str | None:
+    return value if isinstance(value, str) else json_text(value)
 
 
 def _plain(values: Any) -> list[Any]:

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 Kind = Any
-"""A type of values: NULL, "bool", "int", "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind})."""
+"""A type of values: NULL, "bool", "int", "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind}).
+
+A column whose type job.json holds has that pyarrow type as its kind, instead of a kind found here.
+"""
 
 NULL = "null"
 JSON = "json"

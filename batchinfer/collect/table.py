@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from batchinfer.collect.card import CardFacts, make_card
 from batchinfer.collect.destinations import (
     Collected,
@@ -28,6 +30,7 @@ from batchinfer.collect.files import (
 )
 from batchinfer.collect.kinds import Kind, KindObserver
 from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
+from batchinfer.collect.source_types import read_schema
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
 from batchinfer.formats.columns import shape_of
@@ -158,25 +161,25 @@ class Collection:
     # -- what is known before the first row
 
     def _find_source(self) -> _SourceColumns:
-        """Find the source's columns and their types by reading every value of them.
+        """Find the source's columns and their types, which all files then have.
 
-        This takes one pass over the data before the first row is written, so that all files have the same types.
+        The types of parquet sources are those in job.json.
         """
-        kept = (self._selection.run.config.get("prompt") or {}).get("keep")
+        kept: list[str] = (self._selection.run.config.get("prompt") or {}).get("keep") or []
         place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
         if not place:
             return _SourceColumns("", {}, {})
-        logger.info("looking at the types of the source's columns")
-        observer = KindObserver()
-        for block in self._reader.blocks(
-            self._shape, place, self._config.columns, doing="looked at"
-        ):
-            for row in block.source or ():
-                observer.see(row)
-        kinds = observer.kinds()
+        job, types = self._selection.job, self._types_of_job()
+        wanted = self._config.columns
+        if wanted is None and types and job is not None:
+            wanted = [name for name in job.columns if place == CHUNKS or name in kept]
+        unknown = None if wanted is None else [name for name in wanted if name not in types]
+        kinds = self._observe(place, unknown)
+        if wanted is not None:
+            found = types | kinds
+            kinds = {name: found[name] for name in wanted if name in found}
         for name in self._config.columns or ():
             if name not in kinds:
-                job = self._selection.job
                 known = job.columns if job is not None else []
                 near = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
@@ -187,6 +190,31 @@ class Collection:
         taken = {*self._shape.names, "chunk"}
         names = {name: free_name(name, taken) for name in kinds}
         return _SourceColumns(place, names, kinds)
+
+    def _types_of_job(self) -> dict[str, Kind]:
+        """Return the types of the columns that job.json knows."""
+        job = self._selection.job
+        if job is None or isinstance(job.schema, msgspec.UnsetType):
+            return {}
+        try:
+            return read_schema(job.schema)
+        except InputError as error:
+            logger.warning("%s; the types are found from the values instead", error)
+            return {}
+
+    def _observe(self, place: str, columns: list[str] | None) -> dict[str, Kind]:
+        """Find the types of columns, or of all columns, by reading every value of them.
+
+        This takes one pass over the data before the first row is written.
+        """
+        if columns is not None and not columns:
+            return {}
+        logger.info("looking at the types of the source's columns")
+        observer = KindObserver()
+        for block in self._reader.blocks(self._shape, place, columns, doing="looked at"):
+            for row in block.source or ():
+                observer.see(row)
+        return observer.kinds()
 
     def _dimension(self) -> int:
         """Return the length of the run's first embedding."""

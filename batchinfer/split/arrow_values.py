@@ -91,6 +91,23 @@ def holds_bytes(kind: Any) -> bool:
     )
 
 
+def make_nullable(kind: Any) -> Any:
+    """Return the Arrow type with nullable fields at every depth, because NaN becomes null in lists and structs too."""
+    types = pa.types
+    if types.is_struct(kind):
+        fields = [kind.field(index) for index in range(kind.num_fields)]
+        return pa.struct([pa.field(field.name, make_nullable(field.type)) for field in fields])
+    if types.is_map(kind):
+        items = make_nullable(kind.item_type)
+        return pa.map_(make_nullable(kind.key_type), items, kind.keys_sorted)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        field = pa.field(kind.value_field.name, make_nullable(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pa.list_(field, kind.list_size)
+        return pa.list_(field) if types.is_list(kind) else pa.large_list(field)
+    return kind
+
+
 def make_record_type(names: Sequence[str]) -> Callable[..., Any]:
     """Return a function that makes one JSON object from its values, given in the order of `names`.
 

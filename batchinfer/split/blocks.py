@@ -37,6 +37,8 @@ class CountedFile(Record, frozen=True, kw_only=True):
     """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
     """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
+    schema: bytes = b""
+    """Arrow schema of a parquet file's columns in Arrow's IPC form, without metadata; empty for other formats."""
 
 
 class ColumnChoice(Record, frozen=True, kw_only=True):

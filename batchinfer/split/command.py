@@ -161,6 +161,7 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
         format_version=FORMAT_VERSION,
         sources=counted.sources,
         columns=counted.columns,
+        schema=counted.schema,
         rows=counted.rows,
         chunks=[],
         num_workers=config.num_workers,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from batchinfer.split.arrow_values import (
     NullFloats,
     holds_bytes,
     make_converter,
+    make_nullable,
     make_record_type,
 )
 from batchinfer.split.blocks import (
@@ -76,7 +78,30 @@ def count(found: FoundFile) -> CountedFile:
         marks=marks,
         digest=hashlib.sha256(tail).hexdigest(),
         byte_columns=[field.name for field in schema if holds_bytes(field.type)],
+        schema=pa.schema([pa.field(field.name, make_nullable(field.type)) for field in schema])
+        .serialize()
+        .to_pybytes(),
     )
+
+
+def common_schema(files: Sequence[CountedFile], columns: Sequence[str]) -> str:
+    """Return the schema of those columns that have the same type in all parquet files: its IPC form as base64.
+
+    A column of nulls has the type that it has in the other files.
+    """
+    types: dict[str, list[Any]] = {name: [] for name in columns}
+    for schema in {item.schema: None for item in files}:
+        for field in pa.ipc.read_schema(pa.py_buffer(schema)):
+            found = types.get(field.name)
+            if found is None or field.type in found:
+                continue
+            if pa.types.is_null(field.type) and found:
+                continue
+            if found and pa.types.is_null(found[0]):
+                found.clear()
+            found.append(field.type)
+    fields = [pa.field(name, found[0]) for name, found in types.items() if len(found) == 1]
+    return base64.b64encode(pa.schema(fields).serialize()).decode()
 
 
 def _read_tail(found: FoundFile, file: Any) -> bytes:

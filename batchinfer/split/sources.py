@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
+import msgspec
+
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
@@ -51,6 +53,8 @@ class CountedSources(Record, frozen=True, kw_only=True):
     rows: int
     columns: list[str]
     """Columns of the job: those chosen, else every column of any file, in order of appearance."""
+    schema: str | msgspec.UnsetType = msgspec.UNSET
+    """Field `schema` of job.json."""
 
     @property
     def is_shared(self) -> bool:
@@ -151,8 +155,22 @@ def count_sources(
     _warn_about_bytes(files, columns)
     limited = rows if limit is None else min(rows, limit)
     return CountedSources(
-        sources=sources, files=files, bases=bases, choice=choice, rows=limited, columns=columns
+        sources=sources,
+        files=files,
+        bases=bases,
+        choice=choice,
+        rows=limited,
+        columns=columns,
+        schema=_common_schema(files, columns),
     )
+
+
+def _common_schema(files: list[CountedFile], columns: list[str]) -> str | msgspec.UnsetType:
+    if any(item.format != "parquet" for item in files):
+        return msgspec.UNSET
+    from batchinfer.split.parquet import common_schema
+
+    return common_schema(files, columns)
 
 
 def _source_file(item: CountedFile) -> SourceFile:
