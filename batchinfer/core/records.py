@@ -171,6 +171,11 @@ class Failure(Record, frozen=True, kw_only=True):
     message: str
     transient: bool = False
 
+    @property
+    def is_engine_death(self) -> bool:
+        """Whether the engine process ended with the row in it, and the same worker goes on with another process."""
+        return self.transient and self.code == "engine_crash"
+
 
 class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The engine's answer to one request: choices, or a failure.

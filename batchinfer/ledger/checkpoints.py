@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -50,6 +51,22 @@ class DeathNote(Record, frozen=True, kw_only=True):
 
     line: int
     engine_deaths: int
+    rows_in_flight: int = 0
+    """Number of rows that were in the engine when it died, this row included; 0 in notes of older versions."""
+
+
+class Deaths(NamedTuple):
+    """The engine deaths during one row."""
+
+    number: int
+    fewest_rows: int
+    """Smallest number of rows, this row included, that were in the engine at one of these deaths."""
+
+    def plus(self, other: Self) -> Self:
+        """Return the deaths of both."""
+        return self._replace(
+            number=self.number + other.number, fewest_rows=min(self.fewest_rows, other.fewest_rows)
+        )
 
 
 class _Line(Record, frozen=True, kw_only=True):
@@ -63,6 +80,7 @@ class _Line(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     engine_deaths: int = 0
+    rows_in_flight: int = 0
     output: msgspec.Raw = msgspec.Raw()
 
 
@@ -102,10 +120,15 @@ def encode_rows(rows: Sequence[FinishedRow]) -> tuple[bytes, list[tuple[int, int
     return data, payloads
 
 
-def encode_deaths(lines: list[int]) -> bytes:
-    """Return one encoded death note for each line number in `lines`."""
-    return b"".join(
-        _encoder.encode(DeathNote(line=line, engine_deaths=1)) + b"\n" for line in lines
+def encode_deaths(lines: list[int], rows_in_flight: int) -> bytes:
+    """Return one encoded note of an engine's death for each line number in `lines`.
+
+    Args:
+        lines: Lines of the chunk that were in the engine.
+        rows_in_flight: Number of rows of all chunks that were in the engine.
+    """
+    return _encoder.encode_lines(
+        [DeathNote(line=line, engine_deaths=1, rows_in_flight=rows_in_flight) for line in lines]
     )
 
 
@@ -141,8 +164,8 @@ class Segments:
         self._chunk_sha256 = chunk_sha256
         self._fingerprint = fingerprint
         self._num_lines = num_lines
-        self.deaths: dict[int, int] = {}
-        """Number of engine deaths noted for a row, by the row's line number."""
+        self.deaths: dict[int, Deaths] = {}
+        """Engine deaths noted for a row, by the row's line number."""
         self.keys: list[str] = []
         """Keys of all segments that were read, also outdated ones. All are deleted once the chunk has its marker."""
         self.num_outdated = 0
@@ -179,10 +202,25 @@ class Segments:
         if not self._is_current(next(lines, b"")):
             self.num_outdated += 1
             return
+        notes: list[_Line] = []
         for text in lines:
-            row = self._read_line(text, key)
-            if row is not None:
-                yield row
+            found = self._read_line(text, key)
+            if found is None:
+                continue
+            if found.engine_deaths:
+                notes.append(found)
+            elif bytes(found.output)[:1] == b"{":
+                yield _finished_row(found)
+        self._add_deaths(notes)
+
+    def _add_deaths(self, notes: list[_Line]) -> None:
+        """Add up the death notes of one segment."""
+        for note in notes:
+            # Notes of older versions do not say how many rows were in the engine. The notes of one death are in one
+            # segment of each chunk, so there were at least as many rows as this segment has notes.
+            deaths = Deaths(note.engine_deaths, note.rows_in_flight or len(notes))
+            before = self.deaths.get(note.line)
+            self.deaths[note.line] = deaths if before is None else before.plus(deaths)
 
     def _is_current(self, first_line: bytes) -> bool:
         try:
@@ -195,7 +233,7 @@ class Segments:
             and header.fingerprint == self._fingerprint()
         )
 
-    def _read_line(self, text: bytes, key: str) -> FinishedRow | None:
+    def _read_line(self, text: bytes, key: str) -> _Line | None:
         try:
             found = _decoder.decode(text)
         except _UNREADABLE as error:
@@ -205,20 +243,21 @@ class Segments:
             logger.warning(
                 "%s: line %d is not in the chunk of %d; left out", key, found.line, self._num_lines
             )
-        elif found.engine_deaths:
-            self.deaths[found.line] = self.deaths.get(found.line, 0) + found.engine_deaths
-        elif bytes(found.output)[:1] == b"{":
-            return FinishedRow(
-                line=found.line,
-                ok=found.ok,
-                code=found.code,
-                finish_reason=found.finish_reason,
-                prompt_tokens=found.prompt_tokens,
-                cached_tokens=found.cached_tokens,
-                completion_tokens=found.completion_tokens,
-                output=found.output,
-            )
-        return None
+            return None
+        return found
+
+
+def _finished_row(found: _Line) -> FinishedRow:
+    return FinishedRow(
+        line=found.line,
+        ok=found.ok,
+        code=found.code,
+        finish_reason=found.finish_reason,
+        prompt_tokens=found.prompt_tokens,
+        cached_tokens=found.cached_tokens,
+        completion_tokens=found.completion_tokens,
+        output=found.output,
+    )
 
 
 def batches(rows: Iterable[FinishedRow]) -> Iterator[list[FinishedRow]]:

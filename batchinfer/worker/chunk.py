@@ -12,15 +12,14 @@ import itertools
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec
-from batchinfer.core.errors import InputError
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import FinishedRow, batches, encode_rows
+from batchinfer.ledger.checkpoints import Deaths, FinishedRow, batches, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
@@ -32,10 +31,14 @@ _READ_ROWS = 16
 """Most lines that `read_rows` reads from a local chunk at a time."""
 _BLOCK_BYTES = 1 << 16
 """Most bytes that are read from a spool at a time, to find the end of a record or to read several payloads at once."""
-DEATHS_BEFORE_ALONE = 2
-"""Engine deaths during a row after which the row runs without other rows beside it."""
+DEATHS_BEFORE_SUSPICION = 2
+"""Engine deaths during a row after which the row is a suspect: it runs with other suspects only, in small groups."""
 DEATHS_BEFORE_ERROR = 3
-"""Engine deaths during a row after which the row gets an error instead of another attempt."""
+"""Least number of engine deaths during a row, one of them while it ran alone, after which the row becomes an error."""
+GROUP_SHARE = 4
+"""Factor by which a suspect's group gets smaller with every death. The search for a row that kills the engine among n
+rows runs at most 2 log2(n) groups, as it would with halves. But only every fourth of them costs an engine start, where
+with halves every second one does."""
 
 
 class RowState(enum.IntEnum):
@@ -43,8 +46,16 @@ class RowState(enum.IntEnum):
 
     TODO = 0
     TAKEN = 1
-    """The row was handed out by `read_rows` or `take_row` and is not finished yet."""
+    """The row was handed out by `read_rows` or `take_suspects` and is not finished yet."""
     DONE = 2
+
+
+class Suspect(NamedTuple):
+    """A row that was in the engine at two or more of its deaths, and waits to run with other suspects only."""
+
+    line: int
+    group_limit: int
+    """Most suspects, this row included, that may run together."""
 
 
 class RowCounts:
@@ -97,8 +108,8 @@ class OpenChunk:
         self._state = bytearray(num_rows)
         self.num_left = num_rows
         self.claim_etag = claim_etag
-        self.deaths: dict[int, int] = {}
-        """Number of engine deaths during which a row was in the engine, by the row's line."""
+        self.deaths: dict[int, Deaths] = {}
+        """Engine deaths during which a row was in the engine, by the row's line."""
         self.segment_keys: list[str] = []
         """Keys on storage of those segments of the chunk that this worker has read or written."""
         self.num_segments_begun = 0
@@ -113,8 +124,7 @@ class OpenChunk:
     def read_rows(self, max_rows: int, max_bytes: int) -> list[RawRow]:
         """Read the next unfinished rows from the local copy and mark them taken.
 
-        Rows that were in the engine at two of its deaths are left out: they run alone later. Only one thread may call
-        this method at a time.
+        Suspects are left out: they run later, without other rows. Only one thread may call this method at a time.
         """
         with scratch_errors(self.local.path.parent):
             return self._read_rows(max_rows, max_bytes)
@@ -138,34 +148,57 @@ class OpenChunk:
                 continue
             self.num_unread -= state.count(todo, first, first + count)
             for index, line in enumerate(lines, first):
-                if state[index] == todo and self.deaths.get(index, 0) < DEATHS_BEFORE_ALONE:
+                if state[index] == todo and not self.is_suspect(index):
                     state[index] = taken
                     rows.append(RawRow(index, line))
                     size += len(line)
         return rows
 
-    def take_row(self, line: int) -> RawRow:
-        """Read the row of one line and mark it taken.
+    def note_deaths(self, lines: Iterable[int], rows_in_flight: int) -> None:
+        """Note that an engine died with the rows of these lines, among `rows_in_flight` rows of all chunks.
 
-        Only for the few rows that run alone. It is slow, because it reads the chunk from its beginning.
+        Rows that are suspects now count as not begun, so that `suspects` returns them.
         """
-        self._state[line] = RowState.TAKEN
-        return self._read_row(line)
+        deaths = Deaths(1, rows_in_flight)
+        for line in lines:
+            before = self.deaths.get(line)
+            self.deaths[line] = deaths if before is None else before.plus(deaths)
+            if self._state[line] == RowState.TAKEN and self.is_suspect(line):
+                self._state[line] = RowState.TODO
 
-    def _read_row(self, index: int) -> RawRow:
-        with scratch_errors(self.local.path.parent), self.local.path.open("rb") as file:
-            for number, line in enumerate(codec.lines(file)):
-                if number == index:
-                    return RawRow(index, line)
-        raise InputError(f"{self.name}: has no line {index}")
+    def is_suspect(self, line: int) -> bool:
+        """Whether the row was in the engine at so many deaths that it may be their cause."""
+        deaths = self.deaths.get(line)
+        return deaths is not None and deaths.number >= DEATHS_BEFORE_SUSPICION
 
-    def rows_to_run_alone(self) -> list[int]:
-        """Return the lines of rows that are not begun and were in the engine at two or more of its deaths, in order."""
+    def is_culprit(self, line: int) -> bool:
+        """Whether the row is taken for the cause of the engine's deaths: it was alone in the engine at one of them."""
+        deaths = self.deaths.get(line)
+        if deaths is None or deaths.number < DEATHS_BEFORE_ERROR:
+            return False
+        return deaths.fewest_rows == 1
+
+    def suspects(self) -> list[Suspect]:
+        """Return the suspects that are not begun, in the order of their lines."""
         return [
-            line
+            Suspect(line, max(1, -(-deaths.fewest_rows // GROUP_SHARE)))
             for line, deaths in sorted(self.deaths.items())
-            if deaths >= DEATHS_BEFORE_ALONE and self._state[line] == RowState.TODO
+            if self.is_suspect(line) and self._state[line] == RowState.TODO
         ]
+
+    def take_suspects(self, lines: Iterable[int]) -> None:
+        """Mark the rows of these lines taken. `read_lines` reads them."""
+        for line in lines:
+            self._state[line] = RowState.TAKEN
+
+    def read_lines(self, wanted: Container[int]) -> list[RawRow]:
+        """Read the rows of these lines from the local copy, from its beginning. Any thread may call it."""
+        with scratch_errors(self.local.path.parent), self.local.path.open("rb") as file:
+            return [
+                RawRow(index, line)
+                for index, line in enumerate(codec.lines(file))
+                if index in wanted
+            ]
 
     def finish(self, rows: list[FinishedRow]) -> list[FinishedRow]:
         """Write finished rows to the spool and return them, without rows that were finished before.
@@ -199,13 +232,13 @@ class OpenChunk:
             self.counts.add_resumed(len(self.finish(batch)))
 
     def adopt_segments(
-        self, keys: Iterable[str], deaths: dict[int, int], *, holds_every_row: bool
+        self, keys: Iterable[str], deaths: dict[int, Deaths], *, holds_every_row: bool
     ) -> None:
         """Note the segments on storage whose rows were given to `adopt`.
 
         Args:
             keys: The segments' keys.
-            deaths: Number of engine deaths during which a row was in the engine, by the row's line.
+            deaths: Engine deaths during which a row was in the engine, by the row's line.
             holds_every_row: Whether these segments hold all rows that are in the spool now. If so, the chunk's next
                 segment starts with the first row that finishes from now on.
         """

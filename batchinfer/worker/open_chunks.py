@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from batchinfer.cli.logs import event
 from batchinfer.core.errors import BatchinferError, InputError, ScratchFull, StorageError
+from batchinfer.core.records import RowKey
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.publishing import Published
 from batchinfer.storage import Store
@@ -239,16 +242,16 @@ class OpenChunks:
         """Checkpoint a complete chunk that could not be published, so that no later start generates its rows again."""
         self._checkpointer.ask([chunk])
 
-    def note_deaths(self, rows: dict[str, list[int]]) -> None:
-        """Record in segments which rows were in the engine when it died.
-
-        Args:
-            rows: The lines of these rows, by the name of their chunk.
-        """
-        for name, lines in rows.items():
+    def note_death(self, keys: Sequence[RowKey]) -> None:
+        """Note which rows were in the engine when it died, also in segments for later starts and other workers."""
+        lines: defaultdict[str, list[int]] = defaultdict(list)
+        for name, line in keys:
+            lines[name].append(line)
+        for name, each in lines.items():
             chunk = self.open.get(name)
             if chunk is not None:
-                self._checkpointer.note_deaths(chunk, lines)
+                chunk.note_deaths(each, len(keys))
+                self._checkpointer.note_deaths(chunk, each, len(keys))
 
     def release_all(self, deadline: float) -> None:
         """Close all open chunks and release their claims, so that other workers can take them.

@@ -63,19 +63,10 @@ class ReplicaQueues(Generic[T]):
             len(queue) >= num_free for queue, num_free in zip(self._queues, free_slots, strict=True)
         )
 
-    def head(self, index: int) -> T:
-        """Return the row that `pop` would take for the replica of this index. At least one queue must hold a row."""
-        queue, place = self._next(index)
-        return queue[place]
-
     def pop(self, index: int) -> T:
-        """Take the next row for the replica of this index."""
-        queue, place = self._next(index)
-        return queue.popleft() if place == 0 else queue.pop()
-
-    def _next(self, index: int) -> tuple[deque[T], int]:
+        """Take the next row for the replica of this index. At least one queue must hold a row."""
         queue = self._queues[index]
-        return (queue, 0) if queue else (max(self._queues, key=len), -1)
+        return queue.popleft() if queue else max(self._queues, key=len).pop()
 
     def keep(self, is_wanted: Callable[[T], bool]) -> None:
         """Drop every row that `is_wanted` is false for."""

@@ -295,9 +295,12 @@ class Checkpointer:
         self._collect()
         self._start()
 
-    def note_deaths(self, chunk: OpenChunk, lines: list[int]) -> None:
-        """Begin at once to write a segment that notes which rows (`lines`) an engine was processing when it died."""
-        self._write(chunk, partial(checkpoints.encode_deaths, lines), _NO_ROWS)
+    def note_deaths(self, chunk: OpenChunk, lines: list[int], rows_in_flight: int) -> None:
+        """Begin at once to write a segment that notes which rows (`lines`) an engine was processing when it died.
+
+        `rows_in_flight` is the number of rows of all chunks that it was processing.
+        """
+        self._write(chunk, partial(checkpoints.encode_deaths, lines, rows_in_flight), _NO_ROWS)
 
     def _start(self) -> None:
         while self._asked and len(self._writing) < _MAX_WRITING:

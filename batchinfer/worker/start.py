@@ -23,7 +23,7 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.core.records import EngineInfo, RowKey, Run
+from batchinfer.core.records import EngineInfo, Run
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import Claims, Lease
@@ -271,14 +271,12 @@ class _Start:
             self._generate(engine, stream, open_chunks)
             self._drain(open_chunks, stream)
         except EngineError as error:
-            known = getattr(error, "in_flight", None)
-            self._save(
-                open_chunks, deaths=stream.rows_in_flight() if known is None else _by_chunk(known)
-            )
+            stream.note_death(error.in_flight)
+            self._save(open_chunks)
             raise
         except Exception:
             # Save the finished rows after any other error too, even a bug of batchinfer.
-            self._save(open_chunks, deaths={})
+            self._save(open_chunks)
             raise
 
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
@@ -474,19 +472,14 @@ class _Start:
                 self.environment.background.wait(_POLL_SECONDS)
         check_error_rate(self.config, self.telemetry)
 
-    def _save(self, open_chunks: OpenChunks, *, deaths: dict[str, list[int]]) -> None:
+    def _save(self, open_chunks: OpenChunks) -> None:
         """Prepare an early end: checkpoint the finished rows, then release the claims.
 
         Waits for storage until the grace period ends, or for 5 seconds if fewer are left of it.
-
-        Args:
-            open_chunks: The open chunks.
-            deaths: Lines that the engine was processing when it died, by chunk; they are written to storage.
         """
         open_chunks.begin_saving()
         deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
-            open_chunks.note_deaths(deaths)
             open_chunks.checkpoint()
             while open_chunks.is_writing and self.clock.monotonic() < deadline:
                 self.environment.background.wait(_POLL_SECONDS)
@@ -527,13 +520,6 @@ class _Start:
             + "\n".join(lines),
             hint="mend them, then start the same command again",
         )
-
-
-def _by_chunk(keys: list[RowKey]) -> dict[str, list[int]]:
-    lines: dict[str, list[int]] = {}
-    for name, line in keys:
-        lines.setdefault(name, []).append(line)
-    return lines
 
 
 def _num_rows(refs: list[ChunkRef]) -> int:

@@ -2,6 +2,11 @@
 
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
+A row that was in the engine at two of its deaths is a suspect. Suspects run when no other row is left: in groups, one
+group after the other, without other rows. The groups get smaller with every death, until the row that kills the engine
+runs alone. It then becomes an error row. What a death says about its rows is written to storage at once, so the search
+goes on after a restart, and on other machines.
+
 Rows of many chunks are in the engine at once. A finished row goes back to its chunk. All methods of `RowStream` are
 called on the main thread, by two callers that take turns:
 
@@ -24,7 +29,7 @@ from batchinfer.formats import Encoder
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Code, Prepared, PromptBuilder
 from batchinfer.worker.background import Pending
-from batchinfer.worker.chunk import DEATHS_BEFORE_ERROR, OpenChunk
+from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
@@ -75,11 +80,15 @@ class RowStream:
         self._limits = limits
         self._max_in_flight = max_in_flight
         self._building: Pending[Batch] | None = None
+        self._is_building_suspects = False
         self._num_building = 0
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
-        self._alone: RowKey | None = None
+        self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
+        """Waiting rows of the group of suspects that runs now."""
+        self._is_isolating = False
+        """Whether a group of suspects runs. Then all rows in the engine are of this group."""
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
@@ -98,12 +107,16 @@ class RowStream:
             return None
         if not self._window.size or not free_slots:
             free_slots = [max_requests]
-        self._release(free_slots)
+        queues = self._suspects if self._is_isolating else self._ready
+        if self._is_isolating:
+            queues.set_number(len(free_slots))
+        else:
+            self._release(free_slots)
         requests: list[Request] = []
         for index, num_free in enumerate(free_slots):
             most = min(max_requests, len(requests) + num_free)
-            while self._ready and len(requests) < most and self._may_send(self._ready.head(index)):
-                flight = self._ready.pop(index)
+            while queues and len(requests) < most:
+                flight = queues.pop(index)
                 if self._open_chunks.open.get(flight.chunk.name) is flight.chunk:
                     requests.append(self._send(flight))
         return requests
@@ -121,12 +134,16 @@ class RowStream:
     def handle(self, completions: Iterable[Completion]) -> None:
         """Take in completions from the engine: finish their rows, or try rows again whose failure is transient."""
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
+        killed: list[_Flight] = []
         for completion in completions:
             key = completion.key
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 continue  # another worker has published the row's chunk meanwhile
             failure = completion.failure
+            if failure is not None and failure.is_engine_death:
+                killed.append(flight)
+                continue
             if (
                 failure is not None
                 and failure.transient
@@ -134,13 +151,22 @@ class RowStream:
             ):
                 logger.info("%s line %d: %s; trying again", *key, failure.message)
                 again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
-                self._ready.put_back(again)
+                self._put_back(again)
                 continue
-            if key == self._alone:
-                self._alone = None
             finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
             self._finish(name, rows)
+        if killed:
+            self.note_death([flight.prepared.key for flight in killed])
+            for flight in killed:
+                # A suspect's prompt is built again when its group runs.
+                if not flight.chunk.is_suspect(flight.prepared.key[1]):
+                    self._put_back(flight)
+
+    def note_death(self, keys: Sequence[RowKey]) -> None:
+        """Note that an engine process ended while it worked on the rows of these keys."""
+        if keys:
+            self._open_chunks.note_death(keys)
 
     def collect(self) -> None:
         """Take in the prompts that the background has built, and update the rates of finished rows."""
@@ -165,23 +191,23 @@ class RowStream:
         self._in_flight = {
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
         }
-        self._ready.keep(lambda flight: flight.chunk.name not in names)
-        self._window.keep(lambda flight: flight.chunk.name not in names)
-        if self._alone is not None and self._alone[0] in names:
-            self._alone = None
+        for waiting in (self._ready, self._suspects, self._window):
+            waiting.keep(lambda flight: flight.chunk.name not in names)
 
     def prepare(self) -> None:
         """Begin to build the prompts of the next rows.
 
-        When no other row is left, get a row ready that may have killed an engine, to run alone. When no such row is
-        left and no chunk can be opened any more, end the stream.
+        When no other row is left, prepare the next group of suspects. When no suspect is left and no chunk can be
+        opened any more, end the stream.
         """
+        if not self._in_flight and not self._suspects:
+            self._is_isolating = False
         self._build_more()
         if self._open_chunks.is_closing or self._in_flight or self._num_waiting:
             return
         if self._building is not None or self._open_chunks.num_unread:
             return
-        if not self._prepare_alone() and not self._open_chunks.may_grow:
+        if not self._build_suspects() and not self._open_chunks.may_grow:
             # After `close`, `take` returns None, which tells the engine to end. `close` also stops the opening of
             # chunks, because no engine would process their rows.
             self._open_chunks.close()
@@ -201,19 +227,12 @@ class RowStream:
         """Whether no row is in the engine and no chunk is left to open or to publish."""
         return not self._in_flight and self._open_chunks.is_drained
 
-    def rows_in_flight(self) -> dict[str, list[int]]:
-        """Return the line numbers of the rows that are in the engine, for each chunk's name."""
-        rows: dict[str, list[int]] = {}
-        for name, line in self._in_flight:
-            rows.setdefault(name, []).append(line)
-        return rows
-
     # -- inside
 
     @property
     def _num_waiting(self) -> int:
         """Number of rows that have a request and wait until the engine takes them."""
-        return len(self._ready) + len(self._window)
+        return len(self._ready) + len(self._window) + len(self._suspects)
 
     def _release(self, free_slots: Sequence[int]) -> None:
         """Move the rows of the prefix window to the queues of ready rows, if the queues cannot fill all free slots.
@@ -226,9 +245,9 @@ class RowStream:
         if self._window.is_full or not self._ready:
             self._ready.extend(self._window.release())
 
-    def _may_send(self, flight: _Flight) -> bool:
-        """Whether a row may go to the engine now. While one row is to run alone, only this row may go."""
-        return self._alone is None or flight.prepared.key == self._alone
+    def _put_back(self, flight: _Flight) -> None:
+        """Let a row wait again that came back from the engine unfinished. A suspect waits with its group."""
+        (self._suspects if self._is_isolating else self._ready).put_back(flight)
 
     def _send(self, flight: _Flight) -> Request:
         request = _request_of(flight)
@@ -284,64 +303,88 @@ class RowStream:
             urgent=True,
         )
 
+    def _build_suspects(self) -> bool:
+        """Begin to build the prompts of the next group of suspects. Called when no row is in the engine.
+
+        Rows that are taken for the cause of engine deaths come before all groups; they become error rows once they are
+        built. Returns False if no suspect is left.
+        """
+        found = [
+            (chunk, suspect)
+            for chunk in self._open_chunks.open.values()
+            for suspect in chunk.suspects()
+        ]
+        group = [each for each in found if each[0].is_culprit(each[1].line)]
+        if not group:
+            # Large groups come first. Rows in them were in the engine at fewer deaths, so that most of them finish.
+            limit = max((suspect.group_limit for _, suspect in found), default=0)
+            group = [each for each in found if each[1].group_limit == limit][:limit]
+        if not group:
+            return False
+        wanted: defaultdict[str, set[int]] = defaultdict(set)
+        for chunk, suspect in group:
+            wanted[chunk.name].add(suspect.line)
+        parts = [(self._open_chunks.open[name], lines) for name, lines in wanted.items()]
+        for chunk, lines in parts:
+            chunk.take_suspects(lines)
+        logger.warning(
+            "the engine died at least twice with each of %d rows, the first is %s line %d; running %d of them by "
+            "themselves",
+            len(found),
+            group[0][0].name,
+            group[0][1].line,
+            len(group),
+        )
+        builder = self._builder
+        self._num_building = len(group)
+        self._is_building_suspects = True
+        self._building = self._background.submit(
+            lambda: build_suspects(builder, parts), urgent=True
+        )
+        return True
+
     def _collect_built(self) -> None:
         if self._building is None or not self._building.is_done():
             return
         building, self._building = self._building, None
         self._num_building = 0
+        is_isolating, self._is_building_suspects = self._is_building_suspects, False
+        suspects: list[_Flight] = []
         for chunk, prepared_rows in building.result():
             flights = [
                 _Flight(chunk, prepared)
                 for prepared in prepared_rows
-                if prepared.request is not None
+                if prepared.request is not None and not chunk.is_culprit(prepared.key[1])
             ]
-            if flights:
+            if is_isolating:
+                suspects += flights
+            elif flights:
                 tokens = sum([len(_request_of(flight).token_ids or ()) for flight in flights])
                 self._tokens_per_row = tokens / len(flights)
                 self._window.extend(flights)
             failed = [
-                self._encode_failed(prepared)
+                self._encode_failed(chunk, prepared)
                 for prepared in prepared_rows
-                if prepared.request is None
+                if prepared.request is None or chunk.is_culprit(prepared.key[1])
             ]
             if failed:
                 self._finish(chunk.name, failed)
+        if suspects:
+            self._suspects.extend(suspects)
+            self._is_isolating = True
 
-    def _encode_failed(self, prepared: Prepared) -> FinishedRow:
-        failure = prepared.failure or Failure(
-            code="internal_error", message="the row was not built"
-        )
+    def _encode_failed(self, chunk: OpenChunk, prepared: Prepared) -> FinishedRow:
+        """Encode a row that does not go to the engine: its request cannot be built, or it kills engines."""
+        failure = prepared.failure
+        if failure is None and prepared.request is not None:
+            num_deaths = chunk.deaths[prepared.key[1]].number
+            failure = Failure(
+                code="engine_crash",
+                message=f"the engine died {num_deaths} times with this row in flight, the last time with it alone",
+            )
+        if failure is None:
+            failure = Failure(code="internal_error", message="the row was not built")
         return self._encode(prepared, Completion(key=prepared.key, failure=failure))
-
-    def _prepare_alone(self) -> bool:
-        """Get one row ready to run alone, because engines have died while they processed it.
-
-        Called when no row is in the engine. A row that was in the engine at too many deaths, or whose request cannot be
-        built, becomes an error row instead. Returns False if no row is left to run alone.
-        """
-        for chunk in list(self._open_chunks.open.values()):
-            for line in chunk.rows_to_run_alone():
-                row = chunk.take_row(line)
-                [prepared] = self._builder.build(chunk.name, chunk.ref.first_row, [row])
-                if chunk.deaths[line] >= DEATHS_BEFORE_ERROR and prepared.request is not None:
-                    failure = Failure(
-                        code="engine_crash",
-                        message=f"the engine died {chunk.deaths[line]} times with this row in flight",
-                    )
-                    crashed = Completion(key=prepared.key, failure=failure)
-                    self._finish(chunk.name, [self._encode(prepared, crashed)])
-                elif prepared.request is None:
-                    self._finish(chunk.name, [self._encode_failed(prepared)])
-                else:
-                    logger.warning(
-                        "%s line %d: was in flight at two engine deaths; running alone",
-                        chunk.name,
-                        line,
-                    )
-                    self._alone = prepared.key
-                    self._ready.put_back(_Flight(chunk, prepared))
-                    return True
-        return False
 
     def _update_rate(self) -> None:
         """Update the recent and the average rate of finished rows. Time without a row in the engine does not count."""
@@ -375,3 +418,11 @@ def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_by
         if max_rows <= 0 or max_bytes <= 0:
             break
     return batch
+
+
+def build_suspects(builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]]) -> Batch:
+    """Read the rows of these lines of each chunk and build their requests. Runs on a background thread."""
+    return [
+        (chunk, builder.build(chunk.name, chunk.ref.first_row, chunk.read_lines(lines)))
+        for chunk, lines in parts
+    ]

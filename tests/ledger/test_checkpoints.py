@@ -92,9 +92,18 @@ def test_rows_of_all_segments_are_found_in_order_with_their_copies(store: Memory
 
 
 def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:
-    segment(store, encode_deaths([1, 2]), epoch=1)
-    segment(store, encode_deaths([2]), epoch=2)
-    assert read(store)[0].deaths == {1: 1, 2: 2}
+    segment(store, encode_deaths([1, 2], 9), epoch=1)
+    segment(store, encode_deaths([2], 4), epoch=2)
+    assert read(store)[0].deaths == {1: (1, 9), 2: (2, 4)}
+
+
+def test_death_notes_of_older_versions_stand_for_as_many_rows_as_there_are(
+    store: MemoryStore,
+) -> None:
+    """They do not say how many rows were in the engine; those of one death are in one segment."""
+    segment(store, b'{"line":0,"engine_deaths":1}\n{"line":2,"engine_deaths":1}\n', epoch=1)
+    segment(store, b'{"line":2,"engine_deaths":1}\n', epoch=2)
+    assert read(store)[0].deaths == {0: (1, 2), 2: (2, 1)}
 
 
 def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
@@ -103,7 +112,7 @@ def test_a_segment_of_other_text_is_not_taken_up_and_goes_with_the_marker(
     keys = [
         segment(store, encoded(row(0)), seq=1),
         segment(store, encoded(row(1)), seq=2, chunk_sha256=OTHER_SHA256),
-        segment(store, encode_deaths([2]), seq=3, chunk_sha256=OTHER_SHA256),
+        segment(store, encode_deaths([2], 1), seq=3, chunk_sha256=OTHER_SHA256),
         segment(store, encoded(row(2)), seq=4, fingerprint="of another configuration"),
         segment(store, encoded(row(2)), seq=5, fingerprint=""),
     ]

@@ -178,6 +178,10 @@ class EngineTraits:
     fails_to_load: float = 0.0
     refuses: float = 0.0
     """Probability of a transient refusal of a row, at most twice in a row."""
+    restarts: float = 0.0
+    """Probability that a dead engine process is replaced by another one within the same worker."""
+    kills_at_once: bool = False
+    """Whether poison kills the engine at the first step, before another row of the same moment is done."""
     is_mended: bool = False
     has_timing: bool = False
     """Reports seconds, so that equal answers are not equal bytes."""
@@ -225,6 +229,8 @@ class SimEngine:
                     assert request.key not in running, f"{request.key} is in the engine already"
                     self._ward.took(process, request)
                     due = process.scheduler.now + traits.row_seconds * 2 * self._random.random()
+                    if traits.kills_at_once and POISON in (request.text or ""):
+                        due = process.scheduler.now
                     running[request.key] = (due, request)
             if not running:
                 if is_exhausted:
@@ -239,7 +245,13 @@ class SimEngine:
             if is_poisoned or (traits.dies and self._random.random() < traits.dies):
                 self._ward.died(list(running))
                 process.scheduler.log(process.name, f"engine dies with {len(running)} rows")
-                raise EngineDied("sim: died", in_flight=list(running))
+                if not traits.restarts or self._random.random() >= traits.restarts:
+                    raise EngineDied("sim: died", in_flight=list(running))
+                dead = Failure(code="engine_crash", message="sim: died", transient=True)
+                lost, running = list(running), {}
+                yield [Completion(key=key, failure=dead) for key in lost]
+                process.sleep(traits.load_seconds)
+                continue
             completions = [self._complete(running.pop(key)[1]) for key in due_now]
             if completions:
                 self._ward.yielded(process, completions)

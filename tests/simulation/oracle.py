@@ -64,6 +64,7 @@ class Oracle:
         self.lease_seconds = 0.0
         self.watches_claims = is_safe
         self.deaths: dict[RowKey, int] = {}
+        self._died_alone: set[RowKey] = set()
         self._generation_of_phase = 0
         self._beats: dict[str, list[float]] = {}
         self._claimed_at: dict[str, float] = {}
@@ -184,6 +185,8 @@ class Oracle:
         """Count an engine's death for the rows in it."""
         for key in in_flight:
             self.deaths[key] = self.deaths.get(key, 0) + 1
+        if len(in_flight) == 1:
+            self._died_alone.update(in_flight)
 
     # -- at certain moments
 
@@ -333,6 +336,8 @@ class Oracle:
         elif code == "engine_crash":
             if self.deaths.get(key, 0) < DEATHS_TO_GIVE_UP:
                 raise Violation(f"P7: {where}: given up after {self.deaths.get(key, 0)} deaths")
+            if key not in self._died_alone:
+                raise Violation(f"P7: {where}: given up, and no engine died with it alone")
         elif not (code == "engine_rejected" and FLAKY in row.prompt and generation == 0):
             raise Violation(f"P1: {where}: {code}, and it has an answer")
 

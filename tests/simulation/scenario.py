@@ -377,7 +377,7 @@ class Scenario:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
         name = "cleaner-retry" if self.is_retrying else "cleaner"
         slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
-        for _ in range(16):
+        for _ in range(32):
             start = self.start(slot)
             self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
             if self.live:
@@ -602,6 +602,11 @@ class Scenario:
         num_poison = 1 if chance.random() < 0.1 else 0
         num_rows = num_chunks * per_chunk - chance.randrange(per_chunk)
         rows = [_make_row(chance, index) for index in range(num_rows)]
+        poison = random.Random(f"poison {self.seed}")
+        if poison.random() < 0.15:
+            num_poison += poison.randint(1, 3)
+            self.plot.engine.kills_at_once = poison.random() < 0.5
+            self.plot.engine.restarts = poison.choice([0.0, 0.7])
         for _ in range(num_poison):
             rows[chance.randrange(len(rows))] = good_row(0, f"{POISON} row")
         rows = [_numbered(row, index) for index, row in enumerate(rows)]

@@ -48,6 +48,7 @@ class Stage:
         self.engine = EngineTraits()
         self.taken: list[RowKey] = []
         self.finished: list[RowKey] = []
+        self.deaths: list[list[RowKey]] = []
         self.environment: Environment | None = None
         lines, index = [], 0
         for part in prompts:
@@ -163,6 +164,7 @@ class Stage:
 
     def died(self, in_flight: list[RowKey]) -> None:
         """See machine.Ward."""
+        self.deaths.append(in_flight)
 
 
 Ask = Callable[[str, str], bool]

@@ -185,7 +185,7 @@ def test_the_log_counts_the_rows_that_the_segment_holds(
     checkpointer.ask([chunk])
     finish(chunk, 2, 3, 4)
     checkpointer.tick()
-    checkpointer.note_deaths(chunk, [5, 6])
+    checkpointer.note_deaths(chunk, [5, 6], 9)
     checkpointer.tick()
     chunk.close()
     assert lines.found == [

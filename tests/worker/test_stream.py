@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling
+from batchinfer.core.records import Choice, Completion, Failure, Request, RowKey, Sampling
 from batchinfer.formats import Encoder, encoder_for, read_line
-from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
@@ -65,6 +65,10 @@ class ChunksPutByHand:
     def close(self) -> None:
         self.is_closing = True
 
+    def note_death(self, keys: Sequence[RowKey]) -> None:
+        for name, line in keys:
+            self.open[name].note_deaths([line], len(keys))
+
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         self.finished += self.open[name].finish(rows)
 
@@ -102,7 +106,8 @@ def keep_books(stream: RowStream) -> None:
 
 def take(stream: RowStream) -> list[Request]:
     keep_books(stream)  # starts to build prompts
-    keep_books(stream)  # collects them
+    keep_books(stream)  # collects them; if there are none, starts with those of suspects
+    keep_books(stream)
     return list(stream.take(4) or [])
 
 
@@ -112,7 +117,7 @@ def answer(request: Request) -> Completion:
 
 def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(chunks: ChunksPutByHand) -> None:
     """The engine was busy, and the second try went in among the rows of the next chunk."""
-    chunks.put("first", 2).deaths = {0: 2}
+    chunks.put("first", 2).deaths = {0: Deaths(2, 4)}
     stream = stream_over(chunks)
     [harmless] = take(stream)
     stream.handle([answer(harmless)])
@@ -126,6 +131,71 @@ def test_a_row_that_runs_alone_is_alone_when_it_is_tried_again(chunks: ChunksPut
     assert not take(stream)
     stream.handle([answer(suspect)])
     assert [request.key for request in take(stream)] == [("second", 0), ("second", 1)]
+
+
+def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: int) -> None:
+    chunks.put(name, len(lines)).deaths = {line: Deaths(2, fewest_rows) for line in lines}
+
+
+def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
+    chunks: ChunksPutByHand,
+) -> None:
+    suspects_of(chunks, "first", range(3), 8)
+    suspects_of(chunks, "second", range(3), 8)
+    stream = stream_over(chunks)
+    for group in ([("first", 0), ("first", 1)], [("first", 2), ("second", 0)]):
+        requests = take(stream)
+        assert [request.key for request in requests] == group
+        assert not take(stream), "the next group waits for the last row of this one"
+        stream.handle([answer(requests[0])])
+        assert not take(stream)
+        stream.handle([answer(requests[1])])
+    requests = take(stream)
+    dead = Failure(code="engine_crash", message="killed", transient=True)
+    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
+    assert [request.key for request in take(stream)] == [("second", 1)], "now each of them alone"
+
+
+def test_suspects_of_a_chunk_that_another_worker_published_hold_nobody_up(
+    chunks: ChunksPutByHand,
+) -> None:
+    suspects_of(chunks, "first", range(2), 8)
+    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
+    stream = stream_over(chunks)
+    assert [request.key for request in take(stream)] == [("first", 0), ("first", 1)]
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    assert [request.key for request in take(stream)] == [("second", 0)]
+
+
+def test_a_group_whose_chunk_is_gone_before_it_runs_holds_nobody_up(
+    chunks: ChunksPutByHand,
+) -> None:
+    """Nobody told the stream: the engine then waited for ever for the row that was to run alone."""
+    chunks.put("first", 1).deaths = {0: Deaths(2, 1)}
+    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
+    stream = stream_over(chunks)
+    for _ in range(3):
+        keep_books(stream)
+    chunks.open.pop("first").close()
+    assert stream.take(4) == []
+    assert [request.key for request in take(stream)] == [("second", 0)]
+
+
+def test_rows_of_an_engine_that_died_are_tried_again_among_the_others(
+    chunks: ChunksPutByHand,
+) -> None:
+    """The first death of a row says nothing; it costs none of the row's attempts either."""
+    chunks.put("first", 2)
+    stream = stream_over(chunks)
+    dead = Failure(code="engine_crash", message="killed", transient=True)
+    requests = take(stream)
+    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
+    assert {request.key for request in take(stream)} == {("first", 0), ("first", 1)}
+    busy = Failure(code="engine_busy", message="busy", transient=True)
+    for _ in range(2):
+        stream.handle([Completion(key=("first", 0), failure=busy)])
+        assert [request.key for request in take(stream)] == [("first", 0)]
 
 
 def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(chunks: ChunksPutByHand) -> None:

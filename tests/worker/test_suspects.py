@@ -1,0 +1,128 @@
+"""Rows that kill the engine are found among the rows beside them, in few engine starts, across restarts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from batchinfer.core import codec, layout
+from simulation.machine import POISON
+from simulation.oracle import RUN
+from simulation.scheduler import Process
+from simulation.stage import Stage
+
+NUM_ROWS = 1000
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def stage_of(num_rows: int, poison: set[int], *, per_chunk: int) -> Stage:
+    texts = [f"{POISON} {row}" if row in poison else f"say {row}" for row in range(num_rows)]
+    parts = [texts[first : first + per_chunk] for first in range(0, num_rows, per_chunk)]
+    stage = Stage(parts)
+    stage.engine.max_in_flight = num_rows
+    stage.engine.kills_at_once = True
+    return stage
+
+
+def run_to_the_end(stage: Stage) -> None:
+    """Start the worker again after every engine death, as SkyPilot does."""
+    while not (ending := stage.run(within_seconds=6000.0)).is_success:
+        assert type(ending.error).__name__ == "EngineDied"
+
+
+def error_rows(stage: Stage) -> dict[int, str]:
+    """The error codes of failed rows, by their number in the job."""
+    found = stage.objects(layout.OUTPUTS)
+    lines = [
+        json.loads(line)
+        for key, data in found.items()
+        if layout.parse_marker(key) is None
+        for line in data.splitlines()
+    ]
+    return {line["_row"]: line["error"]["code"] for line in lines if line["error"]}
+
+
+@pytest.mark.parametrize("place", [0, 617, NUM_ROWS - 1])
+def test_one_row_that_kills_the_engine_among_a_thousand_is_found_in_minutes(place: int) -> None:
+    """All thousand ran one at a time, which took an hour."""
+    with stage_of(NUM_ROWS, {place}, per_chunk=300) as stage:
+        run_to_the_end(stage)
+        assert error_rows(stage) == {place: "engine_crash"}
+        assert len(stage.deaths) <= 2 + math.ceil(math.log2(NUM_ROWS) / 2)
+        assert stage.deaths[-1] == [(f"part-{place // 300:05}", place % 300)]
+        groups = 2 * math.ceil(math.log2(NUM_ROWS))
+        assert len(stage.taken) <= 2 * NUM_ROWS + groups * NUM_ROWS / 4
+        assert stage.scheduler.now < 300.0
+
+
+def test_several_rows_that_kill_the_engine_are_found_and_no_other() -> None:
+    poison = {3, 4, 90, 255}
+    with stage_of(256, poison, per_chunk=50) as stage:
+        run_to_the_end(stage)
+        assert error_rows(stage) == dict.fromkeys(poison, "engine_crash")
+        assert len(stage.deaths) <= 2 + len(poison) * math.log2(256) / 2
+
+
+def test_deaths_that_are_no_rows_fault_make_no_error_row() -> None:
+    with stage_of(64, set(), per_chunk=10) as stage:
+        stage.engine.dies = 1.0
+        for _ in range(5):
+            assert type(stage.run().error).__name__ == "EngineDied"
+        stage.engine.dies = 0.0
+        assert stage.run().is_success
+        assert error_rows(stage) == {}
+
+
+def test_notes_of_an_older_version_are_read() -> None:
+    """They do not say how many rows were in the engine: as many as the notes of that death."""
+    with stage_of(32, {5}, per_chunk=32) as stage:
+        stage.engine.dies = 1.0
+        assert not stage.run().is_success  # leaves run.json
+        fingerprint = json.loads(stage.objects()[layout.RUN_KEY])["fingerprint"]
+        for key in stage.objects(layout.CHECKPOINTS):
+            stage.server.delete(RUN + key)
+        stage.engine.dies = 0.0
+        stage.deaths.clear()
+        [chunk] = [held.data for key, held in stage.server.objects.items() if "/chunks/" in key]
+        header = json.dumps({"chunk_sha256": codec.sha256(chunk), "fingerprint": fingerprint})
+        notes = [json.dumps({"line": line, "engine_deaths": 1}) for line in range(32)]
+        for epoch in (1, 2):
+            segment = "\n".join([header, *notes, ""]).encode()
+            stage.put(layout.segment_key("part-00000", epoch, "old", 1), segment)
+        run_to_the_end(stage)
+        assert error_rows(stage) == {5: "engine_crash"}
+        assert [len(rows) for rows in stage.deaths] == [8, 2, 1]
+
+
+def test_an_engine_that_is_replaced_within_the_worker_leads_to_the_same_row() -> None:
+    with stage_of(256, {77}, per_chunk=50) as stage:
+        stage.engine.restarts = 1.0
+        assert stage.run(within_seconds=600.0).is_success
+        assert error_rows(stage) == {77: "engine_crash"}
+        assert [len(rows) for rows in stage.deaths] == [256, 256, 64, 16, 4, 1]
+
+
+def test_the_search_goes_on_where_a_kill_ended_it() -> None:
+    """What a death says of its rows is on storage before the next group runs."""
+    with stage_of(256, {77}, per_chunk=256) as stage:
+        stage.engine.restarts = 1.0
+
+        def dies_of_the_fourth(
+            _number: int, method: str, key: str, _process: Process
+        ) -> str | None:
+            return "dies_before" if method == "put_object" and len(stage.deaths) == 4 else None
+
+        assert stage.run(hook=dies_of_the_fourth).is_killed
+        assert stage.run(within_seconds=600.0).is_success
+        assert error_rows(stage) == {77: "engine_crash"}
+        assert [len(rows) for rows in stage.deaths] == [256, 256, 64, 16, 16, 4, 1]
