@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
     ):  # Ctrl-C before or after the command; while it runs, click handles Ctrl-C
         say("error: interrupted")
         status = _INTERRUPTED
+    except Exception:  # noqa: BLE001 - a bug; Python would print its traceback with the secrets of URLs
+        for line in traceback.format_exc().rstrip().split("\n"):
+            say(line)
+        status = 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(
             OSError

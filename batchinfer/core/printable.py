@@ -1,7 +1,8 @@
 """Makes texts safe to show. Names, messages and records come from buckets, and anybody may have written them. Pure.
 
-A terminal obeys control characters: they move the cursor, change the window's title, or reorder what is on a line.
-`batchinfer.cli` passes every text that goes to a terminal, to the log, or into the JSON on stdout through this module.
+A terminal obeys control characters: they move the cursor, change the window's title, or reorder what is on a line. And
+a URL may hold a password. `batchinfer.cli` passes every text that goes to a terminal, to the log, or into the JSON on
+stdout through this module.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+
+from batchinfer.core.redaction import redact
 
 T = TypeVar("T")
 
@@ -24,12 +27,12 @@ INVALID_CODE = "invalid"
 
 
 def printable(text: str) -> str:
-    r"""Replace each control character by its escape, such as \x1b. Tabs and newlines stay.
+    r"""Mask secrets in URLs, and replace each control character by its escape, such as \x1b. Tabs and newlines stay.
 
-    >>> printable("name\x1b[2J\u202etxt\n")
-    'name\\x1b[2J\\u202etxt\n'
+    >>> printable("name\x1b[2J\u202etxt of http://me:secret@host\n")
+    'name\\x1b[2J\\u202etxt of http://…@host\n'
     """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact(text))
 
 
 def one_line(text: str) -> str:

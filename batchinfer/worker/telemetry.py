@@ -12,6 +12,7 @@ from batchinfer.cli.logs import event
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted, PolicyStop, StopRequested
 from batchinfer.core.records import EngineInfo, EngineStats, Failure, Span, Worker
+from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.worker.chunk import OpenChunk
@@ -197,7 +198,7 @@ class Telemetry:
     def set_state(self, state: str, reason: str = "") -> None:
         """Set the state that the worker's record shows; records.Worker lists the states."""
         self._state = state
-        self._reason = reason
+        self._reason = redact(reason)
         if state in ENDED_STATES:
             self._running_until = self._clock.monotonic()
         if state == "done":
