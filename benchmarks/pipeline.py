@@ -47,6 +47,7 @@ print(seconds)
 
 COLUMNS = "conversation_id,model,conversation,turn"
 PROMPT = ("--prompt-column", "prompt")
+TEMPLATE = "{{ model }}, turn {{ turn }}: {{ conversation[0].content }}"
 CHAT = ("--messages-column", "conversation")
 COMPLETIONS = ("--request-format", "completions")
 BATCH = ("--request-format", "openai-batch")
@@ -174,10 +175,13 @@ def make_ways(
     batch_output = ("--output-format", "openai-batch")
     completions_output = ("--output-format", "completions")
     kept = ("--keep-prompt", "--keep", "model,turn")
+    template = scratch / "template.jinja"
+    template.write_text(TEMPLATE)
     for folder, lines, convert, ways in (
         ("rows", base, as_rows, {
             "rows -> native": CHAT,
             "rows -> native, prompt and columns kept": (*CHAT, *kept),
+            "rows, a template -> native": ("--prompt-template", str(template)),
             "rows -> openai-batch": (*CHAT, *batch_output),
         }),
         ("wide", wide, as_rows, {"rows, all columns -> native": CHAT}),

@@ -13,9 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
-import batchinfer
+from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import EngineInfo, EngineStats, Request, RowKey
 from batchinfer.engines.channel import Channel, to_worker_decoder
 
@@ -182,36 +181,3 @@ class Replica:
         self._reader.join(0.5)
         if not self._reader.is_alive() and self._process.stdout:
             self._process.stdout.close()
-
-
-def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `additions`, for a child process.
-
-    PYTHONPATH is extended if necessary, so that the child imports the same copy of this package.
-    """
-    environment = {**os.environ, **additions}
-    root = str(Path(batchinfer.__file__).resolve().parent.parent)
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if root not in paths:
-        environment["PYTHONPATH"] = os.pathsep.join([*paths, root])
-    return environment
-
-
-def describe_exit(status: int | None) -> str:
-    """Say in words how a process ended, by its exit status. None: the process still runs.
-
-    >>> describe_exit(-9)
-    "killed by SIGKILL (often the kernel's or the container's memory limit)"
-    >>> describe_exit(3)
-    'ended with exit status 3'
-    """
-    if status is None:
-        return "closed its connection"
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    note = " (often the kernel's or the container's memory limit)" if status == -9 else ""
-    return f"killed by {name}{note}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jinja2
 import msgspec
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError, near
-from batchinfer.core.records import Failure, Request, RowKey, Sampling
+from batchinfer.core.records import Request, RowKey, Sampling
 from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
-from batchinfer.prompts.sandbox import compile_template
+from batchinfer.prompts.render_process import RenderProcess
 from batchinfer.prompts.types import (
     TRUNCATIONS,
     Code,
@@ -117,17 +116,11 @@ class PromptBuilder:
             first_row: Number of the chunk's first row in the job; 0 for a chunk that `split` did not make.
             rows: Some lines of this chunk, in any order.
         """
-        fill = self._reader.fill
-        drafts = []
-        for row in rows:
-            draft = Draft(first_row + row.line_index)
-            try:
-                fill(draft, row.data)
-            except RowError as error:
-                _fail(draft, error)
+        drafts = [Draft(first_row + row.line_index) for row in rows]
+        self._reader.fill(drafts, [row.data for row in rows])
+        for draft in drafts:
             if not draft.id:
                 draft.id = str(draft.row)
-            drafts.append(draft)
         if self._tokenizer is not None:
             self._tokenize(drafts, self._tokenizer)
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk)
@@ -243,7 +236,7 @@ class PromptBuilder:
             if not draft.text:
                 raise RowProblem(Code.EMPTY_PROMPT, "the chat template wrote nothing")
         except RowError as error:
-            _fail(draft, error)
+            draft.fail(error)
 
     def _is_hopeless(self, draft: Draft, tokenizer: Tokenizer) -> bool:
         # Tokenizing a prompt of megabytes would delay all other rows. A prompt with more characters than the longest
@@ -254,9 +247,8 @@ class PromptBuilder:
         num_chars = len(draft.text or "")
         if num_chars <= self._max_model_len * longest:
             return False
-        _fail(
-            draft,
-            _too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len),
+        draft.fail(
+            _too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len)
         )
         return True
 
@@ -271,7 +263,7 @@ class PromptBuilder:
                 mode=self._config.truncate_prompt,
             )
         except RowError as error:
-            _fail(draft, error)
+            draft.fail(error)
         draft.is_cut = draft.token_ids is not token_ids
 
     # ------------------------------------------------------------------ checks
@@ -279,24 +271,22 @@ class PromptBuilder:
     def _check_chat(self) -> None:
         template = self._config.chat_template
         if template:
-            compiled = compile_template(
-                template, name="--chat-template", undefined=jinja2.Undefined
+            values = {
+                "messages": _SAMPLE,
+                "add_generation_prompt": True,
+                "bos_token": "",
+                "eos_token": "",
+                **self._config.chat_template_kwargs,
+            }
+            process = RenderProcess(
+                template, name="--chat-template", values=values, is_strict=False
             )
-            try:
-                compiled.render(
-                    {
-                        "messages": _SAMPLE,
-                        "add_generation_prompt": True,
-                        "bos_token": "",
-                        "eos_token": "",
-                        **self._config.chat_template_kwargs,
-                    }
-                )
-            except (RowProblem, jinja2.UndefinedError) as error:
+            [rendered] = process.render([b"{}"])
+            if rendered.text is None:
                 raise ConfigError(
-                    f"--chat-template fails on a conversation of one user message: {error}",
+                    f"--chat-template fails on a conversation of one user message: {rendered.message}",
                     hint="the template gets `messages` and `add_generation_prompt`",
-                ) from error
+                )
         elif self._tokenizer is not None and not self._tokenizer.has_chat_template:
             raise ConfigError(
                 "the model's tokenizer has no chat template, expected one for a messages column",
@@ -310,7 +300,7 @@ def _encode(drafts: list[Draft], tokenizer: Tokenizer, *, add_special_tokens: bo
         encoded = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
     except Exception as error:  # noqa: BLE001 -- tokenizers raise errors of any type
         if len(drafts) == 1:
-            _fail(drafts[0], RowProblem(Code.TOKENIZER_ERROR, f"{type(error).__name__}: {error}"))
+            drafts[0].fail(RowProblem(Code.TOKENIZER_ERROR, f"{type(error).__name__}: {error}"))
             return
         for draft in drafts:
             _encode([draft], tokenizer, add_special_tokens=add_special_tokens)
@@ -318,12 +308,7 @@ def _encode(drafts: list[Draft], tokenizer: Tokenizer, *, add_special_tokens: bo
     for draft, token_ids in zip(drafts, encoded, strict=True):
         draft.token_ids = token_ids
         if not token_ids:
-            _fail(draft, RowProblem(Code.EMPTY_PROMPT, "the prompt has no token"))
-
-
-def _fail(draft: Draft, error: RowError) -> None:
-    draft.failure = Failure(code=error.code, message=error.message)
-    draft.param = error.param if isinstance(error, RowProblem) else None
+            draft.fail(RowProblem(Code.EMPTY_PROMPT, "the prompt has no token"))
 
 
 def _check_values(config: PromptConfig) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Failure
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
-from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
-from batchinfer.prompts.types import Code, Draft, PromptConfig, RequestFormat, RowProblem
+from batchinfer.prompts.render_process import RenderProcess
+from batchinfer.prompts.templates import examples_text, named_template
+from batchinfer.prompts.types import (
+    Code,
+    Draft,
+    PromptConfig,
+    RequestFormat,
+    RowProblem,
+    fill_each,
+)
 
 _UNSET = msgspec.UNSET
 _MANY_TOKENS = 2**32
@@ -38,7 +47,7 @@ class RowsReader:
         self._config = config
         self._eos_token = eos_token
         self._messages_column = config.messages_column
-        self._template: PromptTemplate | None = None
+        self._template: RenderProcess | None = None
         self._prefix = ""
         _check_choice(config)
         if config.template_name:
@@ -46,14 +55,18 @@ class RowsReader:
             self._messages_column = named.messages_column
             if named.source:
                 self._prefix = examples_text(named, config.few_shot)
-                self._template = PromptTemplate(
-                    named.source, name=f"--template {named.name}", values={}
+                self._template = RenderProcess(
+                    named.source,
+                    name=f"--template {named.name}",
+                    values={},
+                    blank_columns=config.blank_columns,
                 )
         elif config.prompt_template:
-            self._template = PromptTemplate(
+            self._template = RenderProcess(
                 config.prompt_template,
                 name="--prompt-template",
                 values={"examples": config.few_shot, "system_prompt": config.system_prompt},
+                blank_columns=config.blank_columns,
             )
         self.is_chat = bool(self._messages_column) or config.as_chat
         self._prefill = config.continue_final if isinstance(config.continue_final, str) else ""
@@ -68,10 +81,11 @@ class RowsReader:
         self._keep_all = config.keep == ["*"]
         self._column = self._messages_column or config.prompt_column
         self._project: Callable[[bytes], tuple[Any, ...]] | None = None
-        if self._template is None and not self._keep_all:
+        if not self._keep_all:
             self._projected = [ROW_FIELD]
             self._id_position = self._position(config.id_column or ID_FIELD)
-            self._value_position = self._position(self._column)
+            # A template's process gets the whole line, so no column of it is decoded here.
+            self._value_position = self._position(self._column or ROW_FIELD)
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
             # the messages after the first turn need not be decoded.
@@ -86,8 +100,27 @@ class RowsReader:
             self._projected.append(column)
         return self._projected.index(column)
 
-    def fill(self, draft: Draft, data: bytes) -> None:
-        """Read one row. See `RowReader.fill`."""
+    def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
+        """Read rows. See `RowReader.fill`."""
+        fill_each(self._fill, drafts, lines)
+        if self._template is not None:
+            pairs = zip(drafts, lines, strict=True)
+            self._render(
+                self._template, [(draft, line) for draft, line in pairs if draft.failure is None]
+            )
+
+    def _render(self, template: RenderProcess, rows: list[tuple[Draft, bytes]]) -> None:
+        texts = template.render([line for _, line in rows])
+        for (draft, _), rendered in zip(rows, texts, strict=True):
+            if rendered.text is None:
+                draft.failure = Failure(code=rendered.code, message=rendered.message)
+                continue
+            try:
+                self._fill_text(draft, self._prefix + rendered.text)
+            except RowProblem as error:
+                draft.fail(error)
+
+    def _fill(self, draft: Draft, data: bytes) -> None:
         if self._project is not None:
             found = self._project(data)
             row, row_id, value = found[0], found[self._id_position], found[self._value_position]
@@ -112,12 +145,12 @@ class RowsReader:
             columns = json_lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             json_lines.check_place(draft, row)
+        if self._template is not None:
+            return
         if value is _UNSET:
             raise json_lines.missing_column(self._column, data)
         if self._messages_column:
             self._fill_messages(draft, value)
-        elif self._template is not None:
-            self._fill_text(draft, self._prefix + self._template.render(value))
         else:
             self._fill_prompt(draft, value)
 
@@ -132,11 +165,7 @@ class RowsReader:
             draft.source = dict(columns)
         elif self._keep:
             draft.source = {name: columns[name] for name in self._keep if name in columns}
-        if self._template is None:
-            return row, columns.get(self._column, _UNSET)
-        for name in self._config.blank_columns:
-            columns[name] = ""
-        return row, columns
+        return row, columns.get(self._column, _UNSET)
 
     def _fill_messages(self, draft: Draft, value: Any) -> None:
         continue_own = self._config.continue_final is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from batchinfer.prompts.types import (
     PromptConfig,
     RequestFormat,
     RowProblem,
+    fill_each,
 )
 
 # Task that each endpoint of an OpenAI batch stands for. A row whose task is not the run's fails.
@@ -66,8 +68,11 @@ class RequestsReader:
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
         self._is_batch = is_batch
 
-    def fill(self, draft: Draft, data: bytes) -> None:
-        """Read one request. See `RowReader.fill`."""
+    def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
+        """Read requests. See `RowReader.fill`."""
+        fill_each(self._fill, drafts, lines)
+
+    def _fill(self, draft: Draft, data: bytes) -> None:
         line = json_lines.decode_object(data)
         row = line.pop(ROW_FIELD, None)
         row_id = line.pop(ID_FIELD, None)

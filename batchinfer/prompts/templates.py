@@ -143,9 +143,16 @@ class PromptTemplate:
         values: Further variables, such as `examples`. A column of the same name takes precedence.
     """
 
-    def __init__(self, source: str, *, name: str, values: dict[str, Any]) -> None:
-        self._template = compile_template(source, name=name, undefined=jinja2.StrictUndefined)
-        parser = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str,
+        values: dict[str, Any],
+        undefined: type[jinja2.Undefined] = jinja2.StrictUndefined,
+    ) -> None:
+        self._template = compile_template(source, name=name, undefined=undefined)
+        parser = BoundedEnvironment(undefined=undefined)
         self.variables = sorted(meta.find_undeclared_variables(parser.parse(source)))
         self._name = name
         self._values = values

@@ -188,6 +188,11 @@ class Draft(msgspec.Struct, gc=False):
     failure: Failure | None = None
     param: str | None = None
 
+    def fail(self, error: RowError) -> None:
+        """Make this the draft of a bad row."""
+        self.failure = Failure(code=error.code, message=error.message)
+        self.param = error.param if isinstance(error, RowProblem) else None
+
 
 class RowProblem(RowError):
     """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
@@ -205,13 +210,20 @@ class RowReader(Protocol):
         """Whether every row becomes a conversation, so that the run needs a chat template."""
         ...
 
-    def fill(self, draft: Draft, data: bytes) -> None:
-        """Read one line into a draft.
-
-        Raises:
-            RowProblem: the row is bad. The draft keeps the fields that were filled before the error.
-        """
+    def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
+        """Read each line into its draft. The draft of a bad row gets a failure and keeps what was filled before it."""
         ...
+
+
+def fill_each(
+    fill: Callable[[Draft, bytes], None], drafts: Sequence[Draft], lines: Sequence[bytes]
+) -> None:
+    """Read each line into its draft by `fill`, which raises RowError if the row is bad."""
+    for draft, line in zip(drafts, lines, strict=True):
+        try:
+            fill(draft, line)
+        except RowError as error:
+            draft.fail(error)
 
 
 class RequestFormat(Record, frozen=True, kw_only=True):

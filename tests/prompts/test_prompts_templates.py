@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
-from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow, list_templates
+from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow, list_templates, render_process
+from batchinfer.prompts.render_process import RenderProcess
 
 
 def make(row: dict[str, object], **options):
@@ -20,6 +29,12 @@ def render(template: str, row: dict[str, object] | None = None, **options) -> st
     prepared = make(row or {}, prompt_template=template, **options)
     assert prepared.request is not None, prepared.failure
     return prepared.request.text
+
+
+@pytest.fixture
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_process, "ROW_SECONDS", 0.5)
+    monkeypatch.setattr(render_process, "MEMORY_BYTES", 400 << 20)
 
 
 def failure(template: str, row: dict[str, object] | None = None):
@@ -120,6 +135,7 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
         make({}, prompt_template=template)
 
 
+@pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize(
     "template",
     [
@@ -129,7 +145,7 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{{ 'x' * 10**10 }}",
         "{{ [0] * 10**10 }}",
-        "{{ 10 ** 100000000 }}",
+        "{{ x ** 100000000 }}",
         "{{ 'x'.ljust(10**10) }}",
         "{{ 'x' | center(10**10) }}",
         "{{ 'x' | indent(10**10, true) }}",
@@ -157,7 +173,111 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
     ],
 )
 def test_a_template_that_goes_too_far_is_the_rows_error(template):
-    assert failure(template, {"q": [1]}).code == "template_error"
+    assert failure(template, {"q": [1], "x": 10}).code == "template_error"
+
+
+@pytest.mark.usefixtures("low_limits")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ([a] * 100) | join }}",
+        "{{ a | replace(old='x', new=a) }}",
+        "{{ '{0:>{1}}'.format('a', wide) }}",
+        "{{ a | indent('x' * 100000) }}",
+        "{{ ([a] * 1000) | tojson }}",
+        "{{ ('%999999d' * n) % ((x,) * n) }}",
+        "{% set b %}{% for i in range(100) %}{{ a }}{% endfor %}{% endset %}{{ b }}",
+        "{{ a.translate({120: a}) }}",
+        "{{ 'x' * wide | int }}",
+        "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{{ ([x] * (n * 5000)) | sum }}",
+        "{{ x ** 100000000 }}",
+    ],
+)
+def test_no_template_gets_around_the_limits_of_memory_and_time(template):
+    row = {"a": "x\n" * 5_000_000, "wide": "900000000", "x": 10, "n": 60000}
+    found = failure(template, row)
+    assert found.code == "template_error"
+    assert re.search("more than (0.5 s of CPU time|400 MiB of memory)", found.message)
+
+
+@pytest.mark.usefixtures("low_limits")
+def test_a_template_that_hangs_while_it_is_compiled_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot be compiled: took more than 0\.5 s of CPU time"):
+        make({}, prompt_template="{{ 10 ** 100000000 }}")
+
+
+@pytest.mark.usefixtures("low_limits")
+def test_only_the_rows_that_go_over_a_limit_fail():
+    builder = PromptBuilder(
+        PromptConfig(prompt_template="{{ i }}{{ x ** (n | int) if n else '' }}", keep=["i"]),
+        Sampling(),
+        None,
+        None,
+        None,
+    )
+    lines = [
+        {"i": i, "x": 10, "n": "100000000" if i in (3, 7) else "2" if i == 5 else ""}
+        for i in range(9)
+    ]
+    rows = [RawRow(i, json.dumps(line).encode()) for i, line in enumerate(lines)]
+    for _ in range(2):
+        built = builder.build("c", 0, rows)
+        assert [item.request.text if item.request else item.failure.code for item in built] == [
+            *("0", "1", "2", "template_error", "4", "5100", "6", "template_error", "8")
+        ]
+        assert [item.source for item in built] == [{"i": i} for i in range(9)]
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_process_that_is_killed_from_outside_costs_no_row(num_rows):
+    before = set(children(os.getpid()))
+    process = RenderProcess("{{ x }}", name="t", values={})
+    lines = [b'{"x":%d}' % i for i in range(num_rows)]
+    for _ in range(3):
+        [child] = set(children(os.getpid())) - before
+        os.kill(child, signal.SIGKILL)
+        assert [text.text for text in process.render(lines)] == [str(i) for i in range(num_rows)]
+
+
+def test_the_process_ends_with_its_template_and_with_the_worker():
+    before = set(children(os.getpid()))
+    process = RenderProcess("{{ x }}", name="t", values={})
+    assert set(children(os.getpid())) - before
+    del process
+    assert set(children(os.getpid())) == before
+
+    code = (
+        "from batchinfer.prompts.render_process import RenderProcess\n"
+        "process = RenderProcess('{{ x }}', name='t', values={})\n"
+        "print(process.render([b'{}'])[0].code, flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout.readline() == b"missing_column\n"
+        [child] = children(worker.pid)
+        worker.kill()
+    # The test ends by its own time limit if the process lives on.
+    while Path(f"/proc/{child}/exe").exists():
+        time.sleep(0.05)
+
+
+def test_threads_take_turns_with_one_template():
+    process = RenderProcess("{{ x }}", name="t", values={})
+    with ThreadPoolExecutor(4) as pool:
+        batches = [[b'{"x":%d}' % (7 * i + j) for j in range(7)] for i in range(40)]
+        for i, texts in enumerate(pool.map(process.render, batches)):
+            assert [text.text for text in texts] == [str(7 * i + j) for j in range(7)]
 
 
 def test_a_chat_template_that_loops_is_refused_at_once():

@@ -1,0 +1,249 @@
+"""Renders a user's template in a process of its own, because Jinja's sandbox bounds neither time nor memory.
+
+The process (render_host.py) has a limit on its memory, and one on the CPU time of each row. The kernel enforces both,
+so no template gets around them. A template that goes over a limit ends its process and nothing else: the row becomes
+`template_error`, and the process is started again for the next row.
+
+Rows are sent as the lines of the chunk, many at a time. If the process ends with many rows, the same rows are sent
+again one at a time, so that each bad row is found and the others are rendered.
+
+A frame on the pipes is four bytes of length and one JSON or msgpack object. The process ends when the pipe to it is
+closed, thus also when the worker is killed; a render that runs at that moment ends by its limit of CPU time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import IO, Any
+
+import msgspec
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.processes import child_environment, describe_exit
+from batchinfer.prompts.types import Code
+
+logger = logging.getLogger(__name__)
+
+ROW_SECONDS = 5.0
+"""Seconds of CPU time that one row may take, and the template's compilation."""
+MEMORY_BYTES = 1 << 30
+"""Bytes of address space that the process may have, its own 30 MB included."""
+MEMORY_STATUS = 71
+"""Exit status of the process when memory could not be had."""
+
+_HEADER = struct.Struct("<I")
+
+
+class RenderSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame to the process: the template, and the limits."""
+
+    name: str
+    """Name of the template in error messages."""
+    source: str
+    values: dict[str, Any]
+    """Variables besides the row's columns."""
+    blank_columns: list[str]
+    """Columns that the template gets as an empty text."""
+    is_strict: bool
+    """Whether the use of a missing variable is an error."""
+    row_seconds: float
+    memory_bytes: int
+
+
+class RenderReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `RenderSetup`. If `error` is not empty, the template cannot be compiled, and the process ends."""
+
+    variables: list[str] = []
+    """Variables that the template reads, without those that it sets itself."""
+    error: str = ""
+    hint: str = ""
+
+
+class RenderedText(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The prompt text of one row, or the code and the message of the row's error."""
+
+    text: str | None
+    code: str = ""
+    message: str = ""
+
+
+_encode_rows = msgspec.msgpack.Encoder().encode
+_decode_texts = msgspec.msgpack.Decoder(list[RenderedText]).decode
+_decode_ready = msgspec.json.Decoder(RenderReady).decode
+
+
+class RenderProcess:
+    """A template in a process of its own, which is started again whenever it has ended. Threads take turns.
+
+    Args:
+        source: Jinja text.
+        name: Name of the template in error messages.
+        values: Variables such as `examples`. A column of the same name takes precedence.
+        blank_columns: Columns that the template gets as an empty text.
+        is_strict: Whether the use of a missing variable is an error.
+
+    Raises:
+        ConfigError: the template does not compile, or its compilation goes over a limit.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str,
+        values: dict[str, Any],
+        blank_columns: Sequence[str] = (),
+        is_strict: bool = True,
+    ) -> None:
+        setup = RenderSetup(
+            name=name,
+            source=source,
+            values=values,
+            blank_columns=list(blank_columns),
+            is_strict=is_strict,
+            row_seconds=ROW_SECONDS,
+            memory_bytes=MEMORY_BYTES,
+        )
+        try:
+            self._setup = msgspec.json.encode(setup)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{name}: holds bytes that are no text, expected UTF-8") from error
+        self._name = name
+        self._row_seconds = setup.row_seconds
+        self._memory_bytes = setup.memory_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_warned = False
+        with self._lock:
+            self.variables = self._start().variables
+
+    def render(self, lines: Sequence[bytes]) -> list[RenderedText]:
+        """Return the prompt text of every row, in order. Each of `lines` is a JSON object."""
+        with self._lock:
+            if len(lines) > 1:
+                texts = self._ask_for(lines)
+                if texts is not None:
+                    return texts
+                self._note_end()
+            return [self._render_alone(line) for line in lines]
+
+    def _render_alone(self, line: bytes) -> RenderedText:
+        # A process that went over a limit has ended because of its row. A process that ended in another way may have
+        # been killed from outside, so its row is tried a second time.
+        reason = ""
+        for _ in range(2):
+            texts = self._ask_for([line])
+            if texts is not None:
+                return texts[0]
+            status = self._note_end()
+            reason = self._limit_of(status)
+            if reason:
+                break
+            reason = f"the process that renders it ended twice ({describe_exit(status)})"
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s; such a row becomes an error row", self._name, reason)
+        return RenderedText(None, Code.TEMPLATE_ERROR.value, f"{self._name}: {reason}")
+
+    def _limit_of(self, status: int) -> str:
+        """Return which limit the process went over, by its exit status; "" if it ended for another reason."""
+        if status == -signal.SIGPROF:
+            return f"took more than {self._row_seconds:g} s of CPU time"
+        if status == MEMORY_STATUS:
+            return f"needs more than {self._memory_bytes >> 20} MiB of memory"
+        return ""
+
+    # -- the process
+
+    def _start(self) -> RenderReady:
+        """Start the process, and let it compile the template."""
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchinfer.prompts.render_host"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,  # so that Ctrl-C does not reach it
+                env=child_environment({}),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"{self._name}: the process that renders it cannot be started ({error})",
+                hint="the machine may have too many processes or too little memory",
+            ) from error
+        self._process = process
+        self._end = weakref.finalize(self, _end, process)
+        answer = _exchange(process, self._setup)
+        if answer is None:
+            status = self._note_end()
+            reason = self._limit_of(status) or f"its process ended ({describe_exit(status)})"
+            raise ConfigError(
+                f"{self._name}: cannot be compiled: {reason}",
+                hint="Jinja computes constant expressions first: look for a very large one",
+            )
+        ready = _decode_ready(answer)
+        if ready.error:
+            self._note_end()
+            raise ConfigError(ready.error, hint=ready.hint)
+        return ready
+
+    def _ask_for(self, lines: Sequence[bytes]) -> list[RenderedText] | None:
+        """Return the text of every row; None if the process has ended."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None
+        answer = _exchange(self._process, _encode_rows(lines))
+        return None if answer is None else _decode_texts(answer)
+
+    def _note_end(self) -> int:
+        """Wait for the end of a process that has closed its pipe, and return its exit status."""
+        assert self._process is not None
+        status = self._process.wait()
+        self._end()
+        self._process = None
+        return status
+
+
+def _exchange(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
+    """Send a frame and return the answer; None if the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        write_frame(process.stdin, question)
+    except OSError:
+        return None
+    return read_frame(process.stdout)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # The process is killed first, because a thread that still reads from it holds the lock of the pipe.
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # bytes were left that the process has not read
+            pipe.close()
+
+
+def write_frame(pipe: IO[bytes], data: bytes) -> None:
+    """Write one frame, and wait until the pipe has taken it."""
+    pipe.write(_HEADER.pack(len(data)))
+    pipe.write(data)
+    pipe.flush()
+
+
+def read_frame(pipe: IO[bytes]) -> bytes | None:
+    """Read one frame. Returns None if the other side has closed the pipe."""
+    header = pipe.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack(header)
+    data: bytes = pipe.read(length)
+    return data if len(data) == length else None
