@@ -237,7 +237,8 @@ def finished_by(run: Path, worker_id: str) -> tuple[set[str], set[str]]:
         layout.parse_segment(str(path.relative_to(run)))
         for path in (run / layout.CHECKPOINTS).glob("*/*")
     )
-    begun = {parsed[0] for parsed in segments if parsed is not None and parsed[2] == worker_id}
+    writer = f"{worker_id}."  # a nonce follows
+    begun = {parsed[0] for parsed in segments if parsed and parsed[2].startswith(writer)}
     return published, begun - set(markers)
 
 

@@ -21,7 +21,7 @@ PROBES = "probes/"
 MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
-_SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<worker>.+)-(?P<seq>[0-9]{6})\.jsonl$")
+_SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})\.jsonl$")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -132,22 +132,25 @@ def checkpoint_prefix(name: str) -> str:
     return f"{CHECKPOINTS}{name}/"
 
 
-def segment_key(name: str, epoch: int, worker: str, seq: int) -> str:
-    """Key of one checkpoint segment.
+def segment_key(name: str, epoch: int, writer: str, seq: int) -> str:
+    """Key of one checkpoint segment. `writer` is the worker's id and the nonce of its start.
 
-    >>> segment_key("part-00007", 1, "w0", 3)
-    'checkpoints/part-00007/000001-w0-000003.jsonl'
+    >>> segment_key("part-00007", 1, "w0.3f2a", 3)
+    'checkpoints/part-00007/000001-w0.3f2a-000003.jsonl'
     """
-    return f"{CHECKPOINTS}{name}/{epoch:06d}-{worker}-{seq:06d}.jsonl"
+    return f"{CHECKPOINTS}{name}/{epoch:06d}-{writer}-{seq:06d}.jsonl"
 
 
 def parse_segment(key: str) -> tuple[str, int, str, int] | None:
-    """Return (chunk name, epoch, worker, seq) of a checkpoint segment's key, or None for any other key."""
+    """Return (chunk name, epoch, writer, seq) of a checkpoint segment's key, or None for any other key.
+
+    Earlier versions wrote segments whose writer is the worker's id without a nonce.
+    """
     name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
     match = _SEGMENT.match(file)
     if match is None:
         return None
-    return name, int(match["epoch"]), match["worker"], int(match["seq"])
+    return name, int(match["epoch"]), match["writer"], int(match["seq"])
 
 
 def claim_key(name: str) -> str:

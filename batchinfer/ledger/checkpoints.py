@@ -280,7 +280,7 @@ def write_segment(
     """Create one segment: the header line, then `records`.
 
     The store may safely repeat the create after a lost reply, because no other segment ever gets the same key: the key
-    contains the worker's epoch, which grows with every start.
+    contains the nonce of this start of the worker.
     """
     header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
     store.create(key, b"".join((header, b"\n", records)))

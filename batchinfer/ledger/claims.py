@@ -130,12 +130,12 @@ class Lease:
 
     @property
     def writer(self) -> str:
-        """Name of this process in keys.
+        """Name of this process in keys: the worker's id and this start's nonce.
 
-        On a store without preconditions two processes of one worker may get the same epoch. So the name then contains
-        the nonce too, which each process has to itself.
+        Epochs do not tell two starts of one worker apart: they begin at 1 again after the worker's record was lost, and
+        on a store without preconditions two processes may get the same one.
         """
-        return self.worker_id if self._is_safe else f"{self.worker_id}.{self.nonce}"
+        return f"{self.worker_id}.{self.nonce}"
 
     def take(self, describe: Callable[[Worker | None], Worker]) -> Worker | None:
         """Write this worker's record with the next epoch. Return the record that was there before, None if none was.

@@ -114,6 +114,20 @@ class TestLease:
         lease.renew(worker_record())
         lease.require()
 
+    @pytest.mark.parametrize("is_safe", [True, False])
+    def test_two_starts_of_one_epoch_write_under_different_names(
+        self, store: MemoryStore, clock: FakeClock, *, is_safe: bool
+    ) -> None:
+        """Epochs repeat where a record was lost, and where two starts cannot see each other's write."""
+        writers = set()
+        for nonce in "ab":
+            lease = Lease(store, "w0", clock, lease_seconds=120, nonce=nonce, is_safe=is_safe)
+            lease.take(lambda _: worker_record())
+            assert lease.epoch == 1
+            writers.add(lease.writer)
+            store.delete([layout.worker_key("w0")])
+        assert writers == {"w0.a", "w0.b"}
+
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -302,9 +302,9 @@ def test_the_kill_waits_for_a_done_and_a_begun_chunk_or_for_half(
 def test_checkpoints_of_published_chunks_and_of_other_workers_do_not_count(demo, finished):
     _, run, _ = finished
     for name, segment in [
-        ("part-00000", "000001-w0-000001.jsonl"),
-        ("part-00007", "000001-w1-000001.jsonl"),
-        ("part-00008", "000001-w0-000002.jsonl"),
+        ("part-00000", "000001-w0.3f2a-000001.jsonl"),
+        ("part-00007", "000001-w1.3f2a-000001.jsonl"),
+        ("part-00008", "000001-w0.3f2a-000002.jsonl"),
         ("part-00009", "something-else"),
     ]:
         folder = run / "checkpoints" / name
@@ -368,7 +368,7 @@ for line in manifest.read_text().split():
     chunk = chunks[pathlib.Path(line).stem]
     if (run / f"outputs/{chunk['name']}.jsonl.succeed").exists():
         continue
-    segment = run / f"checkpoints/{chunk['name']}/000001-{worker}-000001.jsonl"
+    segment = run / f"checkpoints/{chunk['name']}/000001-{worker}.3f2a-000001.jsonl"
     resumed = 3 if segment.exists() else 0
     segment.parent.mkdir(parents=True, exist_ok=True)
     segment.write_text("x")
