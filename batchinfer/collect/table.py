@@ -107,7 +107,7 @@ class _SourceColumns(NamedTuple):
     """The source's columns that the table gets.
 
     `place` says where they are read from: CHUNKS, OUTPUTS, or "" if the table gets none. `names` (in the table) and
-    `kinds` are dictionaries by the name that a column has in the source.
+    `kinds` are dictionaries by the name that a column has in the rows.
     """
 
     place: str
@@ -170,7 +170,7 @@ class Collection:
         if not place:
             return _SourceColumns("", {}, {})
         job, types = self._selection.job, self._types_of_job()
-        wanted = self._config.columns
+        wanted, source_names = self._asked(), self._source_names()
         if wanted is None and types and job is not None:
             wanted = [name for name in job.columns if place == CHUNKS or name in kept]
         unknown = None if wanted is None else [name for name in wanted if name not in types]
@@ -178,9 +178,9 @@ class Collection:
         if wanted is not None:
             found = types | kinds
             kinds = {name: found[name] for name in wanted if name in found}
-        for name in self._config.columns or ():
-            if name not in kinds:
-                known = job.columns if job is not None else []
+        for name, asked in zip(self._config.columns or (), self._asked() or (), strict=True):
+            if asked not in kinds:
+                known = [source_names.get(one, one) for one in job.columns] if job else []
                 near = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
                     f"--columns: no row has a column {name!r}"
@@ -188,7 +188,7 @@ class Collection:
                     hint=f"did you mean {near[0]}?" if near else "check the spelling",
                 )
         taken = {*self._shape.names, "chunk"}
-        names = {name: free_name(name, taken) for name in kinds}
+        names = {name: free_name(source_names.get(name, name), taken) for name in kinds}
         return _SourceColumns(place, names, kinds)
 
     def _types_of_job(self) -> dict[str, Kind]:
@@ -215,6 +215,17 @@ class Collection:
             for row in block.source or ():
                 observer.see(row)
         return observer.kinds()
+
+    def _source_names(self) -> dict[str, str]:
+        """Return the names in the source of columns that `split` renamed, by their names in the rows."""
+        return self._selection.job.source_names if self._selection.job is not None else {}
+
+    def _asked(self) -> list[str] | None:
+        """Return the names in the rows of the columns that `--columns` names; None for all columns."""
+        if self._config.columns is None:
+            return None
+        names_in_rows = {source: name for name, source in self._source_names().items()}
+        return [names_in_rows.get(name, name) for name in self._config.columns]
 
     def _dimension(self) -> int:
         """Return the length of the run's first embedding."""

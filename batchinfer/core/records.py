@@ -90,6 +90,15 @@ class Job(Record, frozen=True, kw_only=True):
     schema: str | msgspec.UnsetType = msgspec.UNSET
     """Arrow schema of the columns that have one type in all files: Arrow's IPC form as base64. It is unset unless all
     files are parquet."""
+    renamed: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """Names that the sources' own columns ``_row`` and ``_id`` have in the rows. Unset if no source has them."""
+
+    @property
+    def source_names(self) -> dict[str, str]:
+        """Names in the sources of the columns that `split` renamed, by their names in the rows."""
+        if isinstance(self.renamed, msgspec.UnsetType):
+            return {}
+        return {name: source_name for source_name, name in self.renamed.items()}
 
 
 # --------------------------------------------------------------------------- requests and completions

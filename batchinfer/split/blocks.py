@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,7 @@ from batchinfer.split.source_files import FoundFile
 
 ROW_FIELD, ID_FIELD = "_row", "_id"
 OWN_FIELDS = frozenset({ROW_FIELD, ID_FIELD})
-"""Columns that `split` writes into every row. If a source has columns of these names, they are dropped. With
-`--id-column _id` the source's `_id` becomes the `_id` of the row."""
+"""Columns that `split` writes into every row. If a source has columns of these names, they are renamed."""
 _BATCH_REQUEST = frozenset({"custom_id", "method", "url", "body"})
 
 _encoder = msgspec.json.Encoder()
@@ -42,10 +42,19 @@ class CountedFile(Record, frozen=True, kw_only=True):
 
 
 class ColumnChoice(Record, frozen=True, kw_only=True):
-    """The columns that `split` keeps (None: all), and the column whose value becomes the row's `_id` ("": none)."""
+    """The columns that `split` keeps (None: all), and the column whose value becomes the row's `_id` ("": none).
+
+    `renamed` holds the names that `_row` and `_id` of a source get in the rows. `columns` and `id_column` are names in
+    the source.
+    """
 
     columns: list[str] | None = None
     id_column: str = ""
+    renamed: dict[str, str] = {}
+
+    def name_in_rows(self, column: str) -> str:
+        """Return the name that a source's column gets in the rows."""
+        return self.renamed.get(column, column)
 
 
 class RowBlock(Protocol):
@@ -92,7 +101,7 @@ class PythonBlock:
 
 @dataclass(slots=True)
 class Oddities:
-    """Counts of values that became null, and of lines that will become error rows. `split` warns of them at its end."""
+    """Facts about the rows read that `split` warns of at its end, such as the number of values that became null."""
 
     nulls: Counter[str] = field(default_factory=Counter)
     """Number of NaN and infinite values that became null, by column."""
@@ -100,17 +109,22 @@ class Oddities:
     """Number of lines that are not a JSON object."""
     first_broken: str = ""
     """File and line number of the first line that is no JSON object, or ""."""
+    renamed: set[str] = field(default_factory=set)
+    """Those of the names `_row` and `_id` that a kept column has in its source."""
 
     def add(self, later: Oddities) -> None:
         """Add the counts of rows that come after those counted here."""
         self.nulls.update(later.nulls)
         self.broken_lines += later.broken_lines
         self.first_broken = self.first_broken or later.first_broken
+        self.renamed |= later.renamed
 
     def take(self) -> Oddities:
-        """Return the counts so far, and set them to zero."""
-        taken = Oddities(self.nulls, self.broken_lines, self.first_broken)
-        self.nulls, self.broken_lines, self.first_broken = Counter(), 0, ""
+        """Return what was found so far, and forget it."""
+        taken = dataclasses.replace(self)
+        empty = Oddities()
+        for one in dataclasses.fields(self):
+            setattr(self, one.name, getattr(empty, one.name))
         return taken
 
 
@@ -121,8 +135,22 @@ def is_batch_request(columns: Sequence[str]) -> bool:
 
 def kept_columns(all_columns: Sequence[str], choice: ColumnChoice) -> list[str]:
     """Return the columns to write, in the order of --columns, or of the source if --columns is not given."""
-    wanted = all_columns if choice.columns is None else choice.columns
-    return [name for name in wanted if name not in OWN_FIELDS]
+    return list(all_columns if choice.columns is None else choice.columns)
+
+
+def names_for_own(columns: Sequence[str]) -> dict[str, str]:
+    """Return the names that a source's `_row` and `_id` get in the rows, different from all names in `columns`.
+
+    >>> names_for_own(["_id", "_source_row"])
+    {'_row': '_source_source_row', '_id': '_source_id'}
+    """
+    names = {}
+    for name in (ROW_FIELD, ID_FIELD):
+        free = f"_source{name}"
+        while free in columns:
+            free = f"_source{free}"
+        names[name] = free
+    return names
 
 
 def id_text(value: Any, row: int) -> str:

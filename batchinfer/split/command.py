@@ -102,7 +102,17 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     return _result("done", config, job, odd.nulls, time.monotonic() - started)
 
 
+def _renamed(odd: Oddities, counted: CountedSources) -> dict[str, str] | msgspec.UnsetType:
+    names = {name: counted.choice.name_in_rows(name) for name in sorted(odd.renamed)}
+    return names or msgspec.UNSET
+
+
 def _warn(odd: Oddities, job: Job) -> None:
+    for name, source_name in job.source_names.items():
+        logger.warning(
+            "column %r: rows have a %s of the job's own, so the source's is kept as %r; `collect` gives its name back",
+            *(source_name, source_name, name),
+        )
     for column, count in sorted(odd.nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
     if odd.broken_lines:
@@ -262,6 +272,7 @@ def _write(
             null_floats=odd.nulls.total(),
             broken_lines=odd.broken_lines,
             duplicate_ids=duplicates,
+            renamed=_renamed(odd, counted),
         )
         writer.finish(job)
     return job, odd

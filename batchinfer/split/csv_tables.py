@@ -19,6 +19,7 @@ from batchinfer.split import source_files
 from batchinfer.split.arrow_values import make_record_type
 from batchinfer.split.blocks import (
     ID_FIELD,
+    OWN_FIELDS,
     ROW_FIELD,
     ColumnChoice,
     CountedFile,
@@ -111,7 +112,7 @@ def count(found: FoundFile) -> CountedFile:
 
 
 def read(
-    item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, _odd: Oddities
+    item: CountedFile, rows: range, first_row: int, choice: ColumnChoice, odd: Oddities
 ) -> Iterator[RowBlock]:
     """Yield the records of one file whose indices are in `rows`, in order; see `parquet.read` for the arguments.
 
@@ -129,7 +130,9 @@ def read(
                 raise no_such_column(name, item.columns, where=item.found.url, option=option)
     places = [item.columns.index(name) for name in keep]
     id_place = item.columns.index(id_column) if id_column else -1
-    make_row = make_record_type([*keep, ROW_FIELD, ID_FIELD])
+    odd.renamed |= OWN_FIELDS.intersection(keep)
+    names_in_rows = [choice.name_in_rows(name) for name in keep]
+    make_row = make_record_type([*names_in_rows, ROW_FIELD, ID_FIELD])
     row = first_row
     with _records(item.found) as (records, _):
         wanted = itertools.islice(records, 1 + rows.start, 1 + rows.stop)

@@ -1,8 +1,8 @@
 r"""Counts and reads JSON Lines files, plain, gzip or zstd. Lines are copied, with `_row` and `_id` added at the end.
 
 Numbers, escapes and key order stay byte for byte. A line is encoded anew only if columns are chosen or if it has a
-`_row` or `_id` of its own, and even then the values stay as they are. A line that is no JSON object is copied
-unchanged, and the worker makes an error row of it. Lines end at the byte "\n" alone.
+`_row` or `_id` of its own, which get other names; even then the values stay as they are. A line that is no JSON object
+is copied unchanged, and the worker makes an error row of it. Lines end at the byte "\n" alone.
 """
 
 from __future__ import annotations
@@ -135,7 +135,16 @@ def read(
         for lines in _line_lists(stream, left):
             if rows.start == 0 and left == len(rows):
                 lines[0] = lines[0].removeprefix(_BOM)
-            block = splice.block(lines, row)
+            try:
+                block = splice.block(lines, row)
+            except _NameTaken as taken:
+                line = taken.row - first_row + rows.start + 1
+                raise InputError(
+                    f"{item.found.url}, line {line}: has both {taken.name!r} and {taken.new_name!r}, the name that "
+                    f"its {taken.name!r} gets in the rows, expected one of them",
+                    hint="rename one of them in the source, or leave one out with --columns",
+                ) from taken
+            odd.renamed |= splice.renamed
             if splice.broken:
                 odd.first_broken = odd.first_broken or redact(
                     f"{item.found.url}, line {splice.broken[0] - first_row + rows.start + 1}"
@@ -175,6 +184,14 @@ def _decode_object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+class _NameTaken(Exception):
+    """A row has a column of the name that its `_row` or `_id` would get."""
+
+    def __init__(self, row: int, name: str, new_name: str) -> None:
+        super().__init__(name)
+        self.row, self.name, self.new_name = row, name, new_name
+
+
 class _Splicer:
     """Converts lines: adds `_row` and `_id`, and leaves out the columns that are not chosen."""
 
@@ -182,6 +199,8 @@ class _Splicer:
         self._choice = choice
         self.broken: list[int] = []
         """Row numbers of the lines in the last block that are no JSON object."""
+        self.renamed: set[str] = set()
+        """Names that were renamed in any line so far."""
 
     def block(self, lines: list[bytes], first_row: int) -> RowBlock:
         """Convert some consecutive lines. `first_row` is the row number in the job of the first line."""
@@ -206,27 +225,32 @@ class _Splicer:
             name = id_text(value["custom_id"], row)
         text = str(row) if name is None else name
         if self._choice.columns is not None or not OWN_FIELDS.isdisjoint(value):
-            body = self._pick(line, value)
+            body = self._pick(line, value, row)
         else:
             body = line.rstrip(_SPACE)[:-1].rstrip(_SPACE)
         comma = b"" if body.lstrip(_SPACE) == b"{" else b","
         tail = f'{ROW_FIELD}":{row},"{ID_FIELD}":'.encode()
         return b"".join((body, comma, b'"', tail, _encode_text(text), b"}\n")), name
 
-    def _pick(self, line: bytes, value: dict[str, Any]) -> bytes:
-        """Return the object with only the kept columns, without its closing brace.
+    def _pick(self, line: bytes, value: dict[str, Any], row: int) -> bytes:
+        """Return the object with only the kept columns, each by its name in the rows, without the closing brace.
 
         Values stay byte for byte, except in a line with a lone surrogate, which is written anew.
         """
-        names = [name for name in kept_columns(list(value), self._choice) if name in value]
+        names = {name: name for name in kept_columns(list(value), self._choice) if name in value}
+        for name in OWN_FIELDS.intersection(names):
+            new_name = names[name] = self._choice.name_in_rows(name)
+            self.renamed.add(name)
+            if new_name in names:
+                raise _NameTaken(row, name, new_name)
         try:
             raw = _raw_decoder.decode(line)
-            return _encoder.encode({name: raw[name] for name in names})[:-1]
+            return _encoder.encode({new: raw[name] for name, new in names.items()})[:-1]
         except (
             msgspec.DecodeError,
             UnicodeDecodeError,
         ):  # the line has a lone surrogate; see `_decode_object`
-            return json.dumps({name: value[name] for name in names}).encode()[:-1]
+            return json.dumps({new: value[name] for name, new in names.items()}).encode()[:-1]
 
 
 def _encode_text(text: str) -> bytes:

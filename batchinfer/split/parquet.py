@@ -23,6 +23,7 @@ from batchinfer.split.arrow_values import (
 )
 from batchinfer.split.blocks import (
     ID_FIELD,
+    OWN_FIELDS,
     ROW_FIELD,
     ColumnChoice,
     CountedFile,
@@ -84,7 +85,9 @@ def count(found: FoundFile) -> CountedFile:
     )
 
 
-def common_schema(files: Sequence[CountedFile], columns: Sequence[str]) -> str:
+def common_schema(
+    files: Sequence[CountedFile], choice: ColumnChoice, columns: Sequence[str]
+) -> str:
     """Return the schema of those columns that have the same type in all parquet files: its IPC form as base64.
 
     A column of nulls has the type that it has in the other files.
@@ -92,7 +95,7 @@ def common_schema(files: Sequence[CountedFile], columns: Sequence[str]) -> str:
     types: dict[str, list[Any]] = {name: [] for name in columns}
     for schema in {item.schema: None for item in files}:
         for field in pa.ipc.read_schema(pa.py_buffer(schema)):
-            found = types.get(field.name)
+            found = types.get(choice.name_in_rows(field.name))
             if found is None or field.type in found:
                 continue
             if pa.types.is_null(field.type) and found:
@@ -143,9 +146,7 @@ def read(
     skip = rows.start - item.marks[groups[0]][0] if groups else 0
     row, left = first_row, len(rows)
     with source_files.reading(item.found.url), _open(item, groups) as file:
-        keep = kept_columns(item.columns, choice)
-        name_column = choice.id_column or ("custom_id" if is_batch_request(item.columns) else "")
-        decode = _Decoder(item, file.schema_arrow, keep, name_column, odd)
+        decode = _Decoder(item, file.schema_arrow, choice, odd)
         for batch in _batches(file, groups, decode.columns):
             if skip >= batch.num_rows:
                 skip -= batch.num_rows
@@ -219,10 +220,10 @@ def _batches(file: Any, groups: list[int], columns: list[str]) -> Iterator[Any]:
 class _Decoder:
     """Converts record batches of one file to blocks of rows. `columns` are the columns to read from the file."""
 
-    def __init__(
-        self, item: CountedFile, schema: Any, keep: list[str], id_column: str, odd: Oddities
-    ) -> None:
+    def __init__(self, item: CountedFile, schema: Any, choice: ColumnChoice, odd: Oddities) -> None:
         url = item.found.url
+        keep = kept_columns(item.columns, choice)
+        id_column = choice.id_column or ("custom_id" if is_batch_request(item.columns) else "")
         for option, names in (
             ("--columns", keep),
             ("--id-column", [id_column] if id_column else []),
@@ -240,7 +241,9 @@ class _Decoder:
                 self._converters[name] = make_converter(kind, self._floats[name])
             except ColumnError as error:
                 raise self._refusal(name, error) from error
-        self._record = make_record_type([*keep, ROW_FIELD, ID_FIELD])
+        odd.renamed |= OWN_FIELDS.intersection(keep)
+        names = [choice.name_in_rows(name) for name in keep]
+        self._record = make_record_type([*names, ROW_FIELD, ID_FIELD])
 
     def block(self, batch: Any, first_row: int) -> RowBlock:
         """Convert one record batch. `first_row` is the row number in the job of the batch's first row."""

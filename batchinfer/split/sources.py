@@ -20,11 +20,11 @@ from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.split import finding
 from batchinfer.split.blocks import (
-    OWN_FIELDS,
     ColumnChoice,
     CountedFile,
     Oddities,
     RowBlock,
+    names_for_own,
     no_such_column,
 )
 from batchinfer.split.source_files import FoundFile
@@ -151,8 +151,11 @@ def count_sources(
         )
     _warn_about_repeats(files)
     _refuse_nothing_but_broken(files)
+    choice = msgspec.structs.replace(
+        choice, renamed=names_for_own([*_known_columns(files), *(choice.columns or ())])
+    )
     columns = _check_columns(files, choice)
-    _warn_about_bytes(files, columns)
+    _warn_about_bytes(files, choice, columns)
     limited = rows if limit is None else min(rows, limit)
     return CountedSources(
         sources=sources,
@@ -161,16 +164,18 @@ def count_sources(
         choice=choice,
         rows=limited,
         columns=columns,
-        schema=_common_schema(files, columns),
+        schema=_common_schema(files, choice, columns),
     )
 
 
-def _common_schema(files: list[CountedFile], columns: list[str]) -> str | msgspec.UnsetType:
+def _common_schema(
+    files: list[CountedFile], choice: ColumnChoice, columns: list[str]
+) -> str | msgspec.UnsetType:
     if any(item.format != "parquet" for item in files):
         return msgspec.UNSET
     from batchinfer.split.parquet import common_schema
 
-    return common_schema(files, columns)
+    return common_schema(files, choice, columns)
 
 
 def _source_file(item: CountedFile) -> SourceFile:
@@ -180,20 +185,25 @@ def _source_file(item: CountedFile) -> SourceFile:
 
 
 def _check_columns(files: list[CountedFile], choice: ColumnChoice) -> list[str]:
-    """Return the columns of the job. Raises InputError if a column that an option names is missing."""
-    asked = [("--columns", name) for name in choice.columns or []]
-    asked += [("--id-column", choice.id_column)] if choice.id_column else []
-    known = _require_columns(files, asked)
-    return [name for name in (choice.columns or known) if name not in OWN_FIELDS]
-
-
-def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> list[str]:
-    """Return the columns of all files.
+    """Return the names of the job's columns in its rows.
 
     Raises:
-        InputError: A parquet or CSV file lacks a column that an option names, or every row of JSON Lines lacks it.
+        InputError: A column that an option names is missing.
     """
-    known = list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in files)))
+    asked = [("--columns", name) for name in choice.columns or []]
+    asked += [("--id-column", choice.id_column)] if choice.id_column else []
+    _require_columns(files, asked)
+    return [choice.name_in_rows(name) for name in choice.columns or _known_columns(files)]
+
+
+def _known_columns(files: list[CountedFile]) -> list[str]:
+    """Return the columns of all files, in order of appearance."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in files)))
+
+
+def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> None:
+    """Raise InputError if a parquet or CSV file, or every row of JSON Lines, lacks a column that an option names."""
+    known = _known_columns(files)
     open_names = {name for _, name in asked} - set(known)
     if open_names:
         from batchinfer.split import json_lines
@@ -208,7 +218,6 @@ def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> 
         for item in files:
             if item.format != "jsonl" and name not in item.columns:
                 raise no_such_column(name, item.columns, where=item.found.url, option=option)
-    return known
 
 
 def _warn_about_repeats(files: list[CountedFile]) -> None:
@@ -232,8 +241,9 @@ def _refuse_nothing_but_broken(files: list[CountedFile]) -> None:
         )
 
 
-def _warn_about_bytes(files: list[CountedFile], columns: list[str]) -> None:
-    names = {name for item in files for name in item.byte_columns}.intersection(columns)
+def _warn_about_bytes(files: list[CountedFile], choice: ColumnChoice, columns: list[str]) -> None:
+    names = {choice.name_in_rows(name) for item in files for name in item.byte_columns}
+    names.intersection_update(columns)
     if names:
         logger.warning(
             "%s: these columns hold bytes, not text; in the rows they are base64",

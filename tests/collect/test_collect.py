@@ -20,6 +20,7 @@ from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.core.records import Run
 from batchinfer.formats.arrow_lines import ArrowBlock
 from batchinfer.formats.columns import OutputBlock, Shape
+from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN
@@ -208,6 +209,48 @@ def test_several_answers_are_lists_or_rows_of_their_own(job: str, tmp_path: Path
         (1, 0),
     ]
     assert rows[3]["prompt"] == texts_of(1)
+
+
+def test_a_renamed_column_of_parquet_gets_its_type_back_too(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    source = pa.table({"prompt": ["a", "b"], "_id": pa.array([5, None], pa.int32())})
+    parquet.write_table(source, tmp_path / "a.parquet")
+    job = tmp_path / "job"
+    run_split(
+        SplitConfig(sources=[str(tmp_path / "a.parquet")], output=str(job), num_chunks=1),
+        store=open_store(str(job)),
+    )
+    run_worker_here(str(job), f"{job}/runs/a")
+    collect(f"{job}/runs/a", tmp_path / "out.parquet", with_source=True)
+    found = parquet.read_table(tmp_path / "out.parquet")
+    assert found.select(source.column_names).cast(source.schema) == source
+    assert found.schema.field("_id").type == pa.int32()
+
+
+def test_columns_that_split_renamed_get_their_names_back(tmp_path: Path) -> None:
+    rows = [{"_id": f"own {row}", "prompt": "hi", "_row": row * 10, "id": row} for row in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = tmp_path / "job"
+    run_split(
+        SplitConfig(sources=[str(tmp_path / "a.jsonl")], output=str(job), num_chunks=2),
+        store=open_store(str(job)),
+    )
+    run_worker_here(str(job), f"{job}/runs/a", "--keep", "_source_id")
+    collect(f"{job}/runs/a", tmp_path / "all", with_source=True)
+    found = read_table(tmp_path / "all")
+    assert [(row["_id"], row["_row"], row["source_id"]) for row in found] == [
+        (row["_id"], row["_row"], row["id"]) for row in rows
+    ]
+    assert [(row["row"], row["id"]) for row in found] == [(row, str(row)) for row in range(5)]
+    collect(f"{job}/runs/a", tmp_path / "one", with_source=True, columns=["_id"])
+    assert [row["_id"] for row in read_table(tmp_path / "one")] == [row["_id"] for row in rows]
+    collect(f"{job}/runs/a", tmp_path / "kept")
+    assert [row["_id"] for row in read_table(tmp_path / "kept")] == [row["_id"] for row in rows]
+    with pytest.raises(InputError, match="no row has a column '_ids'") as caught:
+        collect(f"{job}/runs/a", tmp_path / "none", with_source=True, columns=["_ids"])
+    assert caught.value.hint == "did you mean _id?"
 
 
 def test_csv_tells_an_empty_answer_from_none_and_holds_lists_as_json(

@@ -133,17 +133,42 @@ def test_a_lone_surrogate_stays_an_escape(tmp_path):
     )
 
 
-def test_own_row_and_id_of_a_source_are_replaced_and_the_id_can_be_kept(tmp_path):
+def test_own_row_and_id_of_a_source_are_kept_under_another_name(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"_row":7,"x":1.50,"_id":"seven"}\n')
-    assert read_lines(count_sources([str(path)], choice=ColumnChoice())) == [
-        b'{"x":1.50,"_row":0,"_id":"0"}'
+    path.write_bytes(b'{"_row":7,"x":1.50,"_id":"seven"}\n{"x":1}\n')
+    kept = count_sources([str(path)], choice=ColumnChoice())
+    assert read_lines(kept) == [
+        b'{"_source_row":7,"x":1.50,"_source_id":"seven","_row":0,"_id":"0"}',
+        b'{"x":1,"_row":1,"_id":"1"}',
     ]
-    kept = count_sources([str(path)], choice=ColumnChoice(id_column="_id"))
-    assert read_lines(kept) == [b'{"x":1.50,"_row":0,"_id":"seven"}']
-    assert kept.columns == ["x"]
-    table = write_parquet(tmp_path / "a.parquet", _row=[9], x=[1], _id=["nine"])
-    assert split_file(table, id_column="_id") == [{"x": 1, "_row": 0, "_id": "nine"}]
+    assert kept.columns == ["_source_row", "x", "_source_id"]
+    named = count_sources([str(path)], choice=ColumnChoice(id_column="_id", columns=["_id"]))
+    assert read_lines(named)[0] == b'{"_source_id":"seven","_row":0,"_id":"seven"}'
+    assert named.columns == ["_source_id"]
+    assert split_file(path, columns=["x"])[0] == {"x": 1.5, "_row": 0, "_id": "0"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_own_columns_of_a_table_are_kept_under_a_name_that_is_free(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_parquet(path, _row=["9"], _source_row=["1"], _id=["nine"])
+    else:
+        path.write_text("_row,_source_row,_id\n9,1,nine\n")
+    row = {"_source_source_row": "9", "_source_row": "1", "_source_id": "nine", "_row": 0}
+    assert split_file(path) == [row | {"_id": "0"}]
+    assert split_file(path, id_column="_id") == [row | {"_id": "nine"}]
+    odd = Oddities()
+    list(count_sources([str(path)], choice=ColumnChoice(columns=["_id"])).read(range(1), odd))
+    assert odd.renamed == {"_id"}
+
+
+def test_a_late_line_that_uses_the_other_name_itself_is_refused_with_its_number(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"_id":1}\n' * 150 + '{"_id":2,"_source_id":3}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl, line 151: has both '_id' and '_source_id'"):
+        split_file(path)
+    assert split_file(path, columns=["_id"])[150]["_source_id"] == 2
 
 
 def test_columns_are_chosen_with_their_values_untouched(tmp_path):

@@ -216,6 +216,28 @@ def test_null_floats_are_reported_by_column(tmp_path, caplog):
     assert "column 'x': 1 NaN" in caplog.text
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_renamed_columns_are_named_and_recorded(tmp_path, caplog, monkeypatch, processes):
+    monkeypatch.setattr(chunk_files, "_TURN_ROWS", 10)
+    (tmp_path / "a.jsonl").write_text('{"x":1}\n' * 150 + '{"x":1,"_id":{"$oid":"5f"}}\n')
+    run(tmp_path / "a.jsonl", tmp_path / "job", processes=processes)
+    job = read_job(tmp_path / "job")
+    assert job.renamed == {"_id": "_source_id"}
+    assert job.source_names == {"_source_id": "_id"}
+    assert chunk_lines(tmp_path / "job")[-1][-1] == (
+        b'{"x":1,"_source_id":{"$oid":"5f"},"_row":150,"_id":"150"}'
+    )
+    assert "column '_id': " in caplog.text
+    assert "is kept as '_source_id'" in caplog.text
+    assert run(tmp_path / "a.jsonl", tmp_path / "job")["status"] == "unchanged"
+
+
+def test_a_job_without_renamed_columns_says_nothing_of_them(source, tmp_path, caplog):
+    run(source, tmp_path / "job")
+    assert "renamed" not in json.loads((tmp_path / "job/job.json").read_bytes())
+    assert caplog.text == ""
+
+
 def test_groups_of_neighbouring_rows_stay_in_one_chunk(tmp_path):
     documents = ["a"] * 5 + ["b"] + ["c"] * 10 + [None, None] + ["a"] * 2
     pq.write_table(pa.table({"doc": documents}), tmp_path / "a.parquet", row_group_size=3)
