@@ -22,6 +22,9 @@ MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
 _SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})\.jsonl$")
+_RUN_OBJECT = re.compile(
+    r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
+)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -151,6 +154,22 @@ def parse_segment(key: str) -> tuple[str, int, str, int] | None:
     if match is None:
         return None
     return name, int(match["epoch"]), match["writer"], int(match["seq"])
+
+
+def run_above(key: str) -> str | None:
+    """Folder of the run that an object belongs to ("" or with a final slash), or None if its key is of no run.
+
+    Only run.json, markers and checkpoint segments are recognised: one of them is in every run that is worth keeping.
+
+    >>> (
+    ...     run_above("tests/a/outputs/part-00000.jsonl.succeed"),
+    ...     run_above("run.json"),
+    ...     run_above("chunks/a.jsonl"),
+    ... )
+    ('tests/a/', '', None)
+    """
+    match = _RUN_OBJECT.match(key)
+    return match["folder"] if match else None
 
 
 def claim_key(name: str) -> str:

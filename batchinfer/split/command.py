@@ -223,12 +223,20 @@ def _shown(value: Any) -> str:
 
 
 def _check_no_runs(store: Store, config: SplitConfig) -> None:
-    """Raise InputError if the job has runs, because their outputs belong to the chunks that are there now."""
-    run = next(iter(store.list(layout.RUNS)), None)
-    if run is not None:
+    """Raise InputError if any run is below the job, because its outputs belong to the chunks that are there now.
+
+    Everything is listed only where chunks are: any folder may be the place of a new job.
+    """
+    key = next((item.key for item in store.list(layout.RUNS)), "")
+    folder: str | None = layout.RUNS if key else None
+    if not key and next(iter(store.list(layout.CHUNKS)), None) is not None:
+        found = ((item.key, layout.run_above(item.key)) for item in store.list())
+        key, folder = next((pair for pair in found if pair[1] is not None), ("", None))
+    if folder is not None:
+        place = f"{config.output.rstrip('/')}/{folder}"
         raise InputError(
-            f"{config.output}: has runs ({run.key}), expected none under a job that is split anew",
-            hint=f"name another --output, or remove {config.output.rstrip('/')}/{layout.RUNS} first",
+            f"{config.output}: has runs ({key}), expected none under a job that is split anew",
+            hint="name another --output" + (f", or remove {place} first" if folder else ""),
         )
 
 
@@ -390,7 +398,7 @@ def _parse_columns(
     help="Build chunks in so many processes. The chunks are the same.",
 )
 @click.option(
-    "--overwrite", is_flag=True, help="Replace the job that is there, unless it has runs."
+    "--overwrite", is_flag=True, help="Replace the job that is there, unless a run is below it."
 )
 @click.option(
     "--scratch-dir",

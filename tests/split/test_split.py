@@ -325,17 +325,44 @@ def test_overwrite_removes_job_json_first(source, tmp_path):
 
 
 @pytest.mark.parametrize("has_job", [True, False])
-def test_a_job_with_runs_is_never_split_anew(source, tmp_path, has_job):
+@pytest.mark.parametrize(
+    "key",
+    [
+        "runs/default/run.json",
+        "runs/other.txt",
+        "run/run.json",
+        "a/b/run.json",
+        "run.json",
+        "run/outputs/part-00000.jsonl.succeed",
+        "run/outputs/part-00000.jsonl.succeed.3",
+        "outputs/part-00000.jsonl.succeed",
+        "chunks/run/checkpoints/part-00000/000001-w0-000001.jsonl",
+    ],
+)
+def test_a_job_with_runs_is_never_split_anew(source, tmp_path, has_job, key):
     run(source, tmp_path / "job")
-    run_file = tmp_path / "job/runs/default/run.json"
-    run_file.parent.mkdir(parents=True)
+    run_file = tmp_path / "job" / key
+    run_file.parent.mkdir(parents=True, exist_ok=True)
     run_file.write_text("{}")
     if not has_job:
         (tmp_path / "job/job.json").unlink()
     before = contents(tmp_path / "job")
-    with pytest.raises(InputError, match=r"has runs \(runs/default/run\.json\)"):
+    with pytest.raises(InputError, match=rf"has runs \({key}\)") as caught:
         run(source, tmp_path / "job", num_chunks=3, overwrite=True)
     assert contents(tmp_path / "job") == before
+    folder = "runs/" if key.startswith("runs/") else key.partition("run.json")[0]
+    folder = folder.partition("outputs/")[0].partition("checkpoints/")[0]
+    removal = f", or remove {tmp_path}/job/{folder} first" if folder else ""
+    assert caught.value.hint == f"name another --output{removal}"
+
+
+def test_a_run_elsewhere_keeps_nobody_from_splitting_anew(source, tmp_path):
+    run(source, tmp_path / "job")
+    for key in ("runs-of-last-year.txt", "outputs/readme.txt", "run.json.bak"):
+        (tmp_path / "job" / key).parent.mkdir(exist_ok=True)
+        (tmp_path / "job" / key).write_text("x")
+    (tmp_path / "run.json").write_text("{}")
+    assert run(source, tmp_path / "job", num_chunks=3, overwrite=True)["status"] == "done"
 
 
 class Dying(LocalStore):
