@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from typing import Any, TypeVar
 
-import msgspec
-
 from batchinfer.core.redaction import redact
 
 T = TypeVar("T")
@@ -55,11 +53,15 @@ def one_entry(text: str) -> str:
 
 def printable_values(value: Any) -> Any:
     """Convert a result to plain dicts, lists and values in which every text is printable, for JSON on stdout."""
+    import msgspec  # not at the top, so that `batchinfer --help` answers at once
+
     return _clean(msgspec.to_builtins(value))
 
 
 def printable_record(record: T) -> T:
     """Return a copy of a record in which every text is printable and on one line, for a table."""
+    import msgspec
+
     return msgspec.convert(_clean(msgspec.to_builtins(record), one_line), type(record))
 
 
