@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from typing import Any
 
+from batchinfer.cli.terminal import StderrHandler
 from batchinfer.core.printable import one_entry, printable_values
 
 EVENTS: dict[str, str] = {
@@ -32,7 +32,9 @@ EVENTS: dict[str, str] = {
     "chunk_released": "The chunk is given back unfinished; its finished rows are checkpointed.",
     "chunk_retry": "Storage failed while the chunk was opened or published. It is tried again.",
     "chunk_failed": "This worker gives the chunk up; its other chunks go on.",
-    "checkpoint": "Finished rows of an unfinished chunk are safe; `bytes` is the size of this segment.",
+    "checkpoints": "Finished rows of unfinished chunks are safe. At most one line a minute, with sums since the last.",
+    "checkpoint": "Debug: one segment is written; `bytes` is its size.",
+    "deaths_noted": "The rows that were in the engine when it died are noted on storage.",
     "row_error": "The first row of this worker that failed with this code.",
     "row_errors": "The failed rows of this start, by code. Logged when it ends.",
     "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
@@ -88,7 +90,7 @@ class TextFormatter(logging.Formatter):
 
 def configure_logging() -> None:
     """Send batchinfer's own log to stderr. The command line calls it once."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(TextFormatter())
     logger = logging.getLogger("batchinfer")
     logger.handlers[:] = [handler]

@@ -1,9 +1,16 @@
-"""Texts on stderr for people.
+"""Texts on stderr for people, beside a progress bar.
 
-No other room prints by itself, so no secret of a URL and no control character reaches a terminal.
+No other room prints by itself, so no secret of a URL and no control character reaches a terminal, and no text is
+printed into the line of a progress bar.
 """
 
 from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 import click
 
@@ -12,4 +19,34 @@ from batchinfer.core.printable import one_entry
 
 def say(text: str) -> None:
     """Print a text to stderr: secrets of URLs masked, control characters as escapes, lines after the first indented."""
-    click.echo(one_entry(text), err=True)
+    with above_bars():
+        click.echo(one_entry(text), err=True)
+
+
+def above_bars() -> AbstractContextManager[None]:
+    """Remove the progress bars of tqdm from the terminal for as long as the context lasts.
+
+    What is written to stderr meanwhile stands above the bars.
+    """
+    loaded = sys.modules.get("tqdm")  # without a bar, tqdm has not been imported
+    if loaded is None:
+        return contextlib.nullcontext()
+    mode: AbstractContextManager[None] = loaded.tqdm.external_write_mode(file=sys.stderr)
+    return mode
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes log lines to stderr, above the progress bars."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The present stderr. A live table of rich replaces it, to put lines above the table."""
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        with above_bars():
+            super().emit(record)

@@ -77,13 +77,13 @@ def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     from batchinfer.worker.progress import progress_for
     from batchinfer.worker.start import run_worker
 
-    outside = real_environment(
-        grace_seconds=options["grace_seconds"], show_progress=progress_for(sys.stderr)
-    )
+    show_progress = progress_for(sys.stderr)
+    outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
     install_signal_handlers(outside.stopper)
     with contextlib.ExitStack() as stack:
         stack.callback(outside.background.close)
+        stack.callback(show_progress.close)
         configure = partial(make_config, options, variables)
         config = unless_stopped(outside.background, outside.stopper, configure)
         service = find_service(config.host, variables) if options["notices"] else None

@@ -228,7 +228,7 @@ def make_result(
         "error_count": telemetry.tally.num_errors,
         "errors": dict(telemetry.tally.errors),
         "rows_resumed": telemetry.rows_resumed,
-        "chunks_total": telemetry.num_chunks,
+        "chunks_total": telemetry.workload.chunks,
         "chunks_done": telemetry.chunks_done,
         "chunks_resumed": telemetry.chunks_resumed,
         "chunks_skipped": telemetry.chunks_skipped,

@@ -98,7 +98,7 @@ class OpenChunks:
         self._limits = limits
         self._openings: list[_Opening] = []
         self._retries: list[_Retry] = []
-        self._checkpointer = Checkpointer(run, self._background, self._may_checkpoint)
+        self._checkpointer = Checkpointer(run, environment, self._may_checkpoint)
         self._publish_queue = PublishQueue(
             environment,
             run,
@@ -176,6 +176,8 @@ class OpenChunks:
         self._collect_published()
         self._collect_openings()
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
+        for name in self._schedule.take_found_done() - self.open.keys():
+            self._telemetry.workload.done(name)
         for name in lost:
             chunk = self.open.get(name)
             # A chunk that this worker is publishing stays open, because the publishing job reads the chunk's files.
@@ -258,6 +260,7 @@ class OpenChunks:
 
         Blocks until the claims are released, at the latest until `deadline`. A claim that is not released lapses later.
         """
+        self._checkpointer.log_written()
         pending = [self._give_back(chunk) for chunk in list(self.open.values())]
         for chunk in list(self.open.values()):
             self._close(chunk, "released")

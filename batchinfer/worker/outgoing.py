@@ -26,7 +26,7 @@ from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
-from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits, RunAccess
 
@@ -38,6 +38,8 @@ answer, some threads must be left for other work."""
 _SEGMENT_BYTES = 32 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
 whole."""
+_LOG_SECONDS = 60.0
+"""Seconds between two log lines about checkpoints."""
 _NO_ROWS = -1
 """Value of `_Writing.end` for a segment that holds no finished rows, but notes which rows an engine died with."""
 
@@ -230,13 +232,33 @@ class _Writing:
     is_cut: bool
     """Whether the segment reached its largest size, so that finished rows are left for the chunk's next segment."""
 
+    @property
+    def is_of_deaths(self) -> bool:
+        """Whether the segment notes rows that an engine died with, instead of finished rows."""
+        return self.end == _NO_ROWS
+
     def describe(self, num_records: int) -> str:
         """Say what the segment holds, for the log."""
-        if self.end == _NO_ROWS:
+        if self.is_of_deaths:
             return f"noted {num_records} rows that were in flight when the engine died"
         if self.is_cut:
             return f"checkpoint of {num_records} rows, more of them follow"
         return f"checkpoint of {num_records} rows, {self.rows_done} of {self.chunk.num_rows} done"
+
+
+@dataclass(slots=True)
+class _Written:
+    """Sums over the segments that were written since the last log line about them."""
+
+    segments: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+    def add(self, rows: int, size_bytes: int) -> None:
+        """Count one segment."""
+        self.segments += 1
+        self.rows += rows
+        self.bytes += size_bytes
 
 
 class Checkpointer:
@@ -247,19 +269,22 @@ class Checkpointer:
 
     Args:
         run: The run's store and the lease.
-        background: Writes the segments.
+        environment: The clock, and the background threads that write the segments.
         may_write: Called with a chunk right before a segment of its rows is begun. Returns whether the segment is still
             wanted.
     """
 
     def __init__(
-        self, run: RunAccess, background: Background, may_write: Callable[[OpenChunk], bool]
+        self, run: RunAccess, environment: Environment, may_write: Callable[[OpenChunk], bool]
     ) -> None:
         self._run = run
-        self._background = background
+        self._clock = environment.clock
+        self._background = environment.background
         self._may_write = may_write
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
+        self._unlogged = _Written()
+        self._logged_at = float("-inf")
         self._fingerprint = ""
         """Fingerprint of the run; it is known before the first row is finished."""
 
@@ -343,18 +368,33 @@ class Checkpointer:
             except ScratchFull:
                 raise
             except StorageError as error:
-                then = (
-                    "the next one holds its rows" if entry.end != _NO_ROWS else "deaths not noted"
-                )
+                then = "deaths not noted" if entry.is_of_deaths else "the next one holds its rows"
                 logger.warning("%s: checkpoint not written (%s); %s", entry.key, error, then)
                 continue
             chunk = entry.chunk
             size = chunk.note_segment(entry.key, entry.end)
-            logger.info(
-                "%s: %s",
-                chunk.name,
-                entry.describe(num_records),
-                extra=event("checkpoint", chunk=chunk.name, key=entry.key, bytes=size),
-            )
+            text = entry.describe(num_records)
+            fields = {"chunk": chunk.name, "key": entry.key, "bytes": size}
+            if entry.is_of_deaths:
+                logger.info("%s: %s", chunk.name, text, extra=event("deaths_noted", **fields))
+            else:
+                logger.debug("%s: %s", chunk.name, text, extra=event("checkpoint", **fields))
+                self._unlogged.add(num_records, size)
             if entry.is_cut:
                 self._asked.append(chunk)
+        if self._clock.monotonic() - self._logged_at >= _LOG_SECONDS:
+            self.log_written()
+
+    def log_written(self) -> None:
+        """Log the sums over the segments that were written since the last call. Does nothing if there are none."""
+        written, self._unlogged = self._unlogged, _Written()
+        if not written.segments:
+            return
+        self._logged_at = self._clock.monotonic()
+        logger.info(
+            "checkpoints: %d more rows are safe",
+            written.rows,
+            extra=event(
+                "checkpoints", rows=written.rows, segments=written.segments, bytes=written.bytes
+            ),
+        )

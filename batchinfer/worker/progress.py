@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from batchinfer.cli.logs import event
+from batchinfer.core import units
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,17 @@ logger = logging.getLogger(__name__)
 LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
 
-ShowProgress = Callable[[Telemetry], None]
+
+class ShowProgress(Protocol):
+    """Shows how far the worker is. It may be called as often as wanted."""
+
+    def __call__(self, telemetry: Telemetry) -> None:
+        """Show the progress, if it is time to show it again."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal ready for other texts. Nothing is shown any more."""
+        ...
 
 
 def progress_for(stream: TextIO) -> ShowProgress:
@@ -25,27 +35,33 @@ def progress_for(stream: TextIO) -> ShowProgress:
 
 
 def describe(telemetry: Telemetry) -> str:
-    """Describe the progress in one line: finished and resumed rows, rates, errors, time left.
+    """Describe the progress in one line: rows, rates, time left, failed rows.
 
-    The time left is an estimate: the rows left in this worker's own manifests, divided by the average rate of finished
-    rows since this process's engine became ready.
+    The line has at most 71 characters, so that it fits beside a bar in a terminal of 80.
+
+    The rows are those of the worker's workload. Rates are of this start, since its engine became ready: rows that this
+    start finished, and output tokens. The time left is an estimate: the rows left, divided by that rate of rows.
     """
-    done, resumed = telemetry.tally.rows, telemetry.rows_resumed + telemetry.rows_skipped
-    tally, seconds = telemetry.tally, telemetry.busy_seconds
-    total = f"/{telemetry.num_rows}" if telemetry.num_rows else ""
-    parts = [f"{done + resumed}{total} rows ({resumed} resumed)"]
-    if seconds > 0 and done:
-        rate = done / seconds
-        parts.append(f"{rate:.1f} rows/s")
-        parts.append(
-            f"{tally.prompt_tokens / seconds:.0f} tok/s in, {tally.completion_tokens / seconds:.0f} out"
-        )
-        left = telemetry.num_rows - done - resumed
-        if telemetry.num_rows and left > 0:
-            parts.append(f"ETA {_duration(left / rate)}")
-    if telemetry.tally.num_errors:
-        parts.append(f"{telemetry.tally.num_errors} errors")
+    work, tally = telemetry.workload, telemetry.tally
+    of = "" if work.rows is None else f"/{_count(work.rows)}"
+    parts = [f"{_count(work.rows_done)}{of} rows"]
+    if telemetry.is_loading:
+        parts.append(f"loading the engine for {_duration(telemetry.run_seconds)}")
+    elif tally.rows:
+        seconds = max(telemetry.busy_seconds, 1.0)
+        rate = tally.rows / seconds
+        parts.append(f"{units.short(rate)}/s")
+        parts.append(f"{units.short(tally.completion_tokens / seconds)} tok/s out")
+        left = 0 if work.rows is None else work.rows - work.rows_done
+        if left > 0:
+            parts.append(f"{_duration(left / rate)} left")
+    if tally.num_errors:
+        parts.append(f"{_count(tally.num_errors)} failed")
     return ", ".join(parts)
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 10_000 else units.short(number)
 
 
 def _duration(seconds: float) -> str:
@@ -62,7 +78,6 @@ class _ProgressLines:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + LINE_SECONDS
-            state = "engine loading; " if telemetry.is_loading else ""
             sums = {
                 "rows": telemetry.tally.rows,
                 "rows_resumed": telemetry.rows_resumed,
@@ -70,37 +85,49 @@ class _ProgressLines:
                 "prompt_tokens": telemetry.tally.prompt_tokens,
                 "completion_tokens": telemetry.tally.completion_tokens,
             }
-            logger.info("%s%s", state, describe(telemetry), extra=event("progress", **sums))
+            logger.info("%s", describe(telemetry), extra=event("progress", **sums))
+
+    def close(self) -> None:
+        """See `ShowProgress`."""
 
 
 class _ProgressBar:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._due = 0.0
+        self._shown: Telemetry | None = None
 
     @cached_property
     def _bar(self) -> Any:
         """The bar. It is made at first use, so that a worker that fails before its first progress shows no bar."""
         from tqdm import tqdm
 
-        return tqdm(total=None, unit="row", file=self._stream, dynamic_ncols=True, leave=True)
+        return tqdm(
+            total=0,
+            file=self._stream,
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f}% |{bar}| {desc}",
+        )
 
     def __call__(self, telemetry: Telemetry) -> None:
         now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + BAR_SECONDS
-        if telemetry.num_rows and self._bar.total is None:
-            self._bar.total = telemetry.num_rows
-            self._bar.initial = telemetry.rows_skipped
-        self._bar.n = telemetry.tally.rows + telemetry.rows_resumed + telemetry.rows_skipped
-        self._bar.set_description(
-            "loading engine" if telemetry.is_loading else "rows", refresh=False
-        )
-        seconds = max(telemetry.busy_seconds, 1e-9)
-        self._bar.set_postfix_str(
-            f"{telemetry.rows_resumed + telemetry.rows_skipped} resumed, "
-            f"{telemetry.tally.prompt_tokens / seconds:.0f} tok/s in, "
-            f"{telemetry.tally.completion_tokens / seconds:.0f} out, {telemetry.tally.num_errors} errors",
-            refresh=True,
-        )
+        if now >= self._due:
+            self._due = now + BAR_SECONDS
+            self._show(telemetry)
+
+    def _show(self, telemetry: Telemetry) -> None:
+        self._shown = telemetry
+        work = telemetry.workload
+        if work.rows is None:
+            self._bar.bar_format = "{desc}"
+        self._bar.total = work.rows
+        self._bar.n = work.rows_done
+        self._bar.set_description_str(describe(telemetry), refresh=True)
+
+    def close(self) -> None:
+        """See `ShowProgress`. The bar stays, and shows how the start ended."""
+        if self._shown is not None:
+            self._show(self._shown)
+            self._bar.close()
+            self._shown = None
+        self._due = float("inf")

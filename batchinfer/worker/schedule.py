@@ -98,6 +98,7 @@ class Schedule:
         self._others: dict[str, ChunkRef] | None = None
         self._first_beats: dict[str, int] = {}
         self._progress: dict[str, _OwnerProgress] = {}
+        self._found_done: set[str] = set()
         self._pending: Pending[Survey] | None = None
         self._looked = float("-inf")
         self._has_nothing_to_help = everything is None
@@ -158,6 +159,11 @@ class Schedule:
             and not self.waiting_for
             and self._has_nothing_to_help
         )
+
+    def take_found_done(self) -> set[str]:
+        """Return the chunks that looks have found done, by any worker, since the last call."""
+        found, self._found_done = self._found_done, set()
+        return found
 
     def tick(self, open_names: Iterable[str], own_rate: float | None) -> list[str]:
         """Look at the other workers, in the background, once no chunk is left to open.
@@ -220,6 +226,7 @@ class Schedule:
     def _take_in(self, survey: Survey, open_names: set[str], own_rate: float | None) -> list[str]:
         published = [name for name in survey.done if name in open_names]
         self._done |= survey.done
+        self._found_done |= survey.done
         self._own_left -= survey.done
         self._has_changed = True
         refs = {**(self._others or {}), **self._own}

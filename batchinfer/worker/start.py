@@ -138,7 +138,7 @@ class _Start:
         assignment = self._unless_stopped(
             partial(read_work, self.config, self.environment, self.store)
         )
-        self.telemetry.count_work(chunks=len(assignment.chunks), rows=_num_rows(assignment.chunks))
+        self.telemetry.workload.set_own({ref.name: _num_rows(ref) for ref in assignment.chunks})
         self._unless_stopped(partial(check_stop_request, self.store))
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
@@ -305,8 +305,11 @@ class _Start:
         """Find out which chunks of the manifests are left to do, and make the schedule from them."""
         own = membership.assignment.chunks
         left = membership.chunks_left(done, self._goal(done, own))
+        names_left = {ref.name for ref in left}
+        for ref in own:
+            if ref.name not in names_left:
+                self.telemetry.workload.done(ref.name)
         num_done = len(own) - len(left)
-        self.telemetry.count_skipped(chunks=num_done, rows=_num_rows(own) - _num_rows(left))
         logger.info(
             "%d chunks in the manifests, %d done before",
             len(own),
@@ -522,8 +525,9 @@ class _Start:
         )
 
 
-def _num_rows(refs: list[ChunkRef]) -> int:
-    return sum((ref.rows if ref.row_limit is None else ref.row_limit) or 0 for ref in refs)
+def _num_rows(ref: ChunkRef) -> int | None:
+    """Number of rows to do of a chunk; None as long as it is not known."""
+    return ref.rows if ref.row_limit is None else ref.row_limit
 
 
 def _close(batches: Iterator[object]) -> None:

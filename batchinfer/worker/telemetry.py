@@ -17,6 +17,7 @@ from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.tally import Tally
+from batchinfer.worker.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +39,14 @@ class Telemetry:
         self._has_sent_rows = False
         self.tally = Tally()
         """Sums over the rows that this start finished. Rows taken over from checkpoints are not counted."""
-        self.num_chunks = 0
-        """Number of chunks in this worker's manifests."""
-        self.num_rows = 0
-        """Number of rows in this worker's manifests; 0 if unknown."""
-        self.rows_skipped = 0
-        """Number of rows in those chunks of this worker's manifests that were done before this start."""
+        self.workload = Workload()
+        """The chunks of this worker's manifests, and those of other workers that it does, too."""
         self.rows_resumed = 0
         """Number of finished rows that this start took over from checkpoints."""
         self.chunks_resumed = 0
         """Number of chunks with rows that this start took over from checkpoints."""
         self.chunks_done = 0
         """Number of chunks that this start published."""
-        self.chunks_skipped = 0
-        """Number of chunks that this start found done already, by another worker or by an earlier start."""
         self.attempts = 1
         """Number of starts since a start last finished a new row, this start included; 0 once this start does."""
         self.stats = EngineStats()
@@ -232,6 +227,7 @@ class Telemetry:
     def chunk_opened(self, chunk: OpenChunk) -> None:
         """Count a chunk that has just been opened, and its rows from checkpoints."""
         self._open[chunk.name] = chunk
+        self.workload.opened(chunk)
         self._has_had_a_chunk = True
         if self.latest.attempts < self.attempts:
             # Write the record now. If this chunk kills the worker, storage must already show this start as an attempt.
@@ -255,6 +251,10 @@ class Telemetry:
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
         self._open.pop(chunk.name, None)
+        if outcome == "released":
+            self.workload.released(chunk.name)
+        else:
+            self.workload.done(chunk.name)
         if outcome == "done":
             self.chunks_done += 1
         span = self._span(chunk, outcome)
@@ -279,7 +279,7 @@ class Telemetry:
 
     def chunk_skipped(self, name: str) -> None:
         """Count a chunk that another worker or an earlier start has done."""
-        self.chunks_skipped += 1
+        self.workload.done(name)
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
@@ -304,15 +304,10 @@ class Telemetry:
 
     # -- the work of this start
 
-    def count_work(self, *, chunks: int, rows: int) -> None:
-        """Note how many chunks and rows this worker's manifests have."""
-        self.num_chunks = chunks
-        self.num_rows = rows
-
-    def count_skipped(self, *, chunks: int, rows: int) -> None:
-        """Count the chunks of this worker's manifests that were done before this start, and their rows."""
-        self.chunks_skipped += chunks
-        self.rows_skipped = rows
+    @property
+    def chunks_skipped(self) -> int:
+        """Number of chunks of the workload that another worker or an earlier start has done."""
+        return self.workload.chunks_done - self.chunks_done
 
     def when_urgent(self, write_now: Callable[[], object]) -> None:
         """Set the function to call when `latest` must be written to storage without waiting for the next heartbeat."""

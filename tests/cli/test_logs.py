@@ -87,7 +87,7 @@ def logs(
         process = subprocess.Popen(slow, stderr=log, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 60
-            while '"checkpoint"' not in (folder / "first.log").read_text():
+            while '"checkpoints"' not in (folder / "first.log").read_text():
                 assert process.poll() is None, (folder / "first.log").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -107,8 +107,8 @@ def test_a_start_is_told_from_loading_to_its_first_checkpoint(logs: Any) -> None
         ("engine_loading", "engine_ready"),
         ("worker_started", "manifests_read"),
         ("engine_ready", "first_rows"),
-        ("first_rows", "checkpoint"),
-        ("chunk_open", "checkpoint"),
+        ("first_rows", "checkpoints"),
+        ("chunk_open", "checkpoints"),
     ):
         assert events.index(before) < events.index(after)
     assert named(first, "worker_started")[0] == {"worker": "logs-w0", "epoch": 1, "attempt": 1}

@@ -17,10 +17,10 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.worker import outgoing
-from batchinfer.worker.background import Background
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.config import RunAccess
+from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.outgoing import Checkpointer
+from fakes import FakeClock
 from simulation.scenario import simulate
 from simulation.stage import Stage, when
 
@@ -108,10 +108,13 @@ def finish(chunk: OpenChunk, *lines: int) -> None:
     chunk.finish([FinishedRow(line=line, ok=True, output=output) for line in lines])
 
 
-def checkpointer_with(hands: Hands, store: MemoryStore) -> Checkpointer:
+def checkpointer_with(
+    hands: Hands, store: MemoryStore, clock: FakeClock | None = None
+) -> Checkpointer:
     lease = SimpleNamespace(epoch=1, writer="w0", require=lambda: None)
     run = cast("RunAccess", SimpleNamespace(store=store, lease=lease))
-    return Checkpointer(run, cast("Background", hands), lambda _chunk: True)
+    environment = SimpleNamespace(background=hands, clock=clock or FakeClock())
+    return Checkpointer(run, cast("Environment", environment), lambda _chunk: True)
 
 
 def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
@@ -179,7 +182,7 @@ def test_the_log_counts_the_rows_that_the_segment_holds(
     logging.disable(logging.NOTSET)
     lines, log = Lines(), logging.getLogger("batchinfer.worker.outgoing")
     monkeypatch.setattr(log, "handlers", [lines])
-    monkeypatch.setattr(log, "level", logging.INFO)
+    monkeypatch.setattr(log, "level", logging.DEBUG)
     checkpointer = checkpointer_with(Hands(), MemoryStore("memory://counted"))
     chunk = open_chunk(tmp_path, "part", 8, num_done=2)
     checkpointer.ask([chunk])
@@ -190,8 +193,30 @@ def test_the_log_counts_the_rows_that_the_segment_holds(
     chunk.close()
     assert lines.found == [
         "part: checkpoint of 2 rows, 2 of 8 done",
+        "checkpoints: 2 more rows are safe",
         "part: noted 2 rows that were in flight when the engine died",
     ]
+
+
+def test_checkpoints_are_logged_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.disable(logging.NOTSET)
+    lines, log = Lines(), logging.getLogger("batchinfer.worker.outgoing")
+    monkeypatch.setattr(log, "handlers", [lines])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    clock = FakeClock()
+    checkpointer = checkpointer_with(Hands(), MemoryStore("memory://minutes"), clock)
+    chunk = open_chunk(tmp_path, "part", 8, num_done=1)
+    for line in range(1, 7):
+        checkpointer.ask([chunk])
+        checkpointer.tick()
+        finish(chunk, line)
+        clock.seconds += 25
+    checkpointer.log_written()
+    checkpointer.log_written()
+    chunk.close()
+    assert lines.found == [f"checkpoints: {rows} more rows are safe" for rows in (1, 3, 2)]
 
 
 def test_promises_hold_with_small_segments() -> None:

@@ -1,0 +1,177 @@
+"""What a worker shows on a terminal: a readable bar, log lines above it, and numbers that never exceed their total."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchinfer.core.clock import SystemClock
+from batchinfer.worker.progress import describe
+from batchinfer.worker.telemetry import Telemetry
+from batchinfer.worker.workload import Workload
+from making import make_job, run_worker_here, worker_arguments
+
+COLUMNS = 80
+
+
+def run_in_terminal(arguments: list[str]) -> str:
+    """Run batchinfer in a terminal of 80 columns; return the bytes that reached the terminal, as text."""
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover - the child becomes another program
+        os.execv(sys.executable, [sys.executable, "-m", "batchinfer", *arguments])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    found = b""
+    while True:
+        try:
+            part = os.read(terminal, 1 << 16)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        found += part
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    return found.decode()
+
+
+def screen(text: str) -> list[str]:
+    """The lines that a terminal shows at the end. Knows carriage returns, newlines and wrapping, as a bar uses them."""
+    lines: list[list[str]] = [[]]
+    row = column = 0
+    for sign in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text):
+        if sign == "\r":
+            column = 0
+            continue
+        if sign == "\n" or column >= COLUMNS:
+            row, column = row + 1, column if sign == "\n" else 0
+            if row == len(lines):
+                lines.append([])
+        if sign != "\n":
+            line = lines[row]
+            line += " " * (column + 1 - len(line))
+            line[column] = sign
+            column += 1
+    return ["".join(line).rstrip() for line in lines]
+
+
+def test_a_terminal_shows_log_lines_above_one_bar(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=300, per_chunk=50)
+    text = run_in_terminal(
+        worker_arguments(
+            tmp_path / "job", tmp_path / "run",
+            *("--echo-load-seconds", "1.2", "--echo-latency-seconds", "0.5"),
+            *("--max-num-seqs", "64", "--checkpoint-seconds", "0.1"),
+        )
+    )  # fmt: skip
+    lines = screen(text)
+    start = next(index for index, line in enumerate(lines) if line.startswith("{"))
+    log, bar = lines[: start - 1], lines[start - 1]
+    assert re.fullmatch(r"100% \|█+\| 300/300 rows, \S+/s, \S+ tok/s out", bar)
+    assert len(bar) < COLUMNS
+    entries = [line for line in log if re.match(r"\d\d:\d\d:\d\d INFO ", line)]
+    assert len(entries) > 10
+    assert not any("|" in line for line in log), "a piece of the bar stayed in the log"
+    assert sum("checkpoints: " in line for line in entries) == 1, "one line a minute"
+    assert json.loads("".join(lines[start:]))["chunks_done"] == 6
+    shown = re.findall(r"\d+% \|[^|]*\| ([^\r]*)", text)
+    loading = [part for part in shown if "loading the engine" in part]
+    assert loading
+    assert not any("/s" in part or "left" in part for part in loading)
+    assert any(re.search(r"/300 rows, \S+/s, \S+ tok/s out, \d:\d\d left", part) for part in shown)
+
+
+def test_the_line_fits_into_a_terminal_of_80_columns() -> None:
+    telemetry = cast(
+        "Telemetry",
+        SimpleNamespace(
+            workload=SimpleNamespace(rows=99_999_999, rows_done=88_888_888),
+            tally=SimpleNamespace(rows=88_888, completion_tokens=10**9, num_errors=12_345),
+            is_loading=False,
+            busy_seconds=4000.0,
+        ),
+    )
+    line = describe(telemetry)
+    assert line.startswith("88.9M/100M rows, 22.2/s, 250k tok/s out, ")
+    assert line.endswith(" left, 12.3k failed")
+    assert len(line) <= 71
+
+
+def test_chunks_of_other_workers_count_in_the_total(tmp_path: Path) -> None:
+    make_job(tmp_path / "job", rows=60, per_chunk=5, workers=2)
+    result = run_worker_here(tmp_path / "job", tmp_path / "run", index=0)
+    assert (result["chunks_total"], result["chunks_done"]) == (12, 12)
+    again = run_worker_here(tmp_path / "job", tmp_path / "run", index=1)
+    assert (again["chunks_total"], again["chunks_done"], again["chunks_skipped"]) == (6, 0, 6)
+
+
+# --------------------------------------------------------------------------- the numbers of a workload
+
+
+def chunk(name: str, rows: int, left: int) -> Any:
+    return SimpleNamespace(name=name, num_rows=rows, num_left=left)
+
+
+def state(work: Workload) -> tuple[int, int | None, int, int]:
+    return work.rows_done, work.rows, work.chunks_done, work.chunks
+
+
+def test_a_helped_chunk_counts_while_it_is_open_and_once_it_is_done() -> None:
+    work = Workload()
+    work.set_own({"own": 10})
+    work.opened(chunk("other", 7, left=2))
+    assert state(work) == (5, 17, 0, 2)
+    work.released("other")
+    assert state(work) == (0, 10, 0, 1)
+    work.opened(chunk("other", 7, left=0))
+    work.done("other")
+    assert state(work) == (7, 17, 1, 2)
+
+
+def test_rows_that_are_resumed_after_a_release_count_once() -> None:
+    work = Workload()
+    work.set_own({"a": 10, "b": 10})
+    work.opened(chunk("a", 10, left=4))
+    work.released("a")
+    work.opened(chunk("a", 10, left=3))
+    assert state(work) == (7, 20, 0, 2)
+    work.done("a")  # whoever has published it
+    work.done("a")
+    work.done("never heard of")
+    assert state(work) == (10, 20, 1, 2)
+
+
+def test_the_total_is_unknown_until_every_chunk_has_told_its_rows() -> None:
+    work = Workload()
+    assert work.rows is None
+    work.set_own({"a": None, "b": 5})
+    assert work.rows is None
+    work.opened(chunk("a", 3, left=3))
+    assert state(work) == (0, 8, 0, 2)
+
+
+def test_progress_of_a_start_without_rows_has_no_rate() -> None:
+    telemetry = Telemetry("w0", SystemClock(), host={})
+    telemetry.workload.set_own({"a": 5})
+    assert describe(telemetry) == "0/5 rows, loading the engine for 0:00"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_done_never_exceeds_the_total(is_own: bool) -> None:
+    work = Workload()
+    work.set_own({"a": 4} if is_own else {})
+    for left in (3, 0):
+        work.opened(chunk("a", 4, left))
+        assert work.rows_done <= (work.rows or 0)
+    work.done("a")
+    assert (work.rows_done, work.rows) == (4, 4)
