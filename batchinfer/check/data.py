@@ -9,9 +9,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import Assignment, ChunkRef, OpenStore
 from batchinfer.prompts import PromptConfig, RawRow, find_request_format
-from batchinfer.prompts.templates import PromptTemplate, named_template
+from batchinfer.prompts.render_process import RenderProcess
+from batchinfer.prompts.templates import named_template
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import read_first_rows
 
@@ -55,6 +57,7 @@ class Data(NamedTuple):
     chunks: int | None
     sample: list[Batch]
     job_sha256: str = ""
+    job: Job | None = None
 
 
 def from_assignment(
@@ -73,7 +76,7 @@ def from_assignment(
     sizes = [ref.rows if ref.row_limit is None else ref.row_limit for ref in chunks]
     known = [size for size in sizes if size is not None]
     rows = sum(known) if len(known) == len(sizes) else None
-    return Data(rows, len(chunks), sample, assignment.job_sha256)
+    return Data(rows, len(chunks), sample, assignment.job_sha256, assignment.job)
 
 
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
@@ -139,7 +142,7 @@ def _synthetic_row(prompt: PromptConfig, draw: random.Random, number: int) -> di
             return {template.messages_column: messages}
         return dict.fromkeys(template.columns, text)
     if prompt.prompt_template:
-        source = PromptTemplate(prompt.prompt_template, name="--prompt-template", values={})
+        source = RenderProcess(prompt.prompt_template, name="--prompt-template", values={})
         return dict.fromkeys(set(source.variables) - {"row", "examples", "system_prompt"}, text)
     raise InputError(
         "--synthetic: no option says what a prompt is made of",

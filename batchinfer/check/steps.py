@@ -21,7 +21,7 @@ from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length
-from batchinfer.ledger.jobs import OpenStore, read_assignment
+from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptConfig, Tokenizer
 from batchinfer.runs.prices import Machine, Prices
@@ -225,6 +225,11 @@ class Examination:
         builder = make_preview_builder(
             config.prompt, config.sampling, config.run_seed, tokenizer, room
         )
+        if data.job is not None:
+            with self._step("data"):
+                check_columns(
+                    data.job, builder.needed_columns, optional=config.prompt.optional_columns
+                )
         rows: list[RenderedRow] = []
         cut = 0
         for chunk, raw in data.sample:

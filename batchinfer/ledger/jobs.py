@@ -7,7 +7,6 @@ folder, unless the user allows absolute paths.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from batchinfer.core import codec, layout, units
-from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound, near
 from batchinfer.core.records import Job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
@@ -26,6 +25,8 @@ OpenStore = Callable[[str], Store]
 
 _TABLES = ("parquet", "csv")
 """Source formats in which every row has the same columns, so that job.json lists them all."""
+_MAX_SHOWN = 30
+"""Most columns that a message names."""
 
 
 class ChunkRef(NamedTuple):
@@ -111,37 +112,45 @@ def split_again(url: str) -> str:
     )
 
 
-def check_columns(job: Job, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Refuse columns that no row of a job can have, before a GPU is paid to make nothing but error rows.
+def check_columns(
+    job: Job, needed: Mapping[str, Sequence[str]], optional: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse columns that the rows of a job do not have, before a GPU is paid to make nothing but error rows.
 
-    If a source is JSON Lines, an unknown column only causes a warning: each row there may have columns of its own, and
-    `split` has looked only at the first rows.
+    Of JSON Lines `split` has looked only at the first rows, and later ones may have more columns. An optional column
+    that is missing there only causes a warning.
 
     Args:
         job: The content of job.json.
-        wanted: The column names that each option was given, by option. ``*`` and empty names are not checked.
+        needed: Names of columns without which a row fails, by option. ``*`` and empty names are not checked.
+        optional: Names of columns that a row may lack, by option.
 
     Raises:
-        ConfigError: All sources are tables, and a column is in none of them.
+        ConfigError: a needed column is not in job.json, or an optional one is not and all sources are tables.
     """
     if not job.sources or not job.columns:
         return
     is_certain = all(source.format in _TABLES for source in job.sources)
     known = {*job.columns, "_row", "_id"}
-    for option, names in wanted.items():
+    columns = ", ".join(job.columns[:_MAX_SHOWN]) + (", …" if len(job.columns) > _MAX_SHOWN else "")
+    for option, names in [*needed.items(), *optional.items()]:
         for name in names:
             if not name or name == "*" or name in known:
                 continue
-            near = difflib.get_close_matches(name, job.columns, n=1)
-            meant = f"did you mean {option} {near[0]}?" if near else ""
+            meant = near(name, job.columns)
             if is_certain:
                 raise ConfigError(
-                    f"{option} {name}: no column of the job, expected one of: {', '.join(job.columns)}",
-                    hint=meant or "if `split --columns` left it out, split again with it",
+                    f"{option} {name}: no column of the job, expected one of: {columns}{meant}",
+                    hint="if `split --columns` left it out, split again with it",
+                )
+            if option in needed:
+                raise ConfigError(
+                    f"{option} {name}: in none of the rows that split looked at ({columns}){meant}",
+                    hint="if only later rows have it, split again with --columns, which looks at every row",
                 )
             logger.warning(
                 "%s %s: in none of the rows that split looked at (%s)%s",
-                *(option, name, ", ".join(job.columns), meant and f"; {meant}"),
+                *(option, name, columns, meant),
             )
 
 

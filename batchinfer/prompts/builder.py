@@ -108,6 +108,11 @@ class PromptBuilder:
         if self._reader.is_chat:
             self._check_chat()
 
+    @property
+    def needed_columns(self) -> dict[str, list[str]]:
+        """Columns without which no row becomes a request as the options ask. Keys are the options."""
+        return self._reader.needed_columns
+
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
         """Return one result for each row, in the order of `rows`. The result of a bad row holds a failure.
 

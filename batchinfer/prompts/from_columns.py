@@ -100,6 +100,29 @@ class RowsReader:
             self._projected.append(column)
         return self._projected.index(column)
 
+    @property
+    def needed_columns(self) -> dict[str, list[str]]:
+        """See `RowReader.needed_columns`."""
+        config = self._config
+        needed = {
+            "--prompt-column": [config.prompt_column],
+            "--messages-column": [config.messages_column],
+            "--id-column": [config.id_column],
+        }
+        if config.template_name:
+            needed[f"--template {config.template_name}: the column"] = (
+                [self._messages_column] if self._messages_column else self._template_columns
+            )
+        elif self._template is not None:
+            needed["--prompt-template: the variable"] = self._template_columns
+        return needed
+
+    @property
+    def _template_columns(self) -> list[str]:
+        blank = self._config.blank_columns
+        columns = self._template.needed_columns if self._template is not None else []
+        return [name for name in columns if name not in blank]
+
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
         """Read rows. See `RowReader.fill`."""
         fill_each(self._fill, drafts, lines)

@@ -68,6 +68,15 @@ class RequestsReader:
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
         self._is_batch = is_batch
 
+    @property
+    def needed_columns(self) -> dict[str, list[str]]:
+        """See `RowReader.needed_columns`."""
+        fields = ["custom_id", "method", "url", "body"] if self._is_batch else ["prompt"]
+        return {
+            f"--request-format {self._config.request_format}: the field": fields,
+            "--id-column": [self._config.id_column],
+        }
+
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
         """Read requests. See `RowReader.fill`."""
         fill_each(self._fill, drafts, lines)

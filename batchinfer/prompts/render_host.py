@@ -51,7 +51,7 @@ def serve(setup: RenderSetup) -> None:
         answer = RenderReady(error=error.message, hint=error.hint)
         write_frame(sys.stdout.buffer, msgspec.json.encode(answer))
         return
-    answer = RenderReady(variables=template.variables)
+    answer = RenderReady(variables=template.variables, needed_columns=template.needed_columns)
     write_frame(sys.stdout.buffer, msgspec.json.encode(answer))
     decode = msgspec.msgpack.Decoder(list[bytes]).decode
     while (frame := read_frame(sys.stdin.buffer)) is not None:

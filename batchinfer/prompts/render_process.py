@@ -63,6 +63,8 @@ class RenderReady(msgspec.Struct, frozen=True, kw_only=True):
 
     variables: list[str] = []
     """Variables that the template reads, without those that it sets itself."""
+    needed_columns: list[str] = []
+    """Columns without which every row fails."""
     error: str = ""
     hint: str = ""
 
@@ -123,7 +125,9 @@ class RenderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._has_warned = False
         with self._lock:
-            self.variables = self._start().variables
+            ready = self._start()
+        self.variables = ready.variables
+        self.needed_columns = ready.needed_columns
 
     def render(self, lines: Sequence[bytes]) -> list[RenderedText]:
         """Return the prompt text of every row, in order. Each of `lines` is a JSON object."""

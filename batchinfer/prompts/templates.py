@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record
@@ -153,7 +154,12 @@ class PromptTemplate:
     ) -> None:
         self._template = compile_template(source, name=name, undefined=undefined)
         parser = BoundedEnvironment(undefined=undefined)
-        self.variables = sorted(meta.find_undeclared_variables(parser.parse(source)))
+        tree = parser.parse(source)
+        self.variables = sorted(meta.find_undeclared_variables(tree))
+        """Variables that the template reads, without those that it sets itself."""
+        known = {"row", *values, *self._template.global_names}
+        self.needed_columns = _needed_columns(tree, set(self.variables) - known)
+        """Columns without which every render fails, as far as the template's text shows it."""
         self._name = name
         self._values = values
 
@@ -178,6 +184,48 @@ class PromptTemplate:
                     f"{', '.join(list(row)[:20])}){near(missing[0], row)}",
                 ) from error
             raise RowProblem(Code.TEMPLATE_ERROR, f"{self._name}: {error}") from error
+
+
+def _needed_columns(tree: nodes.Template, variables: set[str]) -> list[str]:
+    """Return the columns that a template reads on every way through it.
+
+    A column counts if it is one of `variables`, or if the template reads it as ``row.name`` or ``row["name"]``. Columns
+    that only some ways read do not count, nor columns that the template tests, gives a default or sets itself.
+    """
+    variables = variables - {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    found = _always_read(tree)
+    return sorted(name for kind, name in found if kind == "row" or name in variables)
+
+
+def _always_read(node: nodes.Node) -> set[tuple[str, str]]:
+    """Return what a part of a template surely reads, as pairs of "row" or "name" and the name."""
+    match node:
+        case nodes.Name():
+            return {("name", node.name)}
+        case nodes.Getattr(node=nodes.Name(name="row")):
+            # `row.items` and its like are methods of the dictionary, not columns.
+            return set() if hasattr(dict, node.attr) else {("row", node.attr)}
+        case nodes.Getitem(node=nodes.Name(name="row"), arg=nodes.Const(value=str(name))):
+            return {("row", name)}
+        case nodes.If():
+            ways = [node.body, *(branch.body for branch in node.elif_), node.else_]
+            return _always_read(node.test) | set.intersection(*map(_read_by_any, ways))
+        case nodes.CondExpr():
+            ways = [[node.expr1], [node.expr2] if node.expr2 is not None else []]
+            return _always_read(node.test) | set.intersection(*map(_read_by_any, ways))
+        case nodes.And() | nodes.Or():
+            return _always_read(node.left)
+        case nodes.For():
+            return _always_read(node.iter)
+        case nodes.Test(name="defined" | "undefined") | nodes.Filter(name="default" | "d"):
+            return set()
+        case nodes.Macro() | nodes.CallBlock():
+            return set()
+    return _read_by_any(node.iter_child_nodes())
+
+
+def _read_by_any(parts: Iterable[nodes.Node]) -> set[tuple[str, str]]:
+    return set().union(*map(_always_read, parts))
 
 
 def examples_text(template: NamedTemplate, examples: list[dict[str, Any]]) -> str:

@@ -115,14 +115,9 @@ False: the model writes whole answers."""
     it."""
 
     @property
-    def columns_by_option(self) -> dict[str, list[str]]:
-        """Columns that the options name. Keys are the options."""
-        return {
-            "--prompt-column": [self.prompt_column],
-            "--messages-column": [self.messages_column],
-            "--keep": self.keep,
-            "--blank-columns": self.blank_columns,
-        }
+    def optional_columns(self) -> dict[str, list[str]]:
+        """Columns that the options name and that a row may lack. Keys are the options."""
+        return {"--keep": self.keep, "--blank-columns": self.blank_columns}
 
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
@@ -208,6 +203,11 @@ class RowReader(Protocol):
     @property
     def is_chat(self) -> bool:
         """Whether every row becomes a conversation, so that the run needs a chat template."""
+        ...
+
+    @property
+    def needed_columns(self) -> dict[str, list[str]]:
+        """Columns without which no row becomes a request as the options ask. Keys are the options."""
         ...
 
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:

@@ -60,9 +60,12 @@ class Membership:
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._environment.check_sampling(self.config)
+        builder = self.make_builder(None, None)
         if self.assignment.job is not None:
-            check_columns(self.assignment.job, self.config.prompt.columns_by_option)
-        self.make_builder(None, None)
+            prompt = self.config.prompt
+            check_columns(
+                self.assignment.job, builder.needed_columns, optional=prompt.optional_columns
+            )
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
         """Create run.json, or check that the existing run.json has the same fingerprint. See ledger.runs.join_run."""

@@ -140,12 +140,14 @@ def run_preview(
         limit=config.limit,
         open_store=open_store,
     )
-    if assignment.job is not None:
-        check_columns(assignment.job, config.prompt.columns_by_option)
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
         config.prompt, config.sampling, config.run_seed, tokenizer, longest_sequence(config.engine)
     )
+    if assignment.job is not None:
+        check_columns(
+            assignment.job, builder.needed_columns, optional=config.prompt.optional_columns
+        )
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     found: list[RenderedRow] = []
     try:

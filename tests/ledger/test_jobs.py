@@ -206,11 +206,12 @@ def test_a_limit_without_a_job_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
     job = job_of(source_format)
     with pytest.raises(ConfigError, match="--prompt-column promt: no column of the job") as caught:
-        check_columns(job, PromptConfig(prompt_column="promt").columns_by_option)
-    assert "--prompt-column prompt" in caught.value.hint
+        check_columns(job, {"--prompt-column": ["promt"]}, {})
+    assert "did you mean 'prompt'?" in caught.value.message
     with pytest.raises(ConfigError, match="--blank-columns anwser: no column of the job"):
-        check_columns(job, {"--prompt-column": ["prompt"], "--blank-columns": ["anwser"]})
-    check_columns(job, {"--messages-column": [""], "--keep": ["*"], "--blank-columns": ["answer"]})
+        check_columns(job, {"--prompt-column": ["prompt"]}, {"--blank-columns": ["anwser"]})
+    optional = {"--keep": ["*"], "--blank-columns": ["answer"]}
+    check_columns(job, {"--messages-column": [""]}, optional)
 
 
 def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
@@ -218,13 +219,16 @@ def test_rows_of_json_lines_may_have_columns_that_the_job_does_not_know(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(jobs.logger, "warning", lambda text, *values: said.append(text % values))
-    config = PromptConfig(prompt_column="promt", keep=["answer", "_id"], blank_columns=["x"])
-    check_columns(job_of("jsonl"), config.columns_by_option)
+    config = PromptConfig(keep=["answer", "_id", "promt"], blank_columns=["x"])
+    check_columns(job_of("jsonl"), {"--prompt-column": ["prompt"]}, config.optional_columns)
     start, seen = "in none of the rows that split looked at", "(prompt, answer)"
     assert said == [
-        f"--prompt-column promt: {start} {seen}; did you mean --prompt-column prompt?",
+        f"--keep promt: {start} {seen}; did you mean 'prompt'?",
         f"--blank-columns x: {start} {seen}",
     ]
+    with pytest.raises(ConfigError, match="did you mean 'prompt'") as caught:
+        check_columns(job_of("jsonl"), {"--prompt-column": ["promt"]}, {})
+    assert "split again with --columns" in caught.value.hint
 
 
 def job_of(source_format: str) -> Job:

@@ -307,3 +307,39 @@ def test_a_render_does_not_use_up_the_next_ones_budget():
     )
     rows = [RawRow(index, b'{"x":"y"}') for index in range(40)]
     assert all(item.request for item in builder.build("c", 0, rows))
+
+
+@pytest.mark.parametrize(
+    ("template", "columns"),
+    [
+        ("{{ a }} {{ row.b }} {{ row['c'] }} {{ row | tojson }}", ["a", "b", "c"]),
+        ("{% for x in a %}{{ x.b }}{{ loop.index }}{% endfor %}", ["a"]),
+        ("{{ a | default('x') }}{{ b is defined }}{{ row.c is undefined }}{{ d | upper }}", ["d"]),
+        ("{% if a %}{{ b }}{{ c }}{% else %}{{ b }}{% endif %}{% if d %}{{ e }}{% endif %}", ["a", "b", "d"]),
+        ("{{ a if b else c }}{{ a if b else a }}{{ d or e }}", ["a", "b", "d"]),
+        ("{% set a = b %}{{ a }}{% macro f(x) %}{{ x }}{{ y }}{% endmacro %}{{ f(c) }}", ["b", "c"]),
+        ("{{ examples | length }}{{ system_prompt }}{{ range(3) }}{{ row.items() }}{{ namespace() }}", []),
+        ("{% set a = a if a is defined else b %}{{ a }}", []),
+        ("{{ blank }}{{ 'a' }}{{ row.get('x') }}", []),
+    ],
+)  # fmt: skip
+def test_the_columns_that_a_template_always_reads_are_known(template, columns):
+    config = PromptConfig(prompt_template=template, blank_columns=["blank"])
+    builder = PromptBuilder(config, Sampling(), None, None, None)
+    assert builder.needed_columns["--prompt-template: the variable"] == columns
+
+
+def test_named_templates_know_the_columns_that_they_need():
+    needed = {}
+    for template in list_templates():
+        config = PromptConfig(template_name=template.name)
+        [*_, names] = PromptBuilder(config, Sampling(), None, None, None).needed_columns.values()
+        needed[template.name] = names
+    assert needed == {
+        "alpaca": ["instruction"],
+        "gpteacher": ["instruction"],
+        "sharegpt": ["conversations"],
+        "completion": ["text"],
+        "question-answer": ["question"],
+        "summarise": [],
+    }

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import ConfigError, RunMismatch
+from batchinfer.split.command import command as split
+from batchinfer.worker.command import command as worker
 from making import make_job, run_worker_here
 
 
@@ -34,3 +36,30 @@ def test_engine_arguments_are_of_the_run_unless_they_only_suit_a_machine(job: st
     with pytest.raises(RunMismatch, match=r"engine_args\.tokenizer_mode"):
         run_worker_here(job, run)
     run_worker_here(job, run, "--engine-arg", "kv_cache_memory_bytes=2,tokenizer_mode=slow")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-column", "promt"], "--prompt-column promt: .*did you mean 'prompt'"),
+        (["--messages-column", "nope"], "--messages-column nope: in none of the rows"),
+        (["--prompt-column", "prompt", "--id-column", "nope"], "--id-column nope: "),
+        (["--template", "alpaca"], "--template alpaca: the column instruction: "),
+        (["--prompt-template", "t.jinja"], "the variable promt: .*did you mean 'prompt'"),
+        (["--request-format", "openai-batch"], "openai-batch: the field custom_id: "),
+    ],
+)
+def test_a_column_that_the_job_does_not_have_is_refused_before_anything_is_made(
+    tmp_path: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker wrote an error row for every row and ended with SUCCESS."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.jinja").write_text("{{ promt }}")
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 6)
+    split.main(["rows.jsonl", "--output", "job", "--num-chunks", "2"], standalone_mode=False)
+    with pytest.raises(ConfigError, match=message):
+        worker.main(
+            ["--job", "job", "--output", "job/runs/a", "--engine", "echo", *options],
+            standalone_mode=False,
+        )
+    assert not Path("job/runs").exists()
