@@ -218,6 +218,7 @@ def _result(
         "bytes": sum(file.bytes for file in record.files),
         "missing_chunks": len(record.missing),
         "missing": record.missing[:_LISTED],
+        "kept_as_text": record.kept_as_text,
         "foreign_objects": selection.num_foreign,
         "run_time_sec": round(seconds, 3),
         "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,

@@ -50,6 +50,8 @@ class Collected(Record, frozen=True, kw_only=True):
     chunks: int
     missing: list[str]
     files: list[CollectedFile]
+    kept_as_text: dict[str, int] = {}
+    """Number of the source's values that only JSON text can hold, by column of the table; the columns are JSON text."""
 
 
 class Destination(Protocol):

@@ -31,6 +31,8 @@ _GROUP_BYTES = 64 << 20
 A group is written earlier if it has _GROUP_ROWS rows before it reaches this size.
 """
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
+LINE_COLUMN = "source_line"
+"""Name of the column with the text of lines of the source that are no JSON object."""
 _HASH_BLOCK_BYTES = 1 << 20
 
 Columns = dict[str, Any]
@@ -137,20 +139,31 @@ def arrow_type(kind: Kind) -> Any:
     return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind[1].items()])
 
 
-def free_name(name: str, taken: set[str]) -> str:
-    """Return the name that a source's column gets in the table, different from all names in `taken`.
+def table_names(own_names: dict[str, str], taken: Iterable[str]) -> dict[str, str]:
+    """Return the name that each column of the source gets in the table, by the keys of `own_names`.
 
-    >>> free_name("text", {"text"}), free_name("topic", {"text"})
-    ('source_text', 'topic')
+    It is the column's own name, with "source_" in front as often as needed to differ from all names in `taken` and from
+    those of all other columns.
+
+    >>> table_names({"text": "text", "_row2": "_row", "source_text": "source_text"}, ["text"])
+    {'text': 'source_source_text', '_row2': '_row', 'source_text': 'source_text'}
     """
-    while name in taken:
-        name = f"source_{name}"
-    return name
+    used = set(taken)
+    kept = set(own_names.values()) - used
+    names = {}
+    for column, own_name in own_names.items():
+        name = own_name
+        while name in used or (name in kept and name != own_name):
+            name = f"source_{name}"
+        used.add(name)
+        names[column] = name
+    return names
 
 
 def json_text(value: Any) -> str | None:
-    """Return a value as JSON text; None stays None."""
-    return None if value is None else _encoder.encode(value).decode()
+    """Return a value, which may be JSON already (`msgspec.Raw`), as JSON text; null becomes None."""
+    text = _encoder.encode(value).decode()
+    return None if text == "null" else text
 
 
 # --------------------------------------------------------------------------- writers

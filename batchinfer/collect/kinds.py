@@ -9,19 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
+from batchinfer.collect.source_rows import LINE
+
 Kind = Any
-"""A type of values: NULL, "bool", "int", "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind}).
+"""A type of values: NULL, "bool", "int", LONG, "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind}).
 
 A column whose type job.json holds has that pyarrow type as its kind, instead of a kind found here.
 """
 
 NULL = "null"
 JSON = "json"
+LONG = "long"
+"""Integers of 64 bits that a float cannot hold exactly."""
 MAX_FIELDS = 100
 """Largest number of fields of a struct.
 
 An object with more fields is probably a map with arbitrary keys. It becomes JSON text.
 """
+MAX_LEVELS = 32
+"""Largest number of lists and structs within each other. Readers of parquet refuse types that are nested deeper."""
 
 _SCALARS: dict[type, Kind] = {
     type(None): NULL,
@@ -31,21 +39,39 @@ _SCALARS: dict[type, Kind] = {
     str: "str",
 }
 _INT64 = range(-(1 << 63), 1 << 63)
+_EXACT = range(-(1 << 53), (1 << 53) + 1)
+"""Integers that a float can hold exactly."""
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any, unfit: list[Any] | None = None, level: int = 0) -> Kind:
     """Return the kind of one decoded JSON value.
+
+    Args:
+        value: The value. A `msgspec.Raw` is JSON that Python cannot hold exactly.
+        unfit: A list to which the parts that only JSON text can hold are added: numbers that are too large, texts that
+            are no Unicode, and values that are nested deeper than MAX_LEVELS.
+        level: Number of lists and objects around the value.
 
     >>> kind_of({"role": "user", "turns": [1, 2.5]})
     ('struct', {'role': 'str', 'turns': ('list', 'float')})
     """
     kind = _SCALARS.get(type(value))
-    if kind is not None:
-        return JSON if kind == "int" and value not in _INT64 else kind
-    if isinstance(value, list):
-        return ("list", merge_all(map(kind_of, value)))
-    if isinstance(value, dict) and 0 < len(value) <= MAX_FIELDS:
-        return ("struct", {name: kind_of(item) for name, item in value.items()})
+    if kind == "int":
+        if value in _EXACT:
+            return kind
+        if value in _INT64:
+            return LONG
+    elif kind is not None:
+        return kind
+    elif type(value) in (list, dict) and level < MAX_LEVELS:
+        if isinstance(value, list):
+            return ("list", merge_all(kind_of(item, unfit, level + 1) for item in value))
+        if 0 < len(value) <= MAX_FIELDS:
+            kinds = {name: kind_of(item, unfit, level + 1) for name, item in value.items()}
+            return ("struct", kinds)
+        return JSON
+    if unfit is not None:
+        unfit.append(value)
     return JSON
 
 
@@ -67,8 +93,10 @@ def merge(left: Kind, right: Kind) -> Kind:
         return left
     if left == NULL:
         return right
-    if isinstance(left, str) and isinstance(right, str) and {left, right} == {"int", "float"}:
-        return "float"
+    if isinstance(left, str) and isinstance(right, str):
+        return {frozenset({"int", "float"}): "float", frozenset({"int", LONG}): LONG}.get(
+            frozenset({left, right}), JSON
+        )
     if isinstance(left, tuple) and isinstance(right, tuple) and left[0] == right[0]:
         if left[0] == "list":
             return ("list", merge(left[1], right[1]))
@@ -90,7 +118,7 @@ def settle(kind: Kind) -> Kind:
     if kind == NULL:
         return "str"
     if isinstance(kind, str):
-        return kind
+        return "int" if kind == LONG else kind
     if kind[0] == "list":
         inner = settle(kind[1])
         return JSON if inner == JSON else ("list", inner)
@@ -103,20 +131,43 @@ class KindObserver:
 
     def __init__(self) -> None:
         self._kinds: dict[str, Kind] = {}
+        self.num_lines = 0
+        """Number of lines that are no JSON object."""
+        self.num_unfit: dict[str, int] = {}
+        """Number of values of each column that only JSON text can hold. Columns without such values are absent."""
+        self.examples: dict[str, str] = {}
+        """The beginning of the first such value, or part of a value, of each of these columns."""
 
     def see(self, row: dict[str, Any]) -> None:
         """Look at one row."""
         kinds = self._kinds
+        self.num_lines += LINE in row
         for name, value in row.items():
             known = kinds.get(name)
-            if (
-                known == "str" and type(value) is str
-            ):  # the most frequent case, tested first because it is fast
+            # The most frequent case is tested first, because the test is fast.
+            if known == "str" and type(value) is str:
                 continue
-            if known == JSON:
-                continue
-            kinds[name] = kind_of(value) if known is None else merge(known, kind_of(value))
+            unfit: list[Any] = []
+            kind = kind_of(value, unfit)
+            kinds[name] = kind if known is None else merge(known, kind)
+            if unfit:
+                self.num_unfit[name] = self.num_unfit.get(name, 0) + 1
+                self.examples.setdefault(name, _excerpt(unfit[0]))
+
+    def without_common_type(self) -> list[str]:
+        """Return the columns that become JSON text although none of their values is counted in `num_unfit`."""
+        return [
+            name
+            for name, kind in self.kinds().items()
+            if kind == JSON and name not in self.num_unfit
+        ]
 
     def kinds(self) -> dict[str, Kind]:
         """Return the final kind of each column, by the column's name."""
         return {name: settle(kind) for name, kind in self._kinds.items()}
+
+
+def _excerpt(value: Any) -> str:
+    if isinstance(value, msgspec.Raw):
+        return bytes(value)[:60].decode("utf-8", "replace")
+    return str(value)[:60] if isinstance(value, int) else f"nested deeper than {MAX_LEVELS} levels"

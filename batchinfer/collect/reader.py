@@ -10,15 +10,14 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import msgspec
-
+from batchinfer.collect.source_rows import SourceRow, make_row_reader
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import InputError, ObjectNotFound, RowError, RunUnsound
+from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
 from batchinfer.core.records import Job, Marker, Run
 from batchinfer.formats.arrow_lines import ArrowBlock, can_read
 from batchinfer.formats.columns import OutputBlock, Shape
@@ -27,7 +26,6 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
 from batchinfer.ledger.runs import refuse_edited
-from batchinfer.prompts import json_lines
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
@@ -35,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of a block of lines. Larger blocks would be slower, because they do not fit into the processor's caches."""
+_SOURCE_BYTES = 8 << 20
+"""Bytes of the source's rows after which a block ends. It limits memory where rows are longer than their answers."""
 _FETCHERS = 2
 _LOG_SECONDS = 10.0
 _ASK_VERIFY = "`batchinfer verify` says what mends it"
@@ -45,7 +45,6 @@ CHUNKS, OUTPUTS = "chunks", "outputs"
 
 Outputs have only the columns that the worker's option --keep has copied into them.
 """
-_OWN = (json_lines.ROW_FIELD, json_lines.ID_FIELD)
 
 
 class Gap(NamedTuple):
@@ -134,7 +133,7 @@ class Block(NamedTuple):
 
     chunk: str
     lines: OutputBlock | ArrowBlock
-    source: list[dict[str, Any]] | None
+    source: list[SourceRow] | None
 
     @property
     def num_rows(self) -> int:
@@ -216,8 +215,9 @@ class Reader:
         self,
         shape: Shape,
         source_from: str = "",
-        columns: list[str] | None = None,
+        columns: Sequence[str] | None = None,
         *,
+        as_text: Container[str] = (),
         doing: str = "read",
     ) -> Iterator[Block]:
         """Yield every row once, in input order.
@@ -226,6 +226,7 @@ class Reader:
             shape: Columns of the answers.
             source_from: Place of the source's columns: CHUNKS, OUTPUTS, or "" to read none.
             columns: Names of the source's columns to read; None reads all of them.
+            as_text: Columns of the source that are read as JSON text, see `make_row_reader`.
             doing: Word for the log lines, as in "500 of 1000 rows written".
 
         Raises:
@@ -237,7 +238,7 @@ class Reader:
         bring = partial(
             self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
         )
-        read = _row_reader(columns) if source_from else None
+        read = make_row_reader(columns, as_text) if source_from else None
         progress = _RowCounter(self.selection.num_rows, doing)
         for fetched, marker in self._outputs(bring):
             blocks = fetched.blocks or decode(fetched)
@@ -343,20 +344,38 @@ class Reader:
         fetched: _Fetched,
         marker: Marker,
         blocks: Iterable[ArrowBlock | OutputBlock],
-        read: Callable[[bytes], dict[str, Any]] | None,
+        read: Callable[[bytes], SourceRow] | None,
     ) -> Iterator[Block]:
-        done = 0
+        done, name = 0, fetched.ref.name
         with contextlib.ExitStack() as stack:
             chunk = stack.enter_context(fetched.chunk.open("rb")) if fetched.chunk else None
             for block in blocks:
                 done += block.num_rows
-                source = None
-                if read is not None and chunk is not None:
-                    source = [read(chunk.readline()) for _ in range(block.num_rows)]
-                elif read is not None and isinstance(block, OutputBlock):
-                    source = list(map(read, block.sources()))
-                yield Block(fetched.ref.name, block, source)
+                if read is None:
+                    yield Block(name, block, None)
+                elif chunk is not None:
+                    yield from _join(Block(name, block, None), chunk, read)
+                elif isinstance(block, OutputBlock):
+                    yield Block(name, block, list(map(read, block.sources())))
         _check_count(fetched, marker, done)
+
+
+def _join(block: Block, chunk: BinaryIO, read: Callable[[bytes], SourceRow]) -> Iterator[Block]:
+    """Add the source's columns to a block. `chunk` is at the block's first row.
+
+    The block is cut into parts if its rows of the source have more than _SOURCE_BYTES.
+    """
+    start, size = 0, 0
+    source: list[SourceRow] = []
+    for stop in range(1, block.num_rows + 1):
+        line = chunk.readline()
+        size += len(line)
+        source.append(read(line))
+        if size >= _SOURCE_BYTES:
+            yield block.part(start, stop)._replace(source=source)
+            start, size, source = stop, 0, []
+    if source:
+        yield (block.part(start, block.num_rows) if start else block)._replace(source=source)
 
 
 def _check_count(fetched: _Fetched, marker: Marker, done: int) -> None:
@@ -393,36 +412,3 @@ def _decode(
         block = make(data, shape, row)
         row += block.num_rows
         yield block
-
-
-def _row_reader(columns: list[str] | None) -> Callable[[bytes], dict[str, Any]]:
-    """Return a function that decodes one line of the source and returns the row's columns.
-
-    If the line cannot be decoded, the function returns no columns. `columns` names the wanted columns; None means all.
-    """
-    if columns is None:
-
-        def read_all(data: bytes) -> dict[str, Any]:
-            try:
-                row = json_lines.decode_object(data)
-            except RowError:
-                return {}
-            for name in _OWN:
-                row.pop(name, None)
-            return row
-
-        return read_all
-    project = json_lines.projection(columns)
-
-    def read(data: bytes) -> dict[str, Any]:
-        try:
-            values = project(data)
-        except RowError:
-            return {}
-        return {
-            name: value
-            for name, value in zip(columns, values, strict=True)
-            if value is not msgspec.UNSET
-        }
-
-    return read

@@ -21,15 +21,17 @@ from batchinfer.collect.destinations import (
 )
 from batchinfer.collect.files import (
     FORMATS,
+    LINE_COLUMN,
     Columns,
     Schema,
     ShardWriter,
     TableFile,
     as_column,
-    free_name,
+    table_names,
 )
-from batchinfer.collect.kinds import Kind, KindObserver
+from batchinfer.collect.kinds import JSON, Kind, KindObserver
 from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
+from batchinfer.collect.source_rows import LINE
 from batchinfer.collect.source_types import read_schema
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
@@ -85,7 +87,13 @@ def shard_rows_of(config: CollectConfig) -> int | None:
 
 
 def make_record(
-    reader: Reader, files: list[CollectedFile], *, key: str, kind: str, rows_error: int
+    reader: Reader,
+    files: list[CollectedFile],
+    *,
+    key: str,
+    kind: str,
+    rows_error: int,
+    kept_as_text: dict[str, int] | None = None,
 ) -> Collected:
     """Return the record of a collection whose rows `reader` has read. Log a warning for each damaged chunk."""
     for gap in reader.damaged.values():
@@ -100,6 +108,7 @@ def make_record(
         chunks=len(used),
         missing=[*(gap.chunk for gap in selection.gaps), *reader.damaged],
         files=files,
+        kept_as_text=kept_as_text or {},
     )
 
 
@@ -113,6 +122,8 @@ class _SourceColumns(NamedTuple):
     place: str
     names: dict[str, str]
     kinds: dict[str, Kind]
+    kept_as_text: dict[str, int] = {}
+    """See `Collected.kept_as_text`."""
 
 
 class Collection:
@@ -133,7 +144,7 @@ class Collection:
         self._scratch = scratch
         self._shape = shape_of(selection.run.config, explode=config.explode)
         self._reader = Reader(selection, store, open_store, scratch, is_partial=config.partial)
-        self._unshown = 0
+        self._unshown = self._num_lines = 0
         self._schema = Schema(self._shape, {})
         self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
         self._errors: Counter[str] = Counter()
@@ -153,10 +164,21 @@ class Collection:
             has_chunk=self._selection.job is None,
         )
         files = put_all(dest, self._files(source))
+        if self._num_lines:
+            logger.warning(
+                "%d lines of the source are no JSON objects; their columns are null",
+                self._num_lines,
+            )
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
-        rows_error = self._errors.total()
-        return make_record(self._reader, files, key=key, kind=self._kind, rows_error=rows_error)
+        return make_record(
+            self._reader,
+            files,
+            key=key,
+            kind=self._kind,
+            rows_error=self._errors.total(),
+            kept_as_text=source.kept_as_text,
+        )
 
     # -- what is known before the first row
 
@@ -172,9 +194,11 @@ class Collection:
         job, types = self._selection.job, self._types_of_job()
         wanted, source_names = self._asked(), self._source_names()
         if wanted is None and types and job is not None:
-            wanted = [name for name in job.columns if place == CHUNKS or name in kept]
+            has_all = place == CHUNKS or kept == ["*"]
+            wanted = [name for name in job.columns if has_all or name in kept]
         unknown = None if wanted is None else [name for name in wanted if name not in types]
-        kinds = self._observe(place, unknown)
+        observer = self._observe(place, unknown)
+        kinds = observer.kinds()
         if wanted is not None:
             found = types | kinds
             kinds = {name: found[name] for name in wanted if name in found}
@@ -187,9 +211,11 @@ class Collection:
                     + (f", expected some of: {', '.join(known[:30])}" if known else ""),
                     hint=f"did you mean {near[0]}?" if near else "check the spelling",
                 )
-        taken = {*self._shape.names, "chunk"}
-        names = {name: free_name(source_names.get(name, name), taken) for name in kinds}
-        return _SourceColumns(place, names, kinds)
+        own_names = {name: source_names.get(name, name) for name in kinds}
+        if LINE in kinds:
+            own_names[LINE] = LINE_COLUMN
+        names = table_names(own_names, [*self._shape.names, "chunk"])
+        return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names))
 
     def _types_of_job(self) -> dict[str, Kind]:
         """Return the types of the columns that job.json knows."""
@@ -202,19 +228,19 @@ class Collection:
             logger.warning("%s; the types are found from the values instead", error)
             return {}
 
-    def _observe(self, place: str, columns: list[str] | None) -> dict[str, Kind]:
+    def _observe(self, place: str, columns: list[str] | None) -> KindObserver:
         """Find the types of columns, or of all columns, by reading every value of them.
 
         This takes one pass over the data before the first row is written.
         """
-        if columns is not None and not columns:
-            return {}
-        logger.info("looking at the types of the source's columns")
         observer = KindObserver()
+        if columns is not None and not columns:
+            return observer
+        logger.info("looking at the types of the source's columns")
         for block in self._reader.blocks(self._shape, place, columns, doing="looked at"):
             for row in block.source or ():
                 observer.see(row)
-        return observer.kinds()
+        return observer
 
     def _source_names(self) -> dict[str, str]:
         """Return the names in the source of columns that `split` renamed, by their names in the rows."""
@@ -243,7 +269,11 @@ class Collection:
         rows = shard_rows_of(self._config)
         with ShardWriter(self._kind, self._schema, self._scratch.folder, rows) as writer:
             blocks = self._reader.blocks(
-                self._shape, source.place, list(source.names) or None, doing="written"
+                self._shape,
+                source.place,
+                [name for name in source.names if name != LINE] or None,
+                as_text={name for name, kind in source.kinds.items() if kind == JSON},
+                doing="written",
             )
             yield from writer.files(blocks, partial(self._columns, source=source))
 
@@ -253,6 +283,8 @@ class Collection:
         rows = block.source
         if rows is not None and indices is not None:
             rows = [rows[index] for index in indices]
+        if rows is not None and LINE not in source.names:
+            self._num_lines += sum(LINE in row for row in rows)
         for name, kind in source.kinds.items():
             values = [row.get(name) for row in rows or ()]
             columns[source.names[name]] = as_column(values, kind)
@@ -289,6 +321,33 @@ class Collection:
                 path=f"data/part-*{FORMATS[self._kind]}",
             ),
         )
+
+
+def _say_kept_as_text(observer: KindObserver, names: dict[str, str]) -> dict[str, int]:
+    """Log which columns of the source become JSON text, and return the number of values that are the reason, by column.
+
+    `names` are the columns' names in the table.
+    """
+    counts = {}
+    if LINE in names:
+        counts[names[LINE]] = observer.num_lines
+        logger.warning(
+            "%d lines of the source are no JSON objects; their text is in the column %r",
+            observer.num_lines,
+            names[LINE],
+        )
+    for column, count in observer.num_unfit.items():
+        counts[names[column]] = count
+        logger.warning(
+            "column %r is JSON text: %d of its values are numbers too large for a column, no Unicode, or nested too "
+            "deep; the first is %s",
+            names[column],
+            count,
+            observer.examples[column],
+        )
+    for column in observer.without_common_type():
+        logger.info("column %r is JSON text: its values have no type in common", names[column])
+    return counts
 
 
 def _public(url: str) -> str:

@@ -1,0 +1,78 @@
+"""Decodes lines of the source to rows. No value is lost: what Python cannot hold exactly stays JSON text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.json_text import read_object
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
+
+LINE = "\udc00"
+"""Key of the text of a line that is no JSON object. No column has this name, because it is no Unicode."""
+
+SourceRow = dict[str, Any]
+"""Values of a row by column. A `msgspec.Raw` is JSON text. A line that is no JSON object becomes {LINE: its text}."""
+
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def make_row_reader(
+    columns: Sequence[str] | None, as_text: Container[str] = ()
+) -> Callable[[bytes], SourceRow]:
+    """Return a function that decodes one line.
+
+    Args:
+        columns: Columns to read; None reads all but `_row` and `_id`. Columns that a row lacks are absent.
+        as_text: Columns whose values are given as `msgspec.Raw`.
+    """
+    decode = _decode_all if columns is None else _make_decoder(columns, as_text)
+
+    def read(line: bytes) -> SourceRow:
+        try:
+            return decode(line)
+        except _DECODE_ERRORS:
+            pass  # a value needs `read_object`, or the line is no object
+        row = read_object(line)
+        if row is None:
+            text = line.strip().decode("utf-8", "backslashreplace")
+            return {LINE: text} if text else {}
+        return _pick(row, columns)
+
+    return read
+
+
+def _pick(row: SourceRow, columns: Sequence[str] | None) -> SourceRow:
+    if columns is not None:
+        return {name: row[name] for name in columns if name in row}
+    row.pop(ROW_FIELD, None)
+    row.pop(ID_FIELD, None)
+    return row
+
+
+def _decode_all(line: bytes) -> SourceRow:
+    return _pick(_decode_object(line), None)
+
+
+def _make_decoder(columns: Sequence[str], as_text: Container[str]) -> Callable[[bytes], SourceRow]:
+    names = [f"c{index}" for index in range(len(columns))]
+    kinds = [msgspec.Raw if column in as_text else Any for column in columns]
+    try:
+        struct = msgspec.defstruct(
+            "Row",
+            [(name, kind, msgspec.UNSET) for name, kind in zip(names, kinds, strict=True)],
+            rename=dict(zip(names, columns, strict=True)),
+            gc=False,
+        )
+    except ValueError:  # msgspec refuses names that JSON must escape, such as one with a quote
+        return lambda line: _pick(_decode_object(line), columns)
+    decode, values_of = msgspec.json.Decoder(struct).decode, msgspec.structs.astuple
+
+    def read(line: bytes) -> SourceRow:
+        values = zip(columns, values_of(decode(line)), strict=True)
+        return {name: value for name, value in values if value is not msgspec.UNSET}
+
+    return read

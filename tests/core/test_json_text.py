@@ -1,0 +1,96 @@
+"""Depth of JSON, and rows that are hard to decode."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.json_text import MAX_DEPTH, flatten_deep, is_deep, read_object
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+@given(value=JSON_VALUES, limit=st.integers(0, 6), is_escaped=st.booleans())
+def test_depth_is_that_of_the_decoded_value(value: Any, limit: int, is_escaped: bool) -> None:
+    text = json.dumps(value, ensure_ascii=is_escaped)
+    assert is_deep(text.encode(errors="replace"), limit) == (depth_of(value) > limit)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 1_000_000])
+def test_brackets_within_texts_do_not_count(depth: int) -> None:
+    assert not is_deep(json.dumps({"a": "[{" * depth + '\\"\\' + "]" * depth}).encode())
+    assert is_deep(b"[" * depth + b"]" * depth) == (depth > MAX_DEPTH)
+
+
+@given(row=st.dictionaries(st.text(), JSON_VALUES))
+def test_plain_rows_are_decoded_as_json(row: dict[str, Any]) -> None:
+    assert read_object(msgspec.json.encode(row)) == msgspec.json.decode(msgspec.json.encode(row))
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+MIXED = '[{"]\\"": ' * 200 + "1" + "}]" * 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1e400", "-1e400", "[1, 1e999]", "9" * 5000, '"\\ud800"', '{"\\udfff": 1}', "NaN"),
+        *('{"a": -Infinity}', DEEP, MIXED),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_member_that_python_cannot_hold_stays_text_and_costs_no_other(text: str) -> None:
+    line = f' {{"a": "x{{\\"", "hard" :{text} ,"b":[1, "]"],"c":null}} \n'
+    row = read_object(line.encode())
+    assert row is not None
+    assert bytes(row.pop("hard")).decode() == text
+    assert row == {"a": 'x{"', "b": [1, "]"], "c": None}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "[]", "1", "{", "{}}", "{a: 1}", '{"a" 1}', '{"a": }', '{"a": 1,}', '{"a": tru}'),
+        *(
+            '{"a": 01}',
+            '{"a": 1e400} x',
+            '{"a": 1e400 2}',
+            '{"a": "\\ud800}',
+            '{"a": ' + "[" * 1000,
+        ),
+        '{"a": 1e400, 1: 2}',
+    ],
+    ids=lambda line: line[:12],
+)
+def test_a_line_that_is_no_object_is_none(line: str) -> None:
+    assert read_object(line.encode()) is None
+
+
+def test_bytes_that_are_not_utf8_are_no_object() -> None:
+    assert read_object(b'{"a": "\xff"}') is None
+
+
+def test_only_the_deep_members_of_a_line_become_text() -> None:
+    line = f'{{"deep": {DEEP}, "odd": 1e400, "a": [1]}}'.encode()
+    found = msgspec.json.decode(flatten_deep(line), type=dict[str, msgspec.Raw])
+    assert {name: bytes(value).decode() for name, value in found.items()} == {
+        "deep": f'"{DEEP}"',
+        "odd": "1e400",
+        "a": "[1]",
+    }
+    assert flatten_deep(DEEP.encode()) == DEEP.encode()
