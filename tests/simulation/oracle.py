@@ -74,8 +74,8 @@ class Oracle:
         self._outputs: dict[str, bytes] = {}
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
-        self._struck: dict[str, float] = {}
-        """When a worker's record was last removed or damaged from outside."""
+        self._lost_until: dict[str, float] = {}
+        """When a worker's record that was removed or damaged was written again; infinite while it is not."""
         self._fingerprints: set[str] = set()
         """Of every run.json that stood. Several only where preconditions are ignored and first workers differ: then the
         segments of each configuration are left out by the workers of the other."""
@@ -125,6 +125,8 @@ class Oracle:
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._ghosts.discard(process.name)
             self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
+            if name in self._lost_until:
+                self._lost_until[name] = min(self._lost_until[name], self._scheduler.now)
 
     def deleted(self, key: str, data: bytes, process: Process | None) -> None:
         """Check one deletion."""
@@ -141,6 +143,8 @@ class Oracle:
             if not self._generations(chunk):
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
+        elif name.startswith(layout.WORKERS):
+            self.record_struck(name)
 
     def listed(self, prefix: str, process: Process) -> None:
         """Note what a process that resumes a chunk is about to find."""
@@ -252,8 +256,8 @@ class Oracle:
             self.fail(f"{violation} (in {marker['output']})")
 
     def record_struck(self, name: str) -> None:
-        """Note that a worker's record is removed or damaged from outside."""
-        self._struck[name] = self._scheduler.now
+        """Note that a worker's record is removed or damaged, from outside or by `clean`."""
+        self._lost_until[name] = float("inf")
 
     # -- inside
 
@@ -357,9 +361,9 @@ class Oracle:
         if not old["worker"] or (old["worker"], old["epoch"]) == (new["worker"], new["epoch"]):
             return
         record = self._record(old["worker"])
-        if record is None or self._struck.get(layout.worker_key(old["worker"]), -1.0) >= since:
+        if record is None or self._lost_until.get(layout.worker_key(old["worker"]), -1.0) >= since:
             return  # the claim counted as lapsed while its owner's record was gone
-        if record["epoch"] > old["epoch"] or record["state"] in ENDED:
+        if record["epoch"] != old["epoch"] or record["state"] in ENDED:
             return
         if not new["worker"]:
             who = process.name.split("#")[0]

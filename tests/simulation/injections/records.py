@@ -12,7 +12,6 @@ class WorkerRecords(Injection):
     """Removes or damages a worker's record, while its worker runs, is frozen, or is between two starts."""
 
     NAME = "records"
-    SHARE = 0.0  # until a worker goes on from a record that somebody removed or damaged
 
     def strike(self) -> str:
         server, chance = self.scene.server, self.chance
