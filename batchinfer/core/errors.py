@@ -141,8 +141,7 @@ class Superseded(PolicyStop):
 class EngineError(BatchinferError):
     """The engine failed.
 
-    `in_flight` holds the keys of the rows that were in engine processes when these failed. A row may appear several
-    times: if a replica fails, its rows are given to another replica, which may fail with them too.
+    `in_flight` holds the keys of the rows that were in the engine process when it failed.
     """
 
     exit_status = 33

@@ -237,7 +237,7 @@ class EngineStats(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     replicas_lost: int = 0
-    """Number of replicas that have died or stalled after they were loaded. Other replicas take over their rows."""
+    """Number of replicas that have died or stalled so often that they are not started again. The others go on."""
 
 
 # --------------------------------------------------------------------------- the run

@@ -75,11 +75,13 @@ class Engine(Protocol):
 
         The generator yields after every step of the engine, and at least once a second, so that the caller can do
         other work in between. The list may be empty. A request that the engine refuses comes back as a completion with
-        a failure. The generator ends when the source has returned None and no request is in flight. It also ends soon
+        a failure. If an engine process ends and the engine goes on, with its other processes or a new one, the requests
+        in the process come back with a failure that `is_engine_death`: the caller decides who tries them again, and
+        when. The generator ends when the source has returned None and no request is in flight. It also ends soon
         after `stop` is set, and then drops the requests in flight.
 
         Raises:
-            EngineDied: an engine process ended. Only `close` may be called afterwards.
+            EngineDied: an engine process ended, and none is left. Only `close` may be called afterwards.
             EngineStalled: the engine made no progress for `stall_seconds`. Only `close` may be called afterwards.
         """
         ...

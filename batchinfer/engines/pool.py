@@ -2,8 +2,8 @@
 
 The worker never imports vllm. So a crash of an engine does not end the worker, and an engine's memory and threads are
 not the worker's. There is one child process per replica, that is, per group of GPUs. Each replica with free slots gets
-requests. When a replica dies, the log names the replica, and its rows go to the other replicas. See
-docs/decisions/0003.
+requests. When a replica dies or stalls, the log names the replica, its rows come back to the source, and it is started
+again (`restarts`) while the other replicas go on. See docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import contextlib
 import logging
 import selectors
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -27,7 +26,7 @@ from batchinfer.core.errors import (
     EngineStalled,
     Interrupted,
 )
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request, RowKey
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
 from batchinfer.engines import RequestSource, Stop, share_out
 from batchinfer.engines.channel import (
     Abandon,
@@ -43,6 +42,7 @@ from batchinfer.engines.channel import (
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.gpus import Placement, place
 from batchinfer.engines.replica import Replica
+from batchinfer.engines.restarts import Restarts
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,6 @@ RUNNING_LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
 # Seconds that `close` waits for replicas to end by themselves if the pool has failed.
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
-# If the same row was in flight in this many replicas when they died, the row may be the cause of the deaths, and the
-# whole pool fails.
-MAX_DEATHS = 2
 # If more seconds than this pass between two checks of the watchdog, this process itself was frozen, perhaps with its
 # machine. The watchdog then does not count these seconds against the engines.
 FROZEN_SECONDS = 5.0
@@ -82,7 +79,9 @@ class ProcessPool:
         self.replicas: list[Replica] = []
         self._selector = selectors.DefaultSelector()
         self._round = 0
-        self._deaths: Counter[RowKey] = Counter()
+        self._loaded_config = config
+        """Configuration that every replica's process gets."""
+        self._restarts = Restarts()
         self._orphans: list[Request] = []
         self._lost_stats = EngineStats()
         self._failure: EngineError | None = None
@@ -97,12 +96,9 @@ class ProcessPool:
         self._failure = None
         try:
             placement = place(self.config)
+            self._loaded_config = placement.config
             for name, environment in placement.replicas:
-                replica = Replica(name, environment)
-                self.replicas.append(replica)
-                self._selector.register(replica.channel, selectors.EVENT_READ, replica)
-                with contextlib.suppress(Closed):
-                    replica.channel.send(Load(config=placement.config))
+                self._start(name, environment)
             while any(not replica.info for replica in self.replicas):
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
@@ -114,6 +110,14 @@ class ProcessPool:
             self._end_all(0.0)
             raise
         return self._info(placement, time.monotonic() - start)
+
+    def _start(self, name: str, environment: Mapping[str, str]) -> None:
+        """Start the process of a replica, and let it load the model."""
+        replica = Replica(name, environment)
+        self.replicas.append(replica)
+        self._selector.register(replica.channel, selectors.EVENT_READ, replica)
+        with contextlib.suppress(Closed):
+            replica.channel.send(Load(config=self._loaded_config))
 
     def _raise_not_ready(self) -> None:
         waiting = next(replica for replica in self.replicas if not replica.info)
@@ -176,6 +180,7 @@ class ProcessPool:
             replica.end(deadline - time.monotonic())
             self._lost_stats = add_stats([self._lost_stats, replica.stats])
         self.replicas = []
+        self._restarts.clear()
 
     def stats(self) -> EngineStats:
         """Return the sums of the counters of all replicas, lost ones included.
@@ -195,6 +200,8 @@ class ProcessPool:
         poll_seconds = POLL_SECONDS
         try:
             while not stop.is_set():
+                for name, environment in self._restarts.take_due():
+                    self._start(name, environment)
                 num_free = sum(self._free_slots) - len(self._orphans)
                 taken: list[Request] | None = []
                 if not exhausted and num_free > 0:
@@ -205,14 +212,11 @@ class ProcessPool:
                 if not any(replica.in_flight for replica in self.replicas):
                     if finished:
                         yield finished
-                    elif exhausted:
+                    elif exhausted and not self._orphans:
                         return
                     elif not taken:
                         yield []
-                        source.wait(1.0)
-                        self._collect(
-                            0.0
-                        )  # notices a replica that died while no request was in flight
+                        self._wait_idle(source)
                     self._looked = time.monotonic()
                     continue
                 hungry = not exhausted and num_free > len(taken or [])
@@ -223,10 +227,21 @@ class ProcessPool:
                 )
                 pause = 0.0 if finished else poll_seconds if hungry else LONGEST_WAIT_SECONDS
                 finished += self._collect(pause)
-                self._check_stalls()
+                finished += self._check_stalls()
                 yield finished
         finally:
             self._abandon()
+
+    def _wait_idle(self, source: RequestSource) -> None:
+        """Wait for a request, or until a replica is loaded that can take one. Called while no request is in flight."""
+        if any(self._free_slots):
+            source.wait(1.0)
+            self._collect(0.0)  # notices a replica that has loaded or died meanwhile
+        elif self.replicas:
+            self._collect(LONGEST_WAIT_SECONDS)
+        else:
+            time.sleep(LONGEST_WAIT_SECONDS)  # all replicas wait for their restart
+        self._check_stalls()
 
     def _send(self, requests: list[Request]) -> list[Completion]:
         """Give requests to the replicas that hold the fewest. Returns failures for requests that cannot be encoded."""
@@ -312,30 +327,37 @@ class ProcessPool:
         finished: list[Completion] = []
         for replica, frames in list(self._received(timeout_seconds)):
             if frames is None:
-                self._lose(replica, EngineDied, replica.reason())
+                finished += self._lose(replica, EngineDied, replica.reason())
                 continue
             for frame in frames:
-                if isinstance(frame, Done):
+                if isinstance(frame, Ready):
+                    self._note_restarted(replica, frame.info)
+                elif isinstance(frame, Done):
                     finished += self._note_done(replica, frame)
                 elif isinstance(frame, Failed):
                     replica.settle()
                     kind = EngineStalled if frame.kind == "EngineStalled" else EngineDied
                     lines = replica.last_lines() if kind is EngineDied else ""
-                    self._lose(replica, kind, frame.message + lines, frame.in_flight)
+                    finished += self._lose(replica, kind, frame.message + lines, frame.in_flight)
                     break
         return finished
+
+    def _note_restarted(self, replica: Replica, info: EngineInfo) -> None:
+        replica.note_loaded(info)
+        logger.info("%s: loaded again in %.1f s", replica.name, info.load_seconds)
+        if self._round:
+            # The new process begins with round 0. Completions of another round than the pool's are ignored.
+            with contextlib.suppress(Closed):
+                replica.channel.send(Abandon(round=self._round))
 
     def _note_done(self, replica: Replica, frame: Done) -> list[Completion]:
         finished = frame.completions if frame.round == self._round else []
         replica.note_progress(frame.stats, frame.tokens, len(finished))
-        known: list[Completion] = []
-        for completion in finished:
-            if replica.note_finished(completion.key):
-                self._deaths.pop(completion.key, None)
-                known.append(completion)
-        return known
+        return [completion for completion in finished if replica.note_finished(completion.key)]
 
-    def _check_stalls(self) -> None:
+    def _check_stalls(self) -> list[Completion]:
+        """End the replicas that make no progress, or that load for too long. Returns their rows; see `_lose`."""
+        lost: list[Completion] = []
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > FROZEN_SECONDS:
@@ -343,13 +365,17 @@ class ProcessPool:
             for replica in self.replicas:
                 replica.forgive(gap)
         for replica in list(self.replicas):
-            if replica.stalled_seconds() > self.config.stall_seconds:
+            limit = self.config.load_timeout_seconds
+            if not replica.info and now - replica.started > limit:
+                lost += self._lose(replica, EngineStalled, f"not loaded again after {limit:g} s")
+            elif replica.stalled_seconds() > self.config.stall_seconds:
                 waiting = f"{len(replica.in_flight)} requests in flight"
                 reason = (
                     f"no step or no token for {self.config.stall_seconds:g} s with {waiting}, "
                     "see --stall-seconds"
                 )
-                self._lose(replica, EngineStalled, reason)
+                lost += self._lose(replica, EngineStalled, reason)
+        return lost
 
     def _lose(
         self,
@@ -357,8 +383,8 @@ class ProcessPool:
         kind: type[EngineError],
         reason: str,
         suspects: Iterable[RowKey] = (),
-    ) -> None:
-        """End a replica's process and put its rows into the queue for the other replicas.
+    ) -> list[Completion]:
+        """End a replica's process, and have the replica started again unless its processes have ended too often.
 
         Args:
             replica: Replica that has died or stalled.
@@ -366,42 +392,54 @@ class ProcessPool:
             reason: Text for the log or the error.
             suspects: Rows that the engine itself reported as in flight.
 
+        Returns:
+            A failure that is an engine's death for each row that may have caused it. Other rows of the replica go to
+            the next replica with free slots.
+
         Raises:
-            EngineError: no replica is left, or a row was in flight at `MAX_DEATHS` deaths. Its class is `kind`.
+            EngineError: no replica is left, and none will be started again. Its class is `kind`.
         """
         # If the engine reported the rows that it was working on, only these may have caused its death. Otherwise every
         # row in flight may have.
         rows = dict(replica.in_flight)
-        for key in [key for key in suspects if key in rows] or rows:
-            self._deaths[key] += 1
+        killed = {key: rows[key] for key in suspects if key in rows} or rows
         self._selector.unregister(replica.channel)
         self.replicas.remove(replica)
         replica.end(0.0)
-        lost = EngineStats(replicas_lost=1)
-        self._lost_stats = add_stats([self._lost_stats, replica.stats, lost])
-        doomed = [key for key in rows if self._deaths[key] >= MAX_DEATHS]
-        if not self.replicas or doomed:
-            twice = f" ({len(doomed)} rows were in flight at {MAX_DEATHS} deaths)" if doomed else ""
-            self._failure = kind(
-                f"{replica.name}: {reason}{twice}", in_flight=list(self._deaths.elements())
-            )
-            raise self._failure
-        logger.error(
-            "%s: %s; its %d rows go to the remaining %d replicas",
-            replica.name,
-            reason,
-            len(rows),
-            len(self.replicas),
-            extra=event(
-                "replica_lost",
-                replica=replica.name,
-                reason=reason,
-                rows=len(rows),
-                replicas=len(self.replicas) + self._lost_stats.replicas_lost,
-                lost=self._lost_stats.replicas_lost,
-            ),
+        comes_back = self._restarts.ended(
+            replica.name, replica.environment, num_finished=replica.num_finished
         )
-        self._orphans += rows.values()
+        lost = EngineStats(replicas_lost=0 if comes_back else 1)
+        self._lost_stats = add_stats([self._lost_stats, replica.stats, lost])
+        num_left = len(self.replicas) + self._restarts.num_waiting
+        if not num_left:
+            self._failure = kind(f"{replica.name}: {reason}", in_flight=list(killed))
+            raise self._failure
+        num_lost = self._lost_stats.replicas_lost
+        fields = {
+            "replica": replica.name,
+            "reason": reason,
+            "rows": len(rows),
+            "replicas": num_left + num_lost,
+            "lost": num_lost,
+        }
+        told = (replica.name, reason, len(rows))
+        if comes_back:
+            logger.error(
+                "%s: %s; its %d rows are tried again, and it is started again",
+                *told,
+                extra=event("replica_restarted", **fields),
+            )
+        else:
+            logger.error(
+                "%s: %s; its %d rows are tried again, but it is not started again (replicas left: %d)",
+                *told,
+                num_left,
+                extra=event("replica_lost", **fields),
+            )
+        self._orphans += [request for key, request in rows.items() if key not in killed]
+        failure = Failure(code="engine_crash", message=f"{replica.name}: {reason}", transient=True)
+        return [Completion(key=key, failure=failure) for key in killed]
 
     def _abandon(self) -> None:
         """Make all replicas drop the requests in flight.
@@ -409,14 +447,14 @@ class ProcessPool:
         Completions of dropped requests that still arrive belong to an earlier round, and are ignored.
         """
         self._orphans = []
-        self._deaths.clear()
         if not any(replica.in_flight for replica in self.replicas):
             return
         self._round += 1
         for replica in self.replicas:
             replica.note_abandoned()
-            with contextlib.suppress(Closed):
-                replica.channel.send(Abandon(round=self._round))
+            if replica.info:  # else it would take this for a request to stop loading
+                with contextlib.suppress(Closed):
+                    replica.channel.send(Abandon(round=self._round))
 
 
 def load_error(replica: Replica, frame: Failed) -> errors.BatchinferError:

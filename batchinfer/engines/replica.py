@@ -38,14 +38,17 @@ class Replica:
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         self.name = name
+        self.environment = environment
         self.info: EngineInfo | None = None
         self.in_flight: dict[RowKey, Request] = {}
         self.stats = EngineStats()
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._progress = (0, 0, 0)
-        self._num_finished = 0
-        now = time.monotonic()
-        self._last_step = self._last_token = now
+        self.num_finished = 0
+        """Number of requests that the process has finished."""
+        self.started = time.monotonic()
+        """Time on the monotonic clock when the process was started."""
+        self._last_step = self._last_token = self.started
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -116,14 +119,14 @@ class Replica:
             num_finished: Number of requests that have finished since the last report.
         """
         self.stats = stats
-        self._num_finished += num_finished
+        self.num_finished += num_finished
         now = time.monotonic()
         steps, before, finished = self._progress
         if stats.steps != steps:
             self._last_step = now
-        if tokens > before or self._num_finished != finished:
+        if tokens > before or self.num_finished != finished:
             self._last_token = now
-        self._progress = (stats.steps, max(tokens, before), self._num_finished)
+        self._progress = (stats.steps, max(tokens, before), self.num_finished)
 
     def note_finished(self, key: RowKey) -> bool:
         """Count a request as finished. Returns whether this replica had it in flight."""
@@ -134,7 +137,8 @@ class Replica:
         self.in_flight.clear()
 
     def forgive(self, seconds: float) -> None:
-        """Subtract `seconds` from the time without progress."""
+        """Subtract `seconds` from the time without progress, and from the time that loading takes."""
+        self.started += seconds
         self._last_step += seconds
         self._last_token += seconds
 

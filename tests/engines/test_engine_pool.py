@@ -52,6 +52,41 @@ def make_pool():
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr("batchinfer.engines.restarts.PAUSE_SECONDS", 0.0)
+
+
+class RetryingSource(ListSource):
+    """Gives a request again whose engine died, as the worker does. Ends once every request is answered."""
+
+    def __init__(self, requests) -> None:
+        super().__init__(requests)
+        self._requests = {request.key: request for request in requests}
+        self.answered = {}
+        self.deaths = []
+
+    def take(self, max_requests, free_slots=()):
+        if len(self.answered) == len(self._requests):
+            return None
+        return super().take(max_requests, free_slots) if self.left else []
+
+    def note(self, completions) -> None:
+        killed = [each.key for each in completions if each.failure and each.failure.is_engine_death]
+        if killed:
+            self.deaths.append(killed)
+            self.left.extend(self._requests[key] for key in killed)
+        for completion in completions:
+            if completion.key not in killed:
+                assert completion.key not in self.answered
+                self.answered[completion.key] = completion
+
+
+def answer_all(pool, source: RetryingSource) -> None:
+    for batch in pool.generate(source, Flag()):
+        source.note(batch)
+
+
 def wait_until_gone(pids, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while any(is_alive(pid) for pid in pids):
@@ -114,47 +149,91 @@ def test_the_source_is_told_how_much_room_each_replica_has(make_pool):
     assert {len(free_slots) for free_slots in told} == {2}
 
 
-def test_a_replica_that_is_killed_is_named_and_its_rows_go_to_the_others(make_pool, caplog):
-    pool = make_pool(echo_latency_seconds=0.05)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replica_that_is_killed_is_named_and_started_again(make_pool, caplog, replicas):
+    """Once it was only named, and its GPUs idled until the worker's next start."""
+    pool = make_pool(replicas=replicas, echo_latency_seconds=0.05)
     victim = pool.replicas[0].pid
-    found = {}
+    source = RetryingSource(requests(300))
     with caplog.at_level(logging.ERROR):
-        for batch in pool.generate(ListSource(requests(300)), Flag()):
-            found.update({completion.key: completion for completion in batch})
-            if victim and len(found) > 20:
+        for batch in pool.generate(source, Flag()):
+            source.note(batch)
+            if victim and len(source.answered) > 20:
                 os.kill(victim, signal.SIGKILL)
                 victim = 0
-    assert len(found) == 300
-    assert "replica 0" in caplog.text
-    assert "SIGKILL" in caplog.text
-    assert len(pool.replicas) == 1
-    [record] = [each for each in caplog.records if getattr(each, "event", "") == "replica_lost"]
+            if source.deaths and len(source.answered) == 300:
+                assert len(pool.replicas) == replicas
+    [killed] = source.deaths
+    [record] = [
+        each for each in caplog.records if getattr(each, "event", "") == "replica_restarted"
+    ]
     fields = record.fields
-    assert (fields["replica"], fields["replicas"], fields["lost"]) == ("replica 0", 2, 1)
+    assert (fields["replica"], fields["replicas"], fields["lost"]) == ("replica 0", replicas, 0)
     assert "SIGKILL" in fields["reason"]
-    assert fields["rows"] > 0
+    assert fields["rows"] == len(killed) > 0
+    assert pool.stats().replicas_lost == 0
+    source = RetryingSource(requests(100))
+    busy = set()
+    for batch in pool.generate(source, Flag()):
+        source.note(batch)
+        busy.update(replica.name for replica in pool.replicas if replica.in_flight)
+        if len(source.answered) == 100 and len(busy) < replicas:  # it still loads
+            source = RetryingSource(requests(100))
+    assert len(source.answered) == 100
+
+
+def test_a_new_process_of_a_replica_answers_in_a_later_round(make_pool):
+    """It counts rounds from 0, and its answers were taken for those of requests that were abandoned."""
+    pool = make_pool(replicas=1, echo_latency_seconds=0.05)
+    for _ in range(2):
+        for _ in pool.generate(ListSource(requests(50)), Flag()):
+            break  # abandons the others
+    os.kill(pool.replicas[0].pid, signal.SIGKILL)
+    source = RetryingSource(requests(50))
+    answer_all(pool, source)
+    assert len(source.answered) == 50
+
+
+def test_a_replica_that_never_finishes_a_request_is_lost_after_three_restarts(make_pool, caplog):
+    pool = make_pool(echo_latency_seconds=0.02)
+    source = RetryingSource(requests(100))
+    killed = []
+    with caplog.at_level(logging.ERROR):
+        for batch in pool.generate(source, Flag()):
+            source.note(batch)
+            for replica in pool.replicas:
+                if replica.name == "replica 0" and replica.pid not in killed:
+                    killed.append(replica.pid)
+                    os.kill(replica.pid, signal.SIGKILL)
+            if len(source.answered) == 100 and not pool.stats().replicas_lost:
+                source = RetryingSource(requests(100))
+    events = [getattr(each, "event", "") for each in caplog.records]
+    assert events == ["replica_restarted"] * 3 + ["replica_lost"]
+    assert len(killed) == 4
     assert pool.stats().replicas_lost == 1
+    assert [replica.name for replica in pool.replicas] == ["replica 1"]
     assert drive(pool, ListSource(requests(5))), "the rest still works"
     pool.close()
     assert pool.stats().replicas_lost == 1, "an end in order is no loss"
 
 
 class Wounded(ProcessPool):
-    """A pool that loses its first replica after some rows are done."""
+    """A pool whose first replica is killed whenever it is seen, so that it is lost."""
 
     def generate(self, source, stop):
-        victim = self.replicas[0].pid
+        killed = set()
         for batch in super().generate(source, stop):
             yield batch
-            if victim and batch:
-                os.kill(victim, signal.SIGKILL)
-                victim = 0
+            for replica in self.replicas:
+                if replica.name == "replica 0" and replica.pid not in killed:
+                    killed.add(replica.pid)
+                    os.kill(replica.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("window", [0, 64])
 def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, window):
     """Once only an error line told of the loss: worker record, status and result went on counting two replicas."""
-    make_job(tmp_path / "job", rows=200, per_chunk=50)
+    make_job(tmp_path / "job", rows=1000, per_chunk=50)
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
     config = WorkerConfig(
         manifests=[f"{job}/manifests/all.txt"],
@@ -167,59 +246,101 @@ def test_a_lost_replica_shows_in_the_result_the_record_and_the_status(tmp_path, 
     )
     environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
     result = run_worker(config, dataclasses.replace(environment, create_engine=Wounded))
-    assert (result["response_count"], result["replicas"], result["replicas_lost"]) == (200, 2, 1)
+    assert (result["response_count"], result["replicas"], result["replicas_lost"]) == (1000, 2, 1)
     assert json.loads((tmp_path / "run/workers/w0.json").read_text())["replicas_lost"] == 1
     config = StatusConfig(run=run)
     seen = run_status(config, open_store=open_store, clock=SystemClock())
     assert seen.warnings == ["worker w0: 1 of 2 replicas lost"]
 
 
-def test_the_last_replica_that_is_killed_is_an_error_that_names_the_rows(make_pool):
+class Doomed(ProcessPool):
+    """A pool each of whose processes is killed as soon as it has rows."""
+
+    def generate(self, source, stop):
+        for batch in super().generate(source, stop):
+            yield batch
+            for replica in self.replicas:
+                if replica.in_flight:
+                    os.kill(replica.pid, signal.SIGKILL)
+
+
+def test_a_worker_whose_engine_dies_every_time_ends_with_33_and_its_finished_rows(tmp_path):
+    make_job(tmp_path / "job", rows=40, per_chunk=40)
+    environment = real_environment(grace_seconds=1.0, show_progress=lambda *_: None)
+    config = WorkerConfig(
+        manifests=[f"{tmp_path}/job/manifests/all.txt"],
+        output=str(tmp_path / "run"),
+        engine=pool_config(replicas=1, echo_latency_seconds=0.2),
+        prompt=PromptConfig(prompt_column="prompt"),
+        sampling=Sampling(),
+        worker_id="w0",
+    )
+    with pytest.raises(EngineDied) as caught:
+        run_worker(config, dataclasses.replace(environment, create_engine=Doomed))
+    assert caught.value.exit_status == 33
+    notes = [
+        json.loads(line)
+        for path in (tmp_path / "run/checkpoints").rglob("*.jsonl")
+        for line in path.read_text().splitlines()
+        if "engine_deaths" in line
+    ]
+    assert {note["engine_deaths"] for note in notes} == {1}
+    assert max(note["rows_in_flight"] for note in notes) <= 24
+
+
+def test_the_last_replica_that_is_lost_is_an_error_that_names_the_rows(make_pool):
     pool = make_pool(replicas=1, echo_latency_seconds=5.0)
-    source = ListSource(requests(10))
-    seen = []
+    source = RetryingSource(requests(10))
 
     def kill_once_busy() -> None:
         for batch in pool.generate(source, Flag()):
-            seen.extend(batch)
-            if pool.replicas and len(pool.replicas[0].in_flight) == 10 - len(seen):
+            source.note(batch)
+            if pool.replicas and len(pool.replicas[0].in_flight) == 10 - len(source.answered):
                 os.kill(pool.replicas[0].pid, signal.SIGKILL)
 
     with pytest.raises(EngineDied, match="replica 0: killed by SIGKILL") as caught:
         kill_once_busy()
-    done = {completion.key for completion in seen}
-    assert set(caught.value.in_flight) == {("c", index) for index in range(10)} - done
+    assert set(caught.value.in_flight) == {("c", index) for index in range(10)} - set(
+        source.answered
+    )
     with pytest.raises(EngineDied):
         drive(pool, ListSource(requests(1)))
 
 
-def test_a_row_that_kills_two_replicas_goes_to_no_third_one(make_pool):
-    pool = make_pool(replicas=3, echo_kill_marker="row 7 ", echo_latency_seconds=0.2)
+def test_the_rows_of_each_death_come_back_together(make_pool):
+    pool = make_pool(echo_kill_marker="row 7 ", echo_latency_seconds=0.2)
+    source = RetryingSource(requests(60, text="row {index} "))
     with pytest.raises(EngineDied) as caught:
-        drive(pool, ListSource(requests(60, text="row {index} ")))
-    assert caught.value.in_flight.count(("c", 7)) == 2
-    assert len(pool.replicas) == 1
+        answer_all(pool, source)
+    assert all(("c", 7) in killed for killed in source.deaths)
+    assert ("c", 7) in caught.value.in_flight
 
 
 def test_a_frozen_replica_counts_as_stalled_and_leaves_no_process(make_pool):
     pool = make_pool(replicas=1, stall_seconds=0.7, echo_latency_seconds=0.1)
-    pid = pool.replicas[0].pid
-    source = ListSource(requests(5000))
+    frozen = []
+    source = RetryingSource(requests(5000))
 
-    def freeze_once_busy() -> None:
-        for _ in pool.generate(source, Flag()):
-            if source.given > 100:
-                os.kill(pid, signal.SIGSTOP)
+    def freeze_whenever_busy() -> None:
+        for batch in pool.generate(source, Flag()):
+            source.note(batch)
+            for replica in pool.replicas:
+                if replica.in_flight and replica.pid not in frozen:
+                    frozen.append(replica.pid)
+                    os.kill(replica.pid, signal.SIGSTOP)
 
     with pytest.raises(EngineStalled, match="replica 0: no step or no token") as caught:
-        freeze_once_busy()
+        freeze_whenever_busy()
     assert caught.value.in_flight
+    assert len(frozen) >= 4
+    assert not [pid for pid in frozen if is_alive(pid)]
 
 
 def test_a_request_that_hangs_is_a_stall_too(make_pool):
     pool = make_pool(replicas=1, stall_seconds=0.7, echo_hang_marker="row 3 ")
+    source = RetryingSource(requests(20, text="row {index} "))
     with pytest.raises(EngineStalled) as caught:
-        drive(pool, ListSource(requests(20, text="row {index} ")))
+        answer_all(pool, source)
     assert caught.value.in_flight == [("c", 3)]
 
 
@@ -244,6 +365,7 @@ def test_an_idle_engine_never_stalls(make_pool):
 def test_a_stall_after_a_wait_for_rows_is_seen_as_soon_as_any_other(make_pool, monkeypatch):
     """Once this wait was mistaken for a frozen machine, and the engine got the same time again."""
     monkeypatch.setattr("batchinfer.engines.pool.FROZEN_SECONDS", 1.0)
+    monkeypatch.setattr("batchinfer.engines.restarts.MAX_RESTARTS", 0)
     pool = make_pool(replicas=1, stall_seconds=0.5)
     source = ListSource(requests(1))
     plain_take = source.take
@@ -324,14 +446,14 @@ def held_open(monkeypatch):
 def test_a_replica_that_died_is_seen_though_its_connection_is_held_open(held_open, make_pool):
     pool = make_pool(echo_latency_seconds=0.05)
     victim = pool.replicas[0].pid
-    found = {}
-    for batch in pool.generate(ListSource(requests(300)), Flag()):
-        found.update({completion.key: completion for completion in batch})
-        if victim and len(found) > 20:
+    source = RetryingSource(requests(300))
+    for batch in pool.generate(source, Flag()):
+        source.note(batch)
+        if victim and len(source.answered) > 20:
             os.kill(victim, signal.SIGKILL)
             victim = 0
-    assert len(found) == 300
-    assert len(pool.replicas) == 1
+    assert len(source.answered) == 300
+    assert len(source.deaths) == 1
 
 
 def test_a_replica_that_dies_loading_is_an_error_though_its_connection_is_held_open(held_open):

@@ -289,6 +289,7 @@ def core_of(pid: int, seconds: float = 60.0) -> int:
 
 def test_an_engine_core_that_is_killed_ends_the_engine_with_a_reason(vllm_config, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr("batchinfer.engines.restarts.MAX_RESTARTS", 0)
     engine, _ = opened(vllm_config)
     try:
         pids = family_of(engine.replicas[0].pid)
