@@ -291,6 +291,10 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     workers = make_workers(shape)
     for worker in workers:
         run.create(layout.worker_key(worker.id), codec.encode(worker))
+    for worker in workers:
+        for span in worker.open_spans:
+            key = layout.segment_key(span.chunk, 1, f"{worker.id}.n", 1, span.rows)
+            run.create(key, b"finished rows")
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
         body = output_lines(name, shape)

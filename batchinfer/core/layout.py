@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from batchinfer.core.errors import InputError
 
@@ -21,7 +22,9 @@ PROBES = "probes/"
 MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
-_SEGMENT = re.compile(r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})\.jsonl$")
+_SEGMENT = re.compile(
+    r"^(?P<epoch>[0-9]{6})-(?P<writer>.+)-(?P<seq>[0-9]{6})(?:\.(?P<rows>[0-9]{1,12}))?\.jsonl$"
+)
 _RUN_OBJECT = re.compile(
     r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
 )
@@ -135,25 +138,38 @@ def checkpoint_prefix(name: str) -> str:
     return f"{CHECKPOINTS}{name}/"
 
 
-def segment_key(name: str, epoch: int, writer: str, seq: int) -> str:
-    """Key of one checkpoint segment. `writer` is the worker's id and the nonce of its start.
+class SegmentName(NamedTuple):
+    """The parts of a checkpoint segment's key. `writer` is the worker's id and the nonce of its start.
 
-    >>> segment_key("part-00007", 1, "w0.3f2a", 3)
-    'checkpoints/part-00007/000001-w0.3f2a-000003.jsonl'
+    Earlier versions wrote segments whose writer is the worker's id without a nonce, and whose key does not tell the
+    number of finished rows in the segment; `rows` is None then.
     """
-    return f"{CHECKPOINTS}{name}/{epoch:06d}-{writer}-{seq:06d}.jsonl"
+
+    chunk: str
+    epoch: int
+    writer: str
+    seq: int
+    rows: int | None
 
 
-def parse_segment(key: str) -> tuple[str, int, str, int] | None:
-    """Return (chunk name, epoch, writer, seq) of a checkpoint segment's key, or None for any other key.
+def segment_key(name: str, epoch: int, writer: str, seq: int, rows: int | None = None) -> str:
+    """Key of one checkpoint segment. `rows` is the number of finished rows in it; see `SegmentName`.
 
-    Earlier versions wrote segments whose writer is the worker's id without a nonce.
+    >>> segment_key("part-00007", 1, "w0.3f2a", 3, 250)
+    'checkpoints/part-00007/000001-w0.3f2a-000003.250.jsonl'
     """
+    count = "" if rows is None else f".{rows}"
+    return f"{CHECKPOINTS}{name}/{epoch:06d}-{writer}-{seq:06d}{count}.jsonl"
+
+
+def parse_segment(key: str) -> SegmentName | None:
+    """Return the parts of a checkpoint segment's key, or None for any other key."""
     name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
     match = _SEGMENT.match(file)
     if match is None:
         return None
-    return name, int(match["epoch"]), match["writer"], int(match["seq"])
+    rows = None if match["rows"] is None else int(match["rows"])
+    return SegmentName(name, int(match["epoch"]), match["writer"], int(match["seq"]), rows)
 
 
 def run_above(key: str) -> str | None:

@@ -1,8 +1,8 @@
 """Lists and reads the objects that are stored under a run, for all commands that look at runs. Read-only.
 
 `take_inventory` lists everything and reads each marker, claim and worker's record. `verify`, `clean` and `collect` use
-it. `RunReader` lists only outputs/ and workers/, and reads the workers' records, as often as it is called. `status`,
-`report` and `check` use it, because they must not send a request for each chunk.
+it. `RunReader` lists outputs/, checkpoints/ and workers/, and reads the workers' records, as often as it is called.
+`status`, `report` and `check` use it, because they must not send a request for each chunk.
 
 The memory needed grows with the number of chunks, but not with the size of the data. Other processes may create, change
 and remove objects while they are read here.
@@ -322,6 +322,9 @@ class Snapshot(NamedTuple):
     job_url: str
     is_stop_asked: bool
     markers: dict[str, SeenMarker]
+    checkpointed: dict[str, int | None]
+    """Number of finished rows in the segments of each chunk without a marker. A row that is in two segments counts
+    twice. None if the number is not known, because an earlier version wrote a segment."""
     output_bytes: int
     workers: list[SeenWorker]
     notes: list[str]
@@ -370,7 +373,7 @@ class RunReader:
         if self._run is None:
             self._run = read_run(self._store)
         listing = Listing()
-        for folder in (layout.OUTPUTS, layout.WORKERS):
+        for folder in (layout.OUTPUTS, layout.CHECKPOINTS, layout.WORKERS):
             listing.add(self._store.list(folder))
         foreign = [info.key for info in listing.foreign]
         markers = _newest_markers(listing, foreign)
@@ -389,6 +392,7 @@ class RunReader:
             job_url=job_url,
             is_stop_asked=self._exists(layout.STOP_KEY),
             markers=markers,
+            checkpointed=_checkpointed(listing, markers),
             output_bytes=sum(info.bytes for info in listing.outputs.values()),
             workers=workers,
             notes=notes,
@@ -479,6 +483,17 @@ class RunReader:
                 found.url,
             )
         return found.job, found.url
+
+
+def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int | None]:
+    """Return the number of finished rows in the segments of each chunk without a marker; None if it is not known."""
+    found: dict[str, int | None] = {}
+    for name, infos in listing.segments.items():
+        if name not in markers:
+            segments = [layout.parse_segment(info.key) for info in infos]
+            rows = [segment.rows for segment in segments if segment is not None]
+            found[name] = None if None in rows else sum(filter(None, rows))
+    return found
 
 
 def _newest_markers(listing: Listing, foreign: list[str]) -> dict[str, SeenMarker]:

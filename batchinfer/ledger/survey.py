@@ -52,10 +52,18 @@ def finished_chunks(store: Store) -> dict[str, int]:
     return {name: generation for name, generation in found.items() if name in outputs}
 
 
-def chunks_with_checkpoints(store: Store) -> set[str]:
-    """Return the names of all chunks that have checkpoint segments, from one listing of checkpoints/."""
-    found = (layout.parse_segment(info.key) for info in store.list(layout.CHECKPOINTS))
-    return {segment[0] for segment in found if segment is not None}
+def chunks_with_checkpoints(store: Store) -> dict[str, int]:
+    """Return all chunks that have checkpoint segments, from one listing of checkpoints/.
+
+    The value is the number of finished rows in a chunk's segments. A row that is in two segments counts twice, and
+    segments of earlier versions, whose keys tell no number, count as 0 rows.
+    """
+    rows: dict[str, int] = {}
+    for info in store.list(layout.CHECKPOINTS):
+        segment = layout.parse_segment(info.key)
+        if segment is not None:
+            rows[segment.chunk] = rows.get(segment.chunk, 0) + (segment.rows or 0)
+    return rows
 
 
 def look_at_owners(

@@ -242,8 +242,9 @@ def view_of(
 class Progress(Record, frozen=True, kw_only=True):
     """How many chunks, or rows, are done. `total` and `waiting` are None without a job.json.
 
-    Rows in progress are the finished rows of chunks that live workers have open. All other rows that are not done are
-    waiting, also the unfinished rows of open chunks.
+    Chunks in progress are those that live workers have open. Rows in progress are the rows in checkpoints of chunks
+    that are not done: they are safe, whatever happens to the workers. All other rows are waiting, also rows that a
+    worker has finished since its last checkpoint.
     """
 
     total: int | None
@@ -395,22 +396,14 @@ def model_name(snapshot: Snapshot) -> str:
 def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progress, list[str]]:
     """Return the progress in chunks, the progress in rows, and notes about markers of chunks that the job lacks."""
     done = set(snapshot.markers)
-    finished: dict[
-        str, int
-    ] = {}  # finished rows by open chunk; if two workers have a chunk open, the larger number counts
-    for record in alive:
-        for name in record.open_chunks:
-            finished.setdefault(name, 0)
-        for span in record.open_spans:
-            finished[span.chunk] = max(span.rows, finished.get(span.chunk, 0))
+    busy = {name for record in alive for name in record.open_chunks} - done
+    saved = _rows_saved(snapshot)
     if snapshot.job is None:
         spans = [span for seen in snapshot.workers for span in seen.record.spans]
         rows_done = sum(span.rows for span in spans if span.outcome == "done")
-        busy = finished.keys() - done
-        rows_busy = sum(finished[name] for name in busy)
         return (
             _progress_of(None, len(done), len(busy)),
-            _progress_of(None, rows_done, rows_busy),
+            _progress_of(None, rows_done, sum(saved.values())),
             [],
         )
     rows = _rows_by_chunk(snapshot.job, snapshot.run)
@@ -421,14 +414,32 @@ def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progre
             f"{len(strange)} markers are of no chunk of the job, left out ({min(strange)})"
         )
         done &= rows.keys()
-    busy = (finished.keys() & rows.keys()) - done
+    busy &= rows.keys()
     rows_done = sum(rows[name] for name in done)
-    rows_busy = sum(min(finished[name], rows[name]) for name in busy)
+    rows_saved = sum(min(number, rows[name]) for name, number in saved.items() if name in rows)
     return (
         _progress_of(len(rows), len(done), len(busy)),
-        _progress_of(sum(rows.values()), rows_done, rows_busy),
+        _progress_of(sum(rows.values()), rows_done, rows_saved),
         notes,
     )
+
+
+def _rows_saved(snapshot: Snapshot) -> dict[str, int]:
+    """Number of rows in checkpoints, for each chunk that is not done and has checkpoints.
+
+    Segments of earlier versions do not tell their number of rows. The workers' records then give it, as of their last
+    heartbeats.
+    """
+    if None not in snapshot.checkpointed.values():
+        return {name: number or 0 for name, number in snapshot.checkpointed.items()}
+    reported: dict[str, int] = {}
+    for seen in snapshot.workers:
+        for span in (*seen.record.spans, *seen.record.open_spans):
+            reported[span.chunk] = max(span.rows, reported.get(span.chunk, 0))
+    return {
+        name: reported.get(name, 0) if number is None else number
+        for name, number in snapshot.checkpointed.items()
+    }
 
 
 def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:

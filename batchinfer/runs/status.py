@@ -155,7 +155,7 @@ def _head(seen: Overview) -> Group:
     add(
         "rows",
         f"{units.count(finished)} of {units.count(rows.total)} ({units.percent(finished, rows.total)}), "
-        f"{units.count(rows.in_progress)} of them in open chunks, {units.count(rows.waiting)} waiting",
+        f"{units.count(rows.in_progress)} of them in checkpoints, {units.count(rows.waiting)} left",
     )
     add(
         "chunks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec, layout
@@ -52,7 +52,7 @@ class Opener:
         self,
         run: RunAccess,
         sources: dict[str, Store],
-        chunks_with_checkpoints: set[str],
+        chunks_with_checkpoints: Container[str],
     ) -> None:
         self._run = run.store
         self._sources = sources

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from batchinfer.cli.logs import event
 from batchinfer.core import layout
@@ -217,13 +218,19 @@ class PublishQueue:
         return True
 
 
+class _Segment(NamedTuple):
+    """A segment that was written. Its records are finished rows, or notes about an engine's death."""
+
+    key: str
+    num_records: int
+
+
 @dataclass(slots=True)
 class _Writing:
     """A segment that is being written."""
 
     chunk: OpenChunk
-    pending: Pending[int]
-    key: str
+    pending: Pending[_Segment]
     end: int
     """Position in the chunk's spool (its local file of finished rows), in bytes, at which the rows of this segment end;
     _NO_ROWS for a segment without rows."""
@@ -339,13 +346,19 @@ class Checkpointer:
 
     def _write(self, chunk: OpenChunk, read: Callable[[], bytes], end: int) -> None:
         run = self._run
-        key = layout.segment_key(
-            chunk.name, run.lease.epoch, run.lease.writer, chunk.next_segment_number()
+        name_with = partial(
+            layout.segment_key,
+            chunk.name,
+            run.lease.epoch,
+            run.lease.writer,
+            chunk.next_segment_number(),
         )
 
-        def work() -> int:
+        def work() -> _Segment:
             run.lease.require()
             data = read()
+            num_records = data.count(b"\n")
+            key = name_with(0 if end == _NO_ROWS else num_records)
             checkpoints.write_segment(
                 run.store,
                 key,
@@ -353,28 +366,28 @@ class Checkpointer:
                 chunk_sha256=chunk.local.sha256,
                 fingerprint=self._fingerprint,
             )
-            return data.count(b"\n")
+            return _Segment(key, num_records)
 
         rows_done = chunk.num_rows - chunk.num_left
         is_cut = end != _NO_ROWS and end < chunk.spool.size_bytes
         pending = self._background.submit(work)
-        self._writing.append(_Writing(chunk, pending, key, end, rows_done, is_cut))
+        self._writing.append(_Writing(chunk, pending, end, rows_done, is_cut))
 
     def _collect(self) -> None:
         for entry in [entry for entry in self._writing if entry.pending.is_done()]:
             self._writing.remove(entry)
             try:
-                num_records = entry.pending.result()
+                key, num_records = entry.pending.result()
             except ScratchFull:
                 raise
             except StorageError as error:
                 then = "deaths not noted" if entry.is_of_deaths else "the next one holds its rows"
-                logger.warning("%s: checkpoint not written (%s); %s", entry.key, error, then)
+                logger.warning("%s: checkpoint not written (%s); %s", entry.chunk.name, error, then)
                 continue
             chunk = entry.chunk
-            size = chunk.note_segment(entry.key, entry.end)
+            size = chunk.note_segment(key, entry.end)
             text = entry.describe(num_records)
-            fields = {"chunk": chunk.name, "key": entry.key, "bytes": size}
+            fields = {"chunk": chunk.name, "key": key, "bytes": size}
             if entry.is_of_deaths:
                 logger.info("%s: %s", chunk.name, text, extra=event("deaths_noted", **fields))
             else:

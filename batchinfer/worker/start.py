@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -192,8 +193,10 @@ class _Start:
         done = self._await(finished)
         done = self._without_foreign_markers(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
-        opener = Opener(access, self._open_sources(membership), self._await(with_checkpoints))
+        checkpointed = self._await(with_checkpoints)
+        opener = Opener(access, self._open_sources(membership), checkpointed)
         schedule = self._make_schedule(membership, access, done)
+        self._log_work(membership.assignment.chunks, checkpointed)
         open_chunks = OpenChunks(
             environment, access, opener, schedule, self.telemetry, config.limits
         )
@@ -309,13 +312,6 @@ class _Start:
         for ref in own:
             if ref.name not in names_left:
                 self.telemetry.workload.done(ref.name)
-        num_done = len(own) - len(left)
-        logger.info(
-            "%d chunks in the manifests, %d done before",
-            len(own),
-            num_done,
-            extra=event("manifests_read", chunks=len(own), done_before=num_done),
-        )
         may_help = access.claims is not None and membership.may_help
         return Schedule(
             left,
@@ -324,6 +320,24 @@ class _Start:
             everything=membership.all_chunks if may_help else None,
             earlier_rate=rows_per_second(self.telemetry.latest),
             done=done if not self.config.retry_errors else (),
+        )
+
+    def _log_work(self, own: list[ChunkRef], checkpointed: dict[str, int]) -> None:
+        """Log how much of this worker's manifests is done already, by what storage holds."""
+        work = self.telemetry.workload
+        found = [ref for ref in own if ref.name in checkpointed and not work.is_done(ref.name)]
+        rows = sum(min(checkpointed[ref.name], _num_rows(ref) or sys.maxsize) for ref in found)
+        logger.info(
+            "%d chunks in the manifests, %d done before; checkpoints of the others hold %d rows",
+            work.chunks,
+            work.chunks_done,
+            rows,
+            extra=event(
+                "manifests_read",
+                chunks=work.chunks,
+                done_before=work.chunks_done,
+                rows_checkpointed=rows,
+            ),
         )
 
     def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:

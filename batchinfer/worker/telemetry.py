@@ -109,10 +109,9 @@ class Telemetry:
         if before is not None:
             is_kill = before.state not in ENDED_STATES
             logger.info(
-                "worker %s: the last start %s, %d rows done before",
+                "worker %s: the last start %s",
                 self._base.id,
                 "was killed" if is_kill else f"ended as {before.state}",
-                before.rows_done,
                 extra=event(
                     "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
                 ),

@@ -54,6 +54,10 @@ class Workload:
             self._done.add(name)
             self._num_rows_done += self._rows[name] or 0
 
+    def is_done(self, name: str) -> bool:
+        """Whether a chunk has its marker."""
+        return name in self._done
+
     @property
     def chunks(self) -> int:
         """Number of chunks."""

@@ -75,6 +75,11 @@ def look(*workers: Worker | SeenWorker, done: int = 1, **values: Any) -> Overvie
         job_url="memory://job",
         is_stop_asked=values.pop("is_stop_asked", False),
         markers={f"part-{index:05d}": SeenMarker(0, NOW - 100) for index in range(done)},
+        checkpointed={
+            name: rows
+            for name, rows in values.pop("checkpointed", {"part-00001": 40}).items()
+            if name >= f"part-{done:05d}"
+        },
         output_bytes=0,
         workers=seen,
         notes=[],
@@ -118,7 +123,25 @@ def test_chunks_of_a_worker_that_is_gone_are_waiting() -> None:
     gone = msgspec.structs.replace(running(), heartbeat=NOW - 500)
     seen = look(gone)
     assert seen.chunks.in_progress == 0
-    assert seen.rows.waiting == 900
+    assert (seen.rows.in_progress, seen.rows.waiting) == (40, 860), "its checkpoints stay"
+
+
+def test_only_rows_in_checkpoints_are_in_progress() -> None:
+    """The record of a killed worker told of rows that were lost with it, and of none once it was gone."""
+    killed = msgspec.structs.replace(
+        running(), open_spans=[msgspec.structs.replace(running().open_spans[0], rows=77)]
+    )
+    assert look(killed, checkpointed={}).rows.in_progress == 0
+    assert look(killed, checkpointed={"part-00001": 40, "part-00002": 3}).rows.in_progress == 43
+
+
+def test_rows_that_are_in_two_segments_do_not_exceed_their_chunk() -> None:
+    assert look(running(), checkpointed={"part-00001": 130}).rows.in_progress == 100
+
+
+def test_segments_of_earlier_versions_count_as_their_worker_reported() -> None:
+    seen = look(running(), checkpointed={"part-00001": None, "part-00002": 3})
+    assert seen.rows.in_progress == 40 + 3
 
 
 def test_a_limit_counts_only_the_rows_it_leaves() -> None:
@@ -367,6 +390,7 @@ def test_a_big_run_adds_up() -> None:
         job_url="j",
         is_stop_asked=False,
         markers={chunk.name: SeenMarker(0, NOW) for chunk in job_.chunks[:1200]},
+        checkpointed={},
         output_bytes=0,
         workers=[SeenWorker(worker, worker.heartbeat) for worker in workers],
         notes=[],
