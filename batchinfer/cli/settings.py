@@ -58,6 +58,10 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.check.command",
         "Find out before paying: configuration, access, prompts, memory, time and cost.",
     ),
+    "convert": CommandEntry(
+        "batchinfer.convert.command",
+        "Turn a training checkpoint into a model, or a model into ONNX.",
+    ),
 }
 """All commands by name. A command's module is imported only when the command runs, so that `--help` answers at once."""
 

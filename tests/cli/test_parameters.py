@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,24 @@ def describe(parameter: click.Parameter) -> dict[str, Any]:
 
 def parameters() -> dict[str, list[dict[str, Any]]]:
     """By command, in the order in which `--show-config` shows them."""
-    context = click.Context(group)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
+    return {
+        name: [describe(parameter) for parameter in command.params]
+        for name, command in _commands(group)
+    }
+
+
+def _commands(parent: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(parent)
+    for name in parent.list_commands(context):
+        command = parent.get_command(context, name)
         assert command is not None
-        found[name] = [describe(parameter) for parameter in command.params]
-    return found
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
 
 
-@pytest.mark.parametrize("name", group.list_commands(click.Context(group)))
+@pytest.mark.parametrize("name", [name for name, _ in _commands(group)])
 def test_a_commands_parameters_are_those_that_were_recorded(name: str) -> None:
     recorded = json.loads(RECORDED.read_text())[name]
     assert json.loads(json.dumps(parameters()[name], default=str)) == recorded

@@ -1,0 +1,1 @@
+"""`batchinfer convert`: turn checkpoints and models into other formats. Each conversion is one module."""

@@ -1,0 +1,198 @@
+"""Where a conversion reads from and writes to: a local path or a bucket, with nothing half-written at the destination.
+
+A conversion writes its files to a local scratch folder. `Conversion.publish` then makes them visible at DEST. A local
+folder appears by one rename. In a bucket the object `UNFINISHED` stands beside the others until all are there, and the
+file without which nothing loads the result comes last.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from batchinfer.core.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
+from batchinfer.core.units import size
+from batchinfer.engines.models import looks_like_path
+from batchinfer.storage import Store
+from batchinfer.storage.hub import hub_errors
+from batchinfer.storage.opening import check_writable, open_store, split_url
+from batchinfer.storage.scratch import Scratch, scratch_errors
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = "_UNFINISHED"
+"""Key of an object that says that a conversion is writing here, or was killed while it did."""
+_LOADED_FIRST = ("config.json", "adapter_config.json", "config.ini")
+"""Files that programs read first when they load a result."""
+_MODEL_FILES = (
+    *("*.json", "*.safetensors", "*.bin", "*.txt"),
+    *("*.model", "*.jinja", "*.py"),
+)
+
+
+class PlacedFiles(NamedTuple):
+    """What stands at DEST after a conversion."""
+
+    files: int
+    bytes: int
+
+
+class Conversion:
+    """One conversion into `dest`. Its files are written below `folder`, a local folder that exists and is empty."""
+
+    def __init__(self, dest: str, scratch: Scratch, store: Store | None) -> None:
+        self.dest = dest
+        self.folder = scratch.folder / "result"
+        self.folder.mkdir()
+        self._scratch = scratch
+        self._store = store
+
+    def fetch_file(self, source: str) -> Path:
+        """Return a local path of the file at `source`; a file in a bucket is downloaded first.
+
+        Raises:
+            InputError: There is no such file, or it is a folder.
+        """
+        scheme, path = split_url(source)
+        if scheme == "file":
+            local = Path(path).expanduser()
+            if not local.exists():
+                raise InputError(f"{source}: no such file", hint="check the path")
+            return local
+        parent, _, name = source.rpartition("/")
+        logger.info("fetching %s", source)
+        copy = self._scratch.new_path(name or "source")
+        try:
+            open_store(parent).download(name, copy)
+        except ObjectNotFound:
+            raise InputError(f"{source}: no such object", hint="check the URL") from None
+        return copy
+
+    def fetch_model(self, source: str) -> Path:
+        """Return a local folder of the model at `source`: a folder, a folder of a bucket, or a name on the Hub.
+
+        Raises:
+            InputError: There is no such folder or model.
+        """
+        scheme, path = split_url(source)
+        local = Path(path).expanduser()
+        if scheme == "file" and (local.exists() or looks_like_path(source)):
+            if not local.is_dir():
+                raise InputError(
+                    f"{source}: is no folder of this machine",
+                    hint="give a folder that holds config.json, or a name on the Hub",
+                )
+            return local
+        if scheme != "file":
+            return self._download_folder(source)
+        import huggingface_hub as hub
+
+        with hub_errors(source):
+            return Path(hub.snapshot_download(source, allow_patterns=list(_MODEL_FILES)))
+
+    def need_space(self, num_bytes: int) -> None:
+        """Refuse a result that the scratch folder's disk cannot hold.
+
+        Raises:
+            InputError: Fewer bytes are free.
+        """
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > free:
+            raise InputError(
+                f"{self._scratch.folder.parent}: {size(free)} are free, the result takes {size(num_bytes)}",
+                hint="free space there, or name another folder with --scratch-dir (for a DEST in a bucket)",
+            )
+
+    def publish(self) -> PlacedFiles:
+        """Make the files visible at DEST.
+
+        Raises:
+            InputError: Somebody else has written to DEST meanwhile.
+        """
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        num_bytes = sum(path.stat().st_size for path in files)
+        if self._store is None:
+            self._rename()
+        else:
+            names = [path.relative_to(self.folder).as_posix() for path in files]
+            self._upload(self._store, sorted(names, key=lambda name: (name in _LOADED_FIRST, name)))
+        return PlacedFiles(len(files), num_bytes)
+
+    def _rename(self) -> None:
+        target = Path(split_url(self.dest)[1]).expanduser()
+        try:
+            self.folder.rename(target)  # replaces an empty folder, and no other
+        except OSError as error:
+            raise InputError(
+                f"{self.dest}: cannot be made ({error.strerror})", hint="name another DEST"
+            ) from error
+
+    def _upload(self, store: Store, names: list[str]) -> None:
+        with suppress(AlreadyExists):
+            store.create(UNFINISHED, b"batchinfer convert writes here\n")
+        for name in names:
+            logger.info("uploading %s", name)
+            try:
+                store.create_file(name, self.folder / name)
+            except AlreadyExists:  # left by a killed conversion
+                store.delete([name])
+                store.create_file(name, self.folder / name)
+        store.delete([UNFINISHED])
+
+    def _download_folder(self, source: str) -> Path:
+        store = open_store(source)
+        folder = self._scratch.new_path("model")
+        folder.mkdir()
+        for info in store.list(""):
+            if any(Path(info.key).match(pattern) for pattern in _MODEL_FILES):
+                target = folder / info.key
+                target.parent.mkdir(parents=True, exist_ok=True)
+                logger.info("fetching %s", info.key)
+                store.download(info.key, target)
+        if not any(folder.iterdir()):
+            raise InputError(f"{source}: holds no file of a model", hint="check the URL")
+        return folder
+
+
+@contextmanager
+def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
+    """Begin a conversion into `dest`, after a check that the place is free and can be written.
+
+    Raises:
+        ConfigError: `dest` is a place that can only be read.
+        InputError: `dest` holds something already.
+    """
+    check_writable(dest, option="DEST")
+    scheme, path = split_url(dest)
+    store = None
+    if scheme == "file":
+        target = Path(path).expanduser()
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise _taken(dest)
+        if scratch_dir is not None:
+            raise ConfigError(
+                "--scratch-dir: DEST is a local folder, beside which the result is built",
+                hint="leave --scratch-dir out",
+            )
+        with scratch_errors(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Scratch(target.parent)
+    else:
+        store = open_store(dest)
+        there = {info.key for info in store.list("")}
+        if there and UNFINISHED not in there:
+            raise _taken(dest)
+        scratch = Scratch(scratch_dir)
+    try:
+        with scratch_errors(scratch.folder):
+            yield Conversion(dest, scratch, store)
+    finally:
+        scratch.close()
+
+
+def _taken(dest: str) -> InputError:
+    return InputError(f"{dest}: holds something already", hint="name another DEST, or remove it")

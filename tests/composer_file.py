@@ -1,0 +1,123 @@
+"""A checkpoint as Composer 0.33 saves it, with all that a training run leaves in it beside the weights.
+
+Layout after composer/core/state.py (`State.state_dict`), composer/models/huggingface.py (`get_metadata`, `state_dict`)
+and composer/utils/checkpoint.py of that version. Written without Composer, so classes of torchmetrics are stand-ins of
+the same names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+
+def tokenizer_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """As `HuggingFaceModel.get_metadata` reads what `save_pretrained` wrote."""
+    files = {}
+    for name in names:
+        path = folder / name
+        content: Any = path.read_text()
+        if path.suffix == ".json":
+            content = json.loads(content)
+        elif path.suffix == ".txt":
+            content = content.split("\n")
+        files[name] = {"file_extension": path.suffix, "content": content}
+    return files
+
+
+def composer_content(model: Path, *, weights: dict[str, torch.Tensor] | None = None) -> dict:
+    """Everything that the file holds; `model` is a folder of transformers'."""
+    weights = load_file(model / "model.safetensors") if weights is None else weights
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
+    tokenizer = ["tokenizer.json", "tokenizer_config.json"]
+    if (model / "chat_template.jinja").exists():
+        tokenizer.append("chat_template.jinja")
+    config = {
+        "file_extension": ".json",
+        "content": json.loads((model / "config.json").read_text()) | {"_name_or_path": "org/base"},
+        "class": "transformers.models.llama.modeling_llama.LlamaForCausalLM",
+    }
+    metric = _pretend_class("torchmetrics.text.perplexity", "Perplexity")()
+    metric.total, metric.compute = torch.tensor(3.0), functools.partial(_identity, 2)
+    return {
+        "state": {
+            "model": named,
+            "optimizers": {
+                "DecoupledAdamW": {
+                    "state": {
+                        name: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(tensor)}
+                        for name, tensor in named.items()
+                    },
+                    "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "params": list(named)}],
+                }
+            },
+            "schedulers": {"LambdaLR": {"base_lrs": [1e-4], "lr_lambdas": [None]}},
+            "algorithms": [("GradientClipping", {"repr": "GradientClipping()"})],
+            "callbacks": {"SpeedMonitor": {"total_eval_wct": 0.0}},
+            "timestamp": {
+                "Timestamp": {
+                    "epoch": 0,
+                    "batch": 2000,
+                    "total_wct": datetime.timedelta(seconds=1234),
+                    "epoch_wct": datetime.timedelta(seconds=1),
+                    "saved_at": datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC),
+                }
+            },
+            "train_metrics": {
+                "LanguageCrossEntropy": {
+                    "state_dict": {"sum_loss": torch.tensor(1.0)},
+                    "_computed": np.float64(2.5),
+                },
+                "Perplexity": metric,
+            },
+            "dataset_state": {"train": {"epoch": 0, "sample_in_epoch": np.int64(7)}, "eval": {}},
+            "rank_zero_seed": 17,
+            "run_name": "1714500000-brave-otter",
+            "integrations": {
+                "huggingface": {
+                    "model": {"config": config},
+                    "tokenizer": tokenizer_files(model, tokenizer),
+                }
+            },
+            "metadata": {"composer_env_info": {"composer_version": "0.33.0"}, "device": "cpu"},
+        },
+        "rng": [
+            {
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "torch": torch.random.get_rng_state(),
+                "cuda": torch.zeros(16, dtype=torch.uint8),
+            }
+        ],
+    }
+
+
+def write_composer_file(path: Path, content: dict) -> Path:
+    """Save, as the trainer does."""
+    torch.save(content, path)
+    return path
+
+
+def _identity(value: int) -> int:
+    return value
+
+
+def _pretend_class(module: str, name: str) -> type:
+    """A class that pickle finds when it saves. Modules are pretended, too, up to the top one."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        full = ".".join(parts[:end])
+        sys.modules.setdefault(full, types.ModuleType(full))
+    made = type(name, (), {"__module__": module})
+    setattr(sys.modules[module], name, made)
+    return made

@@ -1,0 +1,425 @@
+"""`convert composer-to-hf`: what a real checkpoint holds, what is refused, and that nothing half-written shows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchinfer.cli.main import main
+from batchinfer.convert import composer
+from batchinfer.storage.opening import open_store
+from composer_file import composer_content, write_composer_file
+from tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `cpu` brings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "ep0-ba2000-rank0.pt"
+    return write_composer_file(path, composer_content(model))
+
+
+def convert(*arguments: str | Path) -> int:
+    return main(["convert", "composer-to-hf", *map(str, arguments)])
+
+
+def answers(folder: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for prompt in ("one two", "What is a bucket?"):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+        found.append(loaded.generate(tokens, max_new_tokens=12, do_sample=False)[0].tolist())
+    return found
+
+
+def saved(tmp_path: Path, content: Any) -> Path:
+    path = tmp_path / "ep0-ba1-rank0.pt"
+    torch.save(content, path)
+    return path
+
+
+class TestAWholeCheckpoint:
+    def test_it_answers_as_the_model_before(
+        self, checkpoint: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert convert(checkpoint, tmp_path / "hf") == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["status"] == "SUCCESS"
+        assert result["files"] == len(list((tmp_path / "hf").iterdir()))
+        assert answers(tmp_path / "hf") == answers(model)
+        before, after = (
+            load_file(folder / "model.safetensors") for folder in (model, tmp_path / "hf")
+        )
+        assert set(after) == set(before)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    def test_its_tokenizer_is_the_same_to_the_byte_of_meaning(
+        self, checkpoint: Path, model: Path, tmp_path: Path
+    ) -> None:
+        assert convert(checkpoint, tmp_path / "hf") == 0
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads(
+                (model / name).read_text()
+            )
+        assert (tmp_path / "hf/chat_template.jinja").read_text() == (
+            model / "chat_template.jinja"
+        ).read_text()
+        assert "_name_or_path" not in json.loads((tmp_path / "hf/config.json").read_text())
+
+    def test_names_of_tokenizer_files_without_their_ending_are_those_of_older_versions(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        content = composer_content(model)
+        state = content["state"]["integrations"]["huggingface"]
+        merges = {"file_extension": ".txt", "content": ["#version: 0.2", "a b", ""]}
+        state["tokenizer"] = {
+            name.removesuffix(file["file_extension"]): file
+            for name, file in state["tokenizer"].items()
+        } | {"merges": merges, "spiece": {"file_extension": ".model", "content": b"\x00\xff"}}
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 0
+        assert (tmp_path / "hf/merges.txt").read_text() == "#version: 0.2\na b\n"
+        assert (tmp_path / "hf/spiece.model").read_bytes() == b"\x00\xff"
+        assert (tmp_path / "hf/tokenizer.json").exists()
+
+    def test_dtype_converts_weights_and_config(self, model: Path, tmp_path: Path) -> None:
+        weights = {
+            name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()
+        }
+        path = saved(tmp_path, composer_content(model, weights=weights))
+        assert convert(path, tmp_path / "hf", "--dtype", "bf16") == 0
+        after = load_file(tmp_path / "hf/model.safetensors")
+        for name, tensor in weights.items():
+            assert after[name].dtype == torch.bfloat16
+            assert torch.equal(after[name], tensor.to(torch.bfloat16))
+        assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+    def test_values_too_large_for_the_type_are_counted(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        weights = {
+            name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()
+        }
+        weights["model.norm.weight"][:2] = 1e6
+        path = saved(tmp_path, composer_content(model, weights=weights))
+        assert convert(path, tmp_path / "hf", "--dtype", "fp16") == 0
+        assert "model.norm.weight: 2 values are too large for fp16" in capsys.readouterr().err
+
+    def test_large_weights_are_divided_into_files_with_an_index(
+        self, checkpoint: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(composer, "SHARD_BYTES", 300_000)
+        assert convert(checkpoint, tmp_path / "hf") == 0
+        index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+        files = set(index["weight_map"].values())
+        assert len(files) > 1
+        assert files == {path.name for path in (tmp_path / "hf").glob("model-*.safetensors")}
+        assert answers(tmp_path / "hf") == answers(model)
+
+    def test_tied_weights_that_share_memory_are_written(self, model: Path, tmp_path: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        path = saved(tmp_path, composer_content(model, weights=weights))
+        assert convert(path, tmp_path / "hf") == 0
+        assert answers(tmp_path / "hf") == answers(model)
+
+
+class TestAdapters:
+    LORA = "base_model.model.model.layers.0.self_attn.q_proj"
+
+    def adapter(self, content: dict) -> dict[str, torch.Tensor]:
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+        content["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {
+            "file_extension": ".json",
+            "content": config | {"base_model_name_or_path": "org/base", "inference_mode": False},
+        }
+        return {
+            f"{self.LORA}.lora_A.default.weight": torch.ones(2, 128),
+            f"{self.LORA}.lora_B.default.weight": torch.ones(128, 2),
+        }
+
+    def test_an_adapter_alone_becomes_an_adapter_folder(self, model: Path, tmp_path: Path) -> None:
+        content = composer_content(model)
+        adapter = self.adapter(content)
+        content["state"]["model"] = {f"model.{name}": value for name, value in adapter.items()}
+        assert convert(saved(tmp_path, content), tmp_path / "lora") == 0
+        assert set(load_file(tmp_path / "lora/adapter_model.safetensors")) == {
+            f"{self.LORA}.lora_A.weight",
+            f"{self.LORA}.lora_B.weight",
+        }
+        config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+        assert (config["r"], config["inference_mode"]) == (2, True)
+        assert not (tmp_path / "lora/config.json").exists()
+
+    def test_a_model_with_its_adapter_becomes_both(self, model: Path, tmp_path: Path) -> None:
+        content = composer_content(model)
+        adapter = self.adapter(content)
+        base = {
+            "model.base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"): value
+            for name, value in load_file(model / "model.safetensors").items()
+        }  # fmt: skip
+        content["state"]["model"] = base | {f"model.{key}": value for key, value in adapter.items()}
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 0
+        assert answers(tmp_path / "hf") == answers(model)
+        assert len(load_file(tmp_path / "hf/adapter/adapter_model.safetensors")) == 2
+
+
+class Payload:
+    """Pickled as a call of `function`."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class TestCodeInTheFile:
+    @pytest.mark.parametrize(
+        ("payload", "name"),
+        [
+            (lambda mark: Payload(os.system, f"touch {mark}"), "system"),
+            (lambda mark: Payload(eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
+            (lambda mark: Payload(exec, f"open({str(mark)!r}, 'w')"), "builtins.exec"),
+            (lambda mark: Payload(open, str(mark), "w"), "open"),
+            (lambda mark: Payload(subprocess.Popen, ["touch", str(mark)]), "subprocess.Popen"),
+            (lambda mark: functools.partial(os.system, f"touch {mark}"), "posix.system"),
+        ],
+    )
+    def test_it_is_refused_by_name_and_never_run(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], payload, name: str
+    ) -> None:
+        mark = tmp_path / "was-run"
+        content = composer_content(model)
+        content["state"]["callbacks"]["evil"] = payload(mark)
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 2
+        error = capsys.readouterr().err
+        assert "would run" in error
+        assert name in error
+        assert not mark.exists()
+        assert not (tmp_path / "hf").exists()
+
+    def test_a_call_of_something_unknown_is_not_made_either(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        mark = tmp_path / "was-run"
+        content = composer_content(model)
+        content["state"]["callbacks"]["odd"] = Payload(Path.touch, mark)
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 0
+        assert not mark.exists()
+
+    def test_py_files_are_written_only_when_trusted(self, model: Path, tmp_path: Path) -> None:
+        content = composer_content(model)
+        state = content["state"]["integrations"]["huggingface"]
+        code = {"file_extension": ".py", "content": "raise SystemExit('was run')\n"}
+        state["tokenizer"]["tokenization_own.py"] = code
+        path = saved(tmp_path, content)
+        assert convert(path, tmp_path / "plain") == 0
+        assert not (tmp_path / "plain/tokenization_own.py").exists()
+        assert convert(path, tmp_path / "trusted", "--trust-remote-code") == 0
+        assert (tmp_path / "trusted/tokenization_own.py").read_text() == code["content"]
+
+    def test_a_file_name_with_a_path_is_refused(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        content = composer_content(model)
+        state = content["state"]["integrations"]["huggingface"]
+        state["tokenizer"]["../../evil.json"] = {"file_extension": ".json", "content": {}}
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 2
+        assert "has a path" in capsys.readouterr().err
+
+
+class TestWhatIsRefused:
+    def refused(
+        self, capsys: pytest.CaptureFixture[str], dest: Path, *arguments: str | Path
+    ) -> str:
+        assert convert(arguments[0], dest, *arguments[1:]) == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert "hint: " in error
+        assert not dest.exists()
+        return error
+
+    def test_files_of_other_kinds(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+    ) -> None:
+        dest = tmp_path / "hf"
+        for head, said in ((b"GGUF123", "GGUF"), (b"", "empty"), (b"hello world", "no torch file"),
+                           (b"\x89HDF\r\n", "Keras"), (b"\x80\x02", "before torch 1.6")):  # fmt: skip
+            (tmp_path / "x.pt").write_bytes(head)
+            assert said in self.refused(capsys, dest, tmp_path / "x.pt")
+        safetensors = model / "model.safetensors"
+        assert "a safetensors file" in self.refused(capsys, dest, safetensors)
+        assert "no such file" in self.refused(capsys, dest, tmp_path / "absent.pt")
+        assert "bare state dict" in self.refused(
+            capsys, dest, saved(tmp_path, {"a": torch.ones(2)})
+        )
+        assert "DeepSpeed" in self.refused(capsys, dest, saved(tmp_path, {"module": {}, "x": 1}))
+        assert "no Composer checkpoint" in self.refused(capsys, dest, saved(tmp_path, [1, 2]))
+
+    @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
+    def test_a_file_that_is_cut_short(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: float
+    ) -> None:
+        data = checkpoint.read_bytes()
+        (tmp_path / "cut.pt").write_bytes(data[: int(len(data) * part)])
+        assert "is cut short" in self.refused(capsys, tmp_path / "hf", tmp_path / "cut.pt")
+
+    def test_a_damaged_pickle(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        data = bytearray(checkpoint.read_bytes())
+        place = data.index(b"integrations")
+        data[place - 40 : place] = bytes(40)
+        (tmp_path / "odd.pt").write_bytes(data)
+        assert "cannot be read" in self.refused(capsys, tmp_path / "hf", tmp_path / "odd.pt")
+
+    def test_a_sharded_checkpoint_says_how_to_merge(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "ep0-ba1"
+        folder.mkdir()
+        (folder / "__0_0.distcp").touch()
+        error = self.refused(capsys, tmp_path / "hf", folder)
+        assert "sharded" in error
+        assert "dcp_to_torch" in error
+
+    def test_no_tokenizer_but_one_can_be_named(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        content = composer_content(model)
+        content["state"]["integrations"]["huggingface"]["tokenizer"] = {}
+        path = saved(tmp_path, content)
+        assert "holds no tokenizer" in self.refused(capsys, tmp_path / "hf", path)
+        assert convert(path, tmp_path / "hf", "--tokenizer", model) == 0
+        assert answers(tmp_path / "hf") == answers(model)
+
+    def test_an_architecture_that_transformers_does_not_know(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        content = composer_content(model)
+        config = content["state"]["integrations"]["huggingface"]["model"]["config"]["content"]
+        config["model_type"] = "novelty"
+        assert "'novelty' is unknown" in self.refused(
+            capsys, tmp_path / "hf", saved(tmp_path, content)
+        )
+
+    def test_a_model_without_config_and_one_without_a_weight(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        content = composer_content(model)
+        del content["state"]["model"]["model.model.norm.weight"]
+        error = self.refused(capsys, tmp_path / "hf", saved(tmp_path, content))
+        assert "model.norm.weight is missing" in error
+        content["state"]["integrations"] = {}
+        assert "no model config" in self.refused(capsys, tmp_path / "hf", saved(tmp_path, content))
+
+    def test_a_destination_that_holds_something(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf/mine.txt").write_text("mine")
+        assert convert(checkpoint, tmp_path / "hf") == 2
+        assert "holds something already" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
+
+    def test_a_disk_that_is_too_small(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """RLIMIT_FSIZE refuses the write as a full disk does."""
+        limited = (
+            "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+            "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+            "from batchinfer.cli.main import run; run(sys.argv[1:])"
+        )
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                limited,
+                "convert",
+                "composer-to-hf",
+                checkpoint,
+                tmp_path / "hf",
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode in (2, 34), done.stderr
+        assert "Traceback" not in done.stderr
+        assert "scratch folder" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestKills:
+    def test_after_kills_nothing_half_written_shows_and_the_same_command_finishes(
+        self, checkpoint: Path, model: Path, tmp_path: Path
+    ) -> None:
+        command = [sys.executable, "-m", "batchinfer", "convert", "composer-to-hf", checkpoint]
+        for delay in (0.5, 2.0, 4.0):
+            child = subprocess.Popen(
+                [*command, tmp_path / "hf"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            time.sleep(delay)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            if (tmp_path / "hf").exists():
+                break
+        if not (tmp_path / "hf").exists():
+            assert subprocess.run([*command, tmp_path / "hf"]).returncode == 0
+        assert answers(tmp_path / "hf") == answers(model)
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"], "scratch folders are swept"
+
+
+@pytest.mark.s3
+class TestBuckets:
+    def test_from_a_bucket_into_a_bucket(
+        self, checkpoint: Path, model: Path, tmp_path: Path, s3_url
+    ) -> None:
+        url = s3_url()
+        open_store(url).create_file("runs/ep0.pt", checkpoint)
+        assert convert(f"{url}/runs/ep0.pt", f"{url}/hf", "--scratch-dir", tmp_path) == 0
+        store = open_store(f"{url}/hf")
+        names = {info.key for info in store.list("")}
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+        assert "_UNFINISHED" not in names
+        (tmp_path / "copy").mkdir()
+        for name in names:
+            store.download(name, tmp_path / "copy" / name)
+        assert answers(tmp_path / "copy") == answers(model)
+
+    def test_what_a_killed_conversion_left_is_replaced_and_other_data_is_not(
+        self, checkpoint: Path, tmp_path: Path, s3_url, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = open_store(s3_url())
+        store.create("model.safetensors", b"of something else")
+        assert convert(checkpoint, store.url, "--scratch-dir", tmp_path) == 2
+        assert "holds something already" in capsys.readouterr().err
+        store.create("_UNFINISHED", b"a kill")
+        assert convert(checkpoint, store.url, "--scratch-dir", tmp_path) == 0
+        assert store.get("model.safetensors").data != b"of something else"
+
+    def test_a_source_that_is_absent(
+        self, tmp_path: Path, s3_url, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert convert(f"{s3_url()}/absent.pt", tmp_path / "hf") == 2
+        assert "no such object" in capsys.readouterr().err
