@@ -228,20 +228,21 @@ def find_removals(inventory: Inventory, config: CleanConfig, *, is_safe: bool) -
             if no_worker_runs or inventory.is_passed_over(name, info):
                 consider("segments of done chunks", info)
     _consider_claims(inventory, consider, removals)
-    _add_unreadable(inventory, removals)
+    _consider_unreadable(inventory, consider)
     _consider_probes(inventory, config.older_than_seconds, removals)
     return removals
 
 
-def _add_unreadable(inventory: Inventory, removals: Removals) -> None:
-    """Add claims and workers' records that cannot be read, whatever their age.
+def _consider_unreadable(inventory: Inventory, consider: Callable[[str, ObjectInfo], None]) -> None:
+    """Consider claims and workers' records that cannot be read.
 
-    Workers write each object in one request, so an unreadable object is damaged, not half-written.
+    A young one may be replaced by a live worker at any moment, with its next heartbeat or claim. That new object must
+    not be deleted.
     """
     for damaged in inventory.damaged_claims.values():
-        removals.add("unreadable claims", damaged.info)
+        consider("unreadable claims", damaged.info)
     for damaged in inventory.damaged_workers.values():
-        removals.add("unreadable worker records", damaged.info)
+        consider("unreadable worker records", damaged.info)
 
 
 def _consider_probes(inventory: Inventory, older_than_seconds: float, removals: Removals) -> None:

@@ -249,6 +249,28 @@ def stop_forgets_rows() -> Defect:
     return mock.patch.object(_Start, "_save", save)
 
 
+def another_seed_formula() -> Defect:
+    """Seeds are lowered to 62 bits. All workers agree on them, so that only a formula of one's own shows it."""
+    real = codec.row_seeds
+
+    def row_seeds(run_seed: int, chunk: str) -> Callable[[int], int]:
+        seed_of = real(run_seed, chunk)
+        return lambda line: seed_of(line) >> 1
+
+    return mock.patch.object(codec, "row_seeds", row_seeds)
+
+
+def no_checkpoint_on_time() -> Defect:
+    """Checkpoints are written at the end of a worker, and never in between."""
+    real = open_chunks.OpenChunks.checkpoint
+
+    def checkpoint(self: open_chunks.OpenChunks) -> None:
+        if self.is_closing:
+            real(self)
+
+    return mock.patch.object(open_chunks.OpenChunks, "checkpoint", checkpoint)
+
+
 def lost_reply_is_a_loss() -> Defect:
     """A renewal whose reply was lost counts as somebody else's."""
 
@@ -304,6 +326,8 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         answers_swapped,
         torn_segment,
         stop_forgets_rows,
+        another_seed_formula,
+        no_checkpoint_on_time,
         lost_reply_is_a_loss,
         clean_takes_every_orphan,
         clean_goes_by_its_own_clock,

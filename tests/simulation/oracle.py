@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer.core import codec, layout
+from batchinfer.core import layout
 from batchinfer.core.records import Completion, Request, RowKey
 
 from .machine import FLAKY, POISON, EngineTraits, answer
@@ -21,6 +21,10 @@ ENDED = ("done", "stopped", "failed")
 DEATHS_TO_GIVE_UP = 3
 CLEANER = "clean"
 """Begins the names of processes that are no workers, but `batchinfer clean`."""
+
+
+WHILE_CLEANING_SECONDS = 30.0
+"""Longer than `clean` takes from its first look at an object to the object's deletion."""
 
 
 class Violation(AssertionError):
@@ -42,6 +46,15 @@ class Truth(NamedTuple):
     first_rows: dict[str, int]
     shas: dict[str, str]
     run_seed: int | None
+
+
+def row_seed(run_seed: int, chunk: str, line: int) -> int:
+    """P9: the upper 63 of 64 bits of blake2b of the run's seed, the chunk's name and the line, with NUL between them.
+
+    Written apart from batchinfer's own formula, so that a change of that one shows.
+    """
+    digest = hashlib.blake2b(f"{run_seed}\0{chunk}\0{line}".encode(), digest_size=8)
+    return int(digest.hexdigest(), 16) // 2
 
 
 class Oracle:
@@ -67,19 +80,25 @@ class Oracle:
         self._died_alone: set[RowKey] = set()
         self._generation_of_phase = 0
         self._beats: dict[str, list[float]] = {}
-        self._claimed_at: dict[str, float] = {}
+        self._claimed: dict[str, tuple[float, str]] = {}
+        """When a claim was last written, and by which process."""
         self._segments: dict[str, dict[str, dict[int, bool]]] = {}
         """By chunk and key: which rows it holds, and whether they are fine."""
-        self._known: dict[tuple[str, str], set[int]] = {}
+        self._configuration_of: dict[str, str] = {}
+        """Fingerprint in the first line of a segment, by the segment's key."""
+        self._known: dict[tuple[str, str], dict[str, set[int]]] = {}
+        """By process and chunk: the lines that the process found in segments, by the segments' fingerprints."""
         self._outputs: dict[str, bytes] = {}
+        self._writers: dict[str, str] = {}
+        """The process that last wrote a worker's record."""
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._lost_until: dict[str, float] = {}
         """When a worker's record that was removed or damaged was written again; infinite while it is not."""
-        self._fingerprints: set[str] = set()
-        """Of every run.json that stood. Several only where preconditions are ignored and first workers differ: then the
-        segments of each configuration are left out by the workers of the other."""
-        self._finished: dict[str, set[RowKey]] = {}
+        self._temperatures: dict[str, float] = {}
+        """Temperature of every run.json that stood, by fingerprint. Workers leave out the segments of other ones."""
+        self._finished: dict[str, dict[RowKey, float]] = {}
+        """By process: the rows that its engine has finished, and when."""
         self.on_output: Callable[[Process], object] = lambda _process: None
         self.violation: Violation | None = None
 
@@ -106,7 +125,7 @@ class Oracle:
         changed = before is not None and before != data
         marker = layout.parse_marker(name)
         if name == layout.RUN_KEY:
-            self._fingerprints.add(msgspec.json.decode(data)["fingerprint"])
+            self.note_run(data)
             if changed and self._is_safe:
                 self.fail("P6: run.json changes")
         elif marker is not None:
@@ -123,6 +142,7 @@ class Oracle:
             self._check_claim(name, data, before, process)
         elif name.startswith(layout.WORKERS):
             self._beats.setdefault(name, []).append(self._scheduler.now)
+            self._writers[name] = process.name
             self._ghosts.discard(process.name)
             self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
             if name in self._lost_until:
@@ -144,6 +164,16 @@ class Oracle:
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
         elif name.startswith(layout.WORKERS):
+            # It may have been damaged when `clean` read it, and be written anew by a worker that starts now.
+            mended = self._lost_until.get(name, float("-inf"))
+            is_new = self._scheduler.now - mended < WHILE_CLEANING_SECONDS
+            if (
+                process is not None
+                and read_record(data) is not None
+                and not is_new
+                and self._is_safe
+            ):
+                self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
             self.record_struck(name)
 
     def listed(self, prefix: str, process: Process) -> None:
@@ -151,10 +181,10 @@ class Oracle:
         name = prefix.removeprefix(RUN)
         if name == layout.CHECKPOINTS:
             for chunk in self._truth.chunks:
-                self._known[process.name, chunk] = self._saved_lines(chunk)
+                self._note_known(process, chunk)
         elif name.startswith(layout.CHECKPOINTS):
             chunk = name.split("/")[1]
-            self._known[process.name, chunk] = self._saved_lines(chunk)
+            self._note_known(process, chunk)
 
     def superseded(self, process: Process) -> None:
         """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
@@ -171,19 +201,22 @@ class Oracle:
     def took(self, process: Process, request: Request) -> None:
         """Check that an engine gets no row that its worker had found in a checkpoint."""
         chunk, line = request.key
-        is_known = line in self._known.get((process.name, chunk), ())
-        if is_known and not self._is_done(chunk) and len(self._fingerprints) < 2:
+        known = self._known.get((process.name, chunk), {})
+        is_known = any(
+            line in lines and self._temperatures[fingerprint] == request.sampling.temperature
+            for fingerprint, lines in known.items()
+        )
+        if is_known and not self._is_done(chunk):
             self.fail(
                 f"P5: {chunk} line {line} was in a checkpoint, and {process.name} does it again"
             )
 
     def yielded(self, process: Process, completions: list[Completion]) -> None:
         """Note what a worker was given."""
-        self._finished.setdefault(process.name, set()).update(
-            completion.key
-            for completion in completions
-            if completion.failure is None or not completion.failure.transient
-        )
+        finished = self._finished.setdefault(process.name, {})
+        for completion in completions:
+            if completion.failure is None or not completion.failure.transient:
+                finished.setdefault(completion.key, self._scheduler.now)
 
     def died(self, in_flight: list[RowKey]) -> None:
         """Count an engine's death for the rows in it."""
@@ -207,10 +240,29 @@ class Oracle:
             if record is not None and record["epoch"] != epoch:
                 return  # a ghost must not write
         for chunk, line in sorted(self._finished.get(process.name, ())):
-            is_kept = any(line in rows for rows in self._segments.get(chunk, {}).values())
-            if not is_kept and not self._generations(chunk):
+            if not self._is_kept(chunk, line):
                 self.fail(
                     f"P5: {process.name} was stopped in peace, and {chunk} line {line} is lost"
+                )
+
+    def check_killed(self, process: Process, promised_seconds: float) -> None:
+        """P5: a worker that was killed loses the rows in flight, and what it finished since its last checkpoint.
+
+        A row counts only if since it was finished no trouble has kept the worker from saving it, and no heartbeat of
+        the worker was late.
+
+        Args:
+            process: The worker's process.
+            promised_seconds: Seconds after which a finished row is in a checkpoint.
+        """
+        now = self._scheduler.now
+        calm_since = max(process.troubled_at, self._late_beat_of(process))
+        for (chunk, line), finished in self._finished.get(process.name, {}).items():
+            is_due = finished > calm_since and now - finished > promised_seconds
+            if is_due and not self._is_kept(chunk, line):
+                self.fail(
+                    f"P5: {process.name} was killed {now - finished:.1f} s after it had finished {chunk} line {line}, "
+                    f"which is in no checkpoint"
                 )
 
     def check_done(self, chunks: list[str], process: Process) -> None:
@@ -246,20 +298,32 @@ class Oracle:
         run = msgspec.json.decode(self._server.objects[RUN + layout.RUN_KEY].data)
         if self._is_safe and marker["fingerprint"] != run["fingerprint"]:
             self.fail(f"P6: {name} is of another configuration than run.json")
+        if marker["fingerprint"] not in self._temperatures:
+            self.fail(f"P6: {name} is of a configuration that no run.json has had")
+            return
         self._check_marker_fields(name, marker, chunk, generation)
-        temperatures = (
-            {run["config"]["sampling"].get("temperature")} if self._is_safe else {0.5, 0.7}
-        )
         try:
-            self._check_output(chunk, generation, held.data, marker, temperatures)
+            self._check_output(chunk, generation, held.data, marker)
         except Violation as violation:
             self.fail(f"{violation} (in {marker['output']})")
+
+    def note_run(self, data: bytes) -> None:
+        """Note the configuration of a run.json."""
+        run = msgspec.json.decode(data)
+        self._temperatures[run["fingerprint"]] = run["config"]["sampling"]["temperature"]
 
     def record_struck(self, name: str) -> None:
         """Note that a worker's record is removed or damaged, from outside or by `clean`."""
         self._lost_until[name] = float("inf")
 
     # -- inside
+
+    def _late_beat_of(self, process: Process) -> float:
+        """When a heartbeat of a worker last came after most of a lease had passed since the one before."""
+        beats = self._beats.get(layout.worker_key(process.name.split("#")[0]), [0.0])
+        pauses = zip(beats, [*beats[1:], self._scheduler.now], strict=True)
+        late = [end for start, end in pauses if end - start > 0.5 * self.lease_seconds]
+        return max(late, default=0.0)
 
     def _record(self, worker: str) -> dict[str, Any] | None:
         """A worker's record; None if it is gone or damaged."""
@@ -291,8 +355,8 @@ class Oracle:
         generation: int,
         data: bytes,
         marker: dict[str, Any],
-        temperatures: set[float | None],
     ) -> None:
+        temperature = self._temperatures[marker["fingerprint"]]
         rows = self._truth.chunks[chunk]
         lines = data.split(b"\n")
         if lines.pop() != b"" or len(lines) != len(rows):
@@ -309,7 +373,7 @@ class Oracle:
                 raise Violation(f"P1: {where}: it is row {line['_row']}")
             if line["status"] == "ok":
                 num_ok += 1
-                self._check_answer(where, (chunk, index), row, line, temperatures)
+                self._check_answer(where, (chunk, index), row, line, temperature)
             else:
                 code = line["error"]["code"]
                 errors[code] = errors.get(code, 0) + 1
@@ -323,12 +387,12 @@ class Oracle:
         key: RowKey,
         row: Row,
         line: dict[str, Any],
-        temperatures: set[float | None],
+        temperature: float,
     ) -> None:
         run_seed = self._truth.run_seed
-        seed = None if run_seed is None else codec.row_seed(run_seed, *key)
+        seed = None if run_seed is None else row_seed(run_seed, *key)
         said = line["choices"][0]["text"]
-        if said not in {answer(row.prompt, temperature, seed) for temperature in temperatures}:
+        if said != answer(row.prompt, temperature, seed):
             raise Violation(f"P1, P6: {where}: {said!r} is no answer to {row.prompt!r}")
         if row.codes or POISON in row.prompt:
             raise Violation(f"P7: {where}: has an answer, and cannot have one")
@@ -347,14 +411,17 @@ class Oracle:
 
     def _store_segment(self, name: str, data: bytes) -> None:
         chunk = name.split("/")[1]
-        records = [msgspec.json.decode(text) for text in data.split(b"\n") if text]
+        header, *records = [msgspec.json.decode(text) for text in data.split(b"\n") if text]
+        if header["chunk_sha256"] != self._truth.shas[chunk]:
+            self.fail(f"P5: {name} answers another text than the chunk has")
+        self._configuration_of[name] = header["fingerprint"]
         rows = {record["line"]: record["ok"] for record in records if "ok" in record}
         self._segments.setdefault(chunk, {})[name] = rows
 
     def _check_claim(self, name: str, data: bytes, before: bytes | None, process: Process) -> None:
-        """A claim changes hands only after its owner's lease has lapsed, or its epoch."""
-        since = self._claimed_at.get(name, 0.0)
-        self._claimed_at[name] = self._scheduler.now
+        """A claim changes hands only after its owner's lease has lapsed, or once its owner has started again."""
+        since, claimer = self._claimed.get(name, (0.0, ""))
+        self._claimed[name] = (self._scheduler.now, process.name)
         if before is None or not self.watches_claims:
             return
         old, new = msgspec.json.decode(before), msgspec.json.decode(data)
@@ -363,13 +430,13 @@ class Oracle:
         record = self._record(old["worker"])
         if record is None or self._lost_until.get(layout.worker_key(old["worker"]), -1.0) >= since:
             return  # the claim counted as lapsed while its owner's record was gone
-        if record["epoch"] != old["epoch"] or record["state"] in ENDED:
+        is_stale = self._writers[layout.worker_key(old["worker"])] != claimer
+        if is_stale or record["state"] in ENDED:
             return
         if not new["worker"]:
-            who = process.name.split("#")[0]
-            if (who, self._epochs.get(process.name)) == (old["worker"], old["epoch"]):
+            if process.name == claimer:
                 return
-            if who != CLEANER:
+            if process.name.split("#")[0] != CLEANER:
                 self.fail(f"claims: {process.name} releases {name}, which is {old['worker']}'s")
                 return
         beats = self._beats[f"{layout.WORKERS}{old['worker']}.json"]
@@ -384,6 +451,12 @@ class Oracle:
                 f"(longest pause {stillness:.2f} s)"
             )
 
+    def _is_kept(self, chunk: str, line: int) -> bool:
+        """Whether a finished row is in a segment, or its chunk has a marker."""
+        if any(line in rows for rows in self._segments.get(chunk, {}).values()):
+            return True
+        return self._is_done(chunk)
+
     def _is_done(self, chunk: str) -> bool:
         """Whether it has a marker; after --retry-errors one without error rows, or of a further generation."""
         generations = self._generations(chunk)
@@ -391,14 +464,13 @@ class Oracle:
             return bool(generations)
         return generations[-1] > 0 or not self._marker(chunk, 0)["rows_error"]
 
-    def _saved_lines(self, chunk: str) -> set[int]:
-        """Lines that segments hold, as far as they count in this phase."""
-        return {
-            line
-            for rows in self._segments.get(chunk, {}).values()
-            for line, is_ok in rows.items()
-            if is_ok or not self._generation_of_phase
-        }
+    def _note_known(self, process: Process, chunk: str) -> None:
+        """Note the lines that a process finds in segments, as far as they count in this phase."""
+        known: dict[str, set[int]] = {}
+        for name, rows in self._segments.get(chunk, {}).items():
+            lines = {line for line, ok in rows.items() if ok or not self._generation_of_phase}
+            known.setdefault(self._configuration_of[name], set()).update(lines)
+        self._known[process.name, chunk] = known
 
     def _generations(self, chunk: str) -> list[int]:
         found = []

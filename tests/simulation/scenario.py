@@ -538,6 +538,11 @@ class Scenario:
         close_files(start.process.name)
         outcome = start.outcome or "killed"
         self.num_kills += outcome == "killed"
+        if outcome == "killed":
+            latency = self.plot.weather.latency_seconds
+            self.oracle.check_killed(
+                start.process, self.plot.checkpoint_seconds + 1.0 + 10 * latency
+            )
         self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")
         comes_back = outcome not in ("SUCCESS", "RunMismatch", "Superseded", "StopRequested")
         chance = self.scheduler.random

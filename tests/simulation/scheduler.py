@@ -87,6 +87,8 @@ class Process:
         self.num_faults = 0
         """Storage errors that it was given after all retries, and operations that took very long."""
         self.has_been_frozen = False
+        self.troubled_at = float("-inf")
+        """When a request of it last failed or took long, or a freeze of it ended."""
         self.on_exit: list[Callable[[], object]] = []
         self.on_crash: Callable[[Exception], object] | None = None
         """Told of an exception that a greenlet ends with; nobody else would be."""
@@ -156,6 +158,7 @@ class Process:
         frozen_until = max(self.thawed_at, self.scheduler.now)
         self.thawed_at = max(frozen_until, self.scheduler.now + seconds)
         self.has_been_frozen = True
+        self.troubled_at = self.thawed_at
         if stops_clock:
             self.frozen_seconds += self.thawed_at - frozen_until
 

@@ -234,6 +234,9 @@ class Network:
         elif weather.slow and chance.random() < weather.slow:
             latency += weather.slow_seconds * chance.random()
             process.num_faults += 1
+            process.troubled_at = max(process.troubled_at, scheduler.now + latency)
+        if isinstance(fate, str) and self._delays_saving(method, arguments):
+            process.troubled_at = max(process.troubled_at, scheduler.now)
 
         def land() -> None:
             if fate == "dies_before":
@@ -296,6 +299,13 @@ class Network:
             if share and counts and chance.random() < share:
                 return fate
         return None
+
+    def _delays_saving(self, method: str, arguments: dict[str, Any]) -> bool:
+        """Whether the failure of a request may delay a checkpoint or a marker by more than its repetition does."""
+        if any(start <= self.scheduler.now < end for start, end in self.weather.outages):
+            return True
+        key = self._subject(arguments)
+        return method in WRITES and (layout.CHECKPOINTS in key or layout.OUTPUTS in key)
 
     def _log(
         self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
