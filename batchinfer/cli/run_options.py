@@ -397,7 +397,8 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--max-error-rate",
             number_from(0, 1),
-            "Stop (exit 3) when a larger share of rows fails.",
+            "Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail with one "
+            "error, or every row of the run; 1 never stops.",
         ),
         Option("--min-errors", at_least(1), "Errors before --max-error-rate counts.", default=20),
         Option(

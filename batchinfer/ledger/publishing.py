@@ -156,6 +156,19 @@ def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
         return False
 
 
+def has_only_errors(store: Store, chunk: str, generation: int) -> bool:
+    """Whether a chunk's marker of this generation counts error rows and no others. Costs one request.
+
+    False if the marker cannot be read.
+    """
+    key = layout.marker_key(chunk, generation)
+    try:
+        marker = codec.decode(store.get(key).data, Marker, name=key)
+    except (ObjectNotFound, InputError):
+        return False
+    return marker.rows_error > 0 and marker.rows_ok == 0
+
+
 def repair_generation(
     chunks: Iterable[str],
     done: dict[str, int],

@@ -5,6 +5,7 @@ All workers of a run must have the same configuration (promise P6), which is che
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +23,12 @@ from batchinfer.storage import Store
 from batchinfer.worker.config import Environment, WorkerConfig
 from batchinfer.worker.telemetry import Telemetry
 
+logger = logging.getLogger(__name__)
+
 _ANY_NUMBER = 2**31
+_ROWS_TO_JUDGE = 100
+"""Finished rows of a start from which on nearly all of them must not have failed."""
+_NEARLY_ALL = 0.95
 
 
 class Membership:
@@ -212,14 +218,16 @@ def make_result(
     run: Run | None,
     info: EngineInfo | None,
     error: BatchinferError | None,
+    has_answers: bool,
 ) -> dict[str, Any]:
     """Make the JSON object that the worker prints as its last line.
 
-    Fields that older batch tools also print have the same names as there.
+    Fields that older batch tools also print have the same names as there. Without `has_answers`, every row of the run
+    failed, and the status is ERRORS even if --max-error-rate 1 allows that.
     """
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {
-        "status": "SUCCESS" if error is None else "FAILED",
+        "status": "FAILED" if error is not None else "SUCCESS" if has_answers else "ERRORS",
         "run_id": run_id(run),
         "fingerprint": run.fingerprint if run else "",
         "output": config.output,
@@ -267,27 +275,71 @@ def run_id(run: Run | None) -> str:
     return datetime.fromtimestamp(created, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
-def check_error_rate(config: WorkerConfig, telemetry: Telemetry) -> None:
+def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending: int = 0) -> None:
     """Raise ErrorRateExceeded if a larger share of this worker's rows failed than --max-error-rate allows.
 
     The error's text names the three commonest errors. With fewer than `min_errors` failed rows nothing is raised.
+    Without --max-error-rate, `_check_first_rows` decides.
+
+    Args:
+        config: The worker's configuration.
+        telemetry: The worker's counters.
+        num_pending: Number of rows that have a prompt and have not finished.
     """
-    if config.max_error_rate is None or telemetry.tally.num_errors < config.min_errors:
+    if config.max_error_rate is None:
+        _check_first_rows(config, telemetry, num_pending)
+        return
+    if telemetry.tally.num_errors < config.min_errors:
         return
     rate = telemetry.tally.num_errors / telemetry.tally.rows
     if rate <= config.max_error_rate:
         return
     commonest = sorted(telemetry.tally.errors.items(), key=lambda item: -item[1])[:3]
-    lines = []
-    for code, count in commonest:
-        example = telemetry.tally.examples.get(code)
-        where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
-        lines.append(f"  {count} x {code}{where}")
+    lines = [f"  {count} x {code}{_example(telemetry, code)}" for code, count in commonest]
     raise ErrorRateExceeded(
         f"{rate:.1%} of {telemetry.tally.rows} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
         + "\n".join(lines),
         hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
     )
+
+
+def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: int) -> None:
+    """Raise ErrorRateExceeded if nearly all rows of this start failed with one code, as with a wrong prompt option.
+
+    Rows that have a prompt and have not finished count as good ones. Rows without a prompt fail at once, so they are
+    the first to finish even if they are few.
+    """
+    tally = telemetry.tally
+    most = _NEARLY_ALL * (tally.rows + num_pending)
+    if config.retry_errors or tally.rows < _ROWS_TO_JUDGE or tally.num_errors < most:
+        return
+    [(code, count)] = tally.errors.most_common(1)
+    if count >= most:
+        raise ErrorRateExceeded(
+            f"{count} of the first {tally.rows} rows failed with {code}{_example(telemetry, code)}",
+            hint="mend the prompt options or the data; --max-error-rate 1 goes on in spite of it; "
+            "rows done so far are kept",
+        )
+
+
+def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
+    """Raise ErrorRateExceeded for a run in which every row failed, unless --max-error-rate is 1."""
+    if config.max_error_rate == 1:
+        logger.warning("every row of the run failed; see `errors` in the result")
+        return
+    commonest = telemetry.tally.errors.most_common(1)
+    code = commonest[0][0] if commonest else ""
+    raise ErrorRateExceeded(
+        "every row of the run failed"
+        + (f", most with {code}{_example(telemetry, code)}" if code else ""),
+        hint="mend the prompt options or the data; `batchinfer status` counts the errors, and "
+        "--max-error-rate 1 accepts such a run",
+    )
+
+
+def _example(telemetry: Telemetry, code: str) -> str:
+    example = telemetry.tally.examples.get(code)
+    return f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
 
 
 def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:

@@ -32,6 +32,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
     Publisher,
     has_error_rows,
+    has_only_errors,
     has_own_marker,
     repair_generation,
 )
@@ -48,6 +49,7 @@ from batchinfer.worker.joining import (
     check_parameters,
     make_result,
     read_work,
+    refuse_only_errors,
 )
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import Opener
@@ -100,6 +102,7 @@ class _Start:
         self.membership: Membership | None = None
         self._checkpointed = (environment.clock.monotonic(), 0)
         self._snapshot_at = float("-inf")
+        self._has_answers = True
 
     def run(self) -> None:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
@@ -118,12 +121,8 @@ class _Start:
                 engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
+                self._look_for_answers()
                 self.telemetry.set_state("done")
-                tally = self.telemetry.tally
-                if tally.rows and tally.num_errors == tally.rows:
-                    logger.warning(
-                        "every row failed; see `errors` in the result, and --max-error-rate"
-                    )
             except BatchinferError as error:
                 self.telemetry.end_with(error)
                 raise
@@ -212,6 +211,21 @@ class _Start:
         stream = self._make_stream(builder, open_chunks, info, run)
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
+
+    def _look_for_answers(self) -> None:
+        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
+        tally = self.telemetry.tally
+        if tally.rows > tally.num_errors:
+            return
+        done: dict[str, int] = self._await(
+            self.environment.background.submit(partial(finished_chunks, self.store))
+        )
+        with_answers = self._select(
+            lambda each: not has_only_errors(self.store, *each), list(done.items()), most=1
+        )
+        self._has_answers = bool(with_answers) or not done
+        if not self._has_answers:
+            refuse_only_errors(self.config, self.telemetry)
 
     def _begin_loading(self, engine: Engine, stack: contextlib.ExitStack) -> Pending[EngineInfo]:
         """Open the engine in the background.
@@ -432,7 +446,7 @@ class _Start:
                 check_parameters(self.config, completions)
                 stream.handle(completions)
                 self._keep_books(stream, open_chunks)
-                self._round(engine, open_chunks)
+                self._round(engine, stream, open_chunks)
                 if stopper.is_requested:
                     if not open_chunks.is_closing:
                         logger.info(
@@ -462,7 +476,7 @@ class _Start:
         stream.drop(published_by_others)
         stream.prepare()
 
-    def _round(self, engine: Engine, open_chunks: OpenChunks) -> None:
+    def _round(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
         """Do what is due: write checkpoints, update the worker's record, check the error rate, show progress."""
         now = self.clock.monotonic()
         since, rows = self._checkpointed
@@ -476,7 +490,7 @@ class _Start:
             self._snapshot_at = now
             self.telemetry.note_engine_stats(engine.stats())
             self.telemetry.snapshot()
-            check_error_rate(self.config, self.telemetry)
+            check_error_rate(self.config, self.telemetry, num_pending=stream.num_pending)
         self.environment.show_progress(self.telemetry)
 
     def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
@@ -524,6 +538,7 @@ class _Start:
             run=None if self.membership is None else self.membership.run,
             info=self.info,
             error=error,
+            has_answers=self._has_answers,
         )
 
     def _raise_failures(self, open_chunks: OpenChunks) -> None:

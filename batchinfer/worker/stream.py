@@ -223,6 +223,11 @@ class RowStream:
         return len(self._in_flight)
 
     @property
+    def num_pending(self) -> int:
+        """Number of rows that have a prompt and have not finished."""
+        return len(self._in_flight) + self._num_waiting
+
+    @property
     def is_complete(self) -> bool:
         """Whether no row is in the engine and no chunk is left to open or to publish."""
         return not self._in_flight and self._open_chunks.is_drained

@@ -501,6 +501,46 @@ class TestBadRows:
         assert caught.value.exit_status == 3
         assert "30 x invalid_json, e.g. part line 10" in caught.value.message
 
+    def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(
+        self, tmp_path: Path
+    ) -> None:
+        lines = [b'{"prompt": "fine"}'] * 2 + [b'{"other": 1}'] * 3000
+        with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
+            self.rows(tmp_path, lines)
+        assert caught.value.exit_status == 3
+        assert "e.g. part line 2: column 'prompt' is not in the row" in caught.value.message
+        assert "--max-error-rate 1" in caught.value.hint
+
+    def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(
+        self, tmp_path: Path
+    ) -> None:
+        """Rows without a prompt fail at once: 150 of them are the first to finish."""
+        lines = [b'{"other": 1}'] * 150 + [b'{"prompt": "fine"}'] * 350
+        done = self.rows(tmp_path, lines, "--echo-latency-seconds", "3")
+        assert [line["status"] for line in done] == ["error"] * 150 + ["ok"] * 350
+
+    @pytest.mark.parametrize("num_rows", [3, 150])
+    def test_a_run_of_error_rows_only_is_no_success(self, tmp_path: Path, num_rows: int) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=num_rows, per_chunk=50, make_row=lambda row: {"other": row})
+        for _ in range(2):  # a start that finds nothing left to do says the same
+            with pytest.raises(ErrorRateExceeded, match=r"of the (run|first)") as caught:
+                run_worker_here(job, run)
+            assert caught.value.result["status"] == "FAILED"
+        for _ in range(2):
+            result = run_worker_here(job, run, "--max-error-rate", "1")
+            assert result["status"] == "ERRORS"
+
+    def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(
+        self, tmp_path: Path
+    ) -> None:
+        job, run = tmp_path / "job", tmp_path / "run"
+        make_job(job, rows=6, per_chunk=2, make_row=lambda row: {"prompt": "" if row < 4 else "x"})
+        assert run_worker_here(job, run)["status"] == "SUCCESS"
+        again = run_worker_here(job, run, "--retry-errors")
+        assert (again["request_count"], again["error_count"]) == (4, 4)
+        assert again["status"] == "SUCCESS"
+
     def test_error_rows_can_be_done_again(self, tmp_path: Path) -> None:
         job, run = tmp_path / "job", tmp_path / "run"
         make_job(
@@ -763,5 +803,5 @@ def test_a_misspelt_column_ends_before_the_run_exists(
     job = str(tmp_path / "job")
     assert main(["split", str(tmp_path / "rows.csv"), "--output", job, "--num-chunks", "1"]) == 0
     assert main(["worker", "--job", job, "--engine", "echo", "--prompt-column", "promt"]) == 2
-    assert "did you mean --prompt-column prompt?" in capsys.readouterr().err
+    assert "did you mean 'prompt'?" in capsys.readouterr().err
     assert not (tmp_path / "job/runs").exists()
