@@ -283,6 +283,11 @@ class Marker(Record, frozen=True, kw_only=True):
     """Folder in which the chunk's file was; empty for a chunk of a job."""
     chunk_bytes: int | None = None
     """Size of the chunk's file on storage, in bytes."""
+    finish_reasons: dict[str, int] = {}
+    """Number of ok rows for each finish reason. Empty in markers of earlier versions, as are the lengths."""
+    prompt_lengths: dict[str, int] = {}
+    """Number of ok rows for each range of prompt lengths; see the same field of `Worker`."""
+    completion_lengths: dict[str, int] = {}
 
 
 class Claim(Record, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
+from batchinfer.worker.tally import MAX_CODES, group_lengths
 
 _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
@@ -61,7 +62,17 @@ class Suspect(NamedTuple):
 class RowCounts:
     """Sums over the finished rows of one chunk."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "errors", "ok", "prompt_tokens", "resumed")
+    __slots__ = (
+        "_completion_lengths",
+        "_prompt_lengths",
+        "cached_tokens",
+        "completion_tokens",
+        "errors",
+        "finish_reasons",
+        "ok",
+        "prompt_tokens",
+        "resumed",
+    )
 
     def __init__(self) -> None:
         self.ok = 0
@@ -70,15 +81,33 @@ class RowCounts:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.errors: Counter[str] = Counter()
+        self.finish_reasons: Counter[str] = Counter()
+        # Number of ok rows for each exact length. The lengths are grouped only when the marker is made, to save time.
+        self._prompt_lengths: Counter[int] = Counter()
+        self._completion_lengths: Counter[int] = Counter()
 
     def add(self, rows: list[FinishedRow]) -> None:
         """Count finished rows."""
-        failed = [row.code for row in rows if not row.ok]
-        self.ok += len(rows) - len(failed)
-        self.errors.update(failed)
-        self.prompt_tokens += sum([row.prompt_tokens for row in rows])
+        failed = [row for row in rows if not row.ok]
+        ok = [row for row in rows if row.ok] if failed else rows
+        prompt = [row.prompt_tokens for row in ok]
+        completion = [row.completion_tokens for row in ok]
+        self.ok += len(ok)
+        self.errors.update([row.code for row in failed])
+        self.finish_reasons.update([row.finish_reason for row in ok])
+        self._prompt_lengths.update(prompt)
+        self._completion_lengths.update(completion)
+        self.prompt_tokens += sum(prompt) + sum([row.prompt_tokens for row in failed])
+        self.completion_tokens += sum(completion) + sum([row.completion_tokens for row in failed])
         self.cached_tokens += sum([row.cached_tokens for row in rows])
-        self.completion_tokens += sum([row.completion_tokens for row in rows])
+
+    def prompt_lengths(self) -> dict[str, int]:
+        """Return the number of ok rows for each range of prompt lengths."""
+        return group_lengths(self._prompt_lengths)
+
+    def completion_lengths(self) -> dict[str, int]:
+        """Return the number of ok rows for each range of answer lengths."""
+        return group_lengths(self._completion_lengths)
 
     def add_resumed(self, num_rows: int) -> None:
         """Count `num_rows` rows that an earlier worker finished. The caller counts the same rows with `add`, too."""
@@ -287,6 +316,9 @@ class OpenChunk:
             nonce="",
             chunk_root=redact(self.ref.root) if self.ref.sha256 is None else "",
             chunk_bytes=self.local.stored_bytes,
+            finish_reasons=dict(sorted(counts.finish_reasons.most_common(MAX_CODES))),
+            prompt_lengths=counts.prompt_lengths(),
+            completion_lengths=counts.completion_lengths(),
         )
 
     def close(self) -> None:

@@ -33,6 +33,18 @@ def length_bucket(tokens: int) -> str:
     return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
 
 
+def group_lengths(rows: Counter[int]) -> dict[str, int]:
+    """Group numbers of rows by exact length to numbers by histogram bucket. The shortest lengths come first.
+
+    >>> group_lengths(Counter([7, 3, 8]))
+    {'4': 1, '8': 2}
+    """
+    counter: Counter[str] = Counter()
+    for tokens, count in sorted(rows.items()):
+        counter[length_bucket(tokens)] += count
+    return dict(counter)
+
+
 class Tally:
     """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts by minute."""
 
@@ -74,8 +86,10 @@ class Tally:
             point[place] += number
         _count(self._finish_reasons, [row.finish_reason for row in ok])
         _count(self.errors, failed)
-        _count_lengths(self._prompt_lengths, [row.prompt_tokens for row in ok])
-        _count_lengths(self._completion_lengths, [row.completion_tokens for row in ok])
+        self._prompt_lengths.update(group_lengths(Counter([row.prompt_tokens for row in ok])))
+        self._completion_lengths.update(
+            group_lengths(Counter([row.completion_tokens for row in ok]))
+        )
 
     def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
         """Keep a failed row as an example if it is the first with its error code.
@@ -161,11 +175,6 @@ def _count(counter: Counter[str], codes: list[str]) -> None:
     """
     for code, count in Counter(codes).items():
         counter[code if code in counter or len(counter) < MAX_CODES else OTHER] += count
-
-
-def _count_lengths(counter: Counter[str], lengths: list[int]) -> None:
-    for tokens, count in Counter(lengths).items():
-        counter[length_bucket(tokens)] += count
 
 
 def _sum(before: dict[str, int], now: Counter[str]) -> dict[str, int]:

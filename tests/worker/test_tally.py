@@ -10,6 +10,7 @@ import pytest
 from batchinfer.core.records import Minute
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.worker import tally
+from batchinfer.worker.chunk import RowCounts
 from batchinfer.worker.tally import MAX_MINUTES, Tally
 from fakes import worker_record
 
@@ -59,3 +60,19 @@ def test_a_clock_that_was_set_back_costs_the_order_of_no_minute() -> None:
     merged = counted.on_top_of(worker_record()).minutes
     assert [point.minute for point in merged] == list(range(90, 300))
     assert sum(point.rows for point in merged) == 220
+
+
+def test_a_chunk_counts_its_ok_rows_by_shape() -> None:
+    replace = msgspec.structs.replace
+    counts = RowCounts()
+    counts.add([replace(ROW, prompt_tokens=5, completion_tokens=2, finish_reason="stop")])
+    counts.add(
+        [
+            replace(ROW, prompt_tokens=10**30, completion_tokens=3, finish_reason="length"),
+            replace(ROW, ok=False, code="bad", prompt_tokens=7),
+        ]
+    )
+    assert counts.finish_reasons == {"stop": 1, "length": 1}
+    assert counts.prompt_lengths() == {"8": 1, str(1 << 100): 1}
+    assert counts.completion_lengths() == {"2": 1, "4": 1}
+    assert (counts.ok, counts.errors, counts.prompt_tokens) == (2, {"bad": 1}, 10**30 + 12)
