@@ -87,6 +87,8 @@ class Job(Record, frozen=True, kw_only=True):
     broken_lines: Count = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: Count = 0
+    blank_lines: Count | msgspec.UnsetType = msgspec.UNSET
+    """Number of blank lines of the JSON Lines and CSV sources, which are no rows. Unset if there are none."""
     schema: str | msgspec.UnsetType = msgspec.UNSET
     """Arrow schema of the columns that have one type in all files: Arrow's IPC form as base64. It is unset unless all
     files are parquet."""

@@ -37,6 +37,8 @@ class CountedFile(Record, frozen=True, kw_only=True):
     """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
     """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
+    blank_lines: int = 0
+    """Number of blank lines in JSON Lines and CSV, which are no rows."""
     schema: bytes = b""
     """Arrow schema of a parquet file's columns in Arrow's IPC form, without metadata; empty for other formats."""
 
@@ -109,6 +111,10 @@ class Oddities:
     """Number of lines that are not a JSON object."""
     first_broken: str = ""
     """File and line number of the first line that is no JSON object, or ""."""
+    encodings: Counter[str] = field(default_factory=Counter)
+    """Number of those lines that are not UTF-8 and would be JSON objects in another encoding, by this encoding."""
+    first_encoded: str = ""
+    """File and line number of the first of these, or ""."""
     renamed: set[str] = field(default_factory=set)
     """Those of the names `_row` and `_id` that a kept column has in its source."""
 
@@ -117,6 +123,8 @@ class Oddities:
         self.nulls.update(later.nulls)
         self.broken_lines += later.broken_lines
         self.first_broken = self.first_broken or later.first_broken
+        self.encodings.update(later.encodings)
+        self.first_encoded = self.first_encoded or later.first_encoded
         self.renamed |= later.renamed
 
     def take(self) -> Oddities:

@@ -115,11 +115,21 @@ def _warn(odd: Oddities, job: Job) -> None:
         )
     for column, count in sorted(odd.nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
+    if job.blank_lines:
+        logger.warning("%d lines of the sources are blank, and no rows", job.blank_lines)
     if odd.broken_lines:
         logger.warning(
             "%d lines are no JSON object, and each becomes an error row; the first is %s",
             odd.broken_lines,
             odd.first_broken,
+        )
+    if odd.encodings:
+        from batchinfer.split.json_lines import convert_hint
+
+        encoding = odd.encodings.most_common(1)[0][0]
+        logger.warning(
+            "%d of these lines are not UTF-8, but perhaps %s; the first is %s; %s",
+            *(odd.encodings.total(), encoding, odd.first_encoded, convert_hint(encoding)),
         )
     if job.duplicate_ids:
         logger.warning(
@@ -173,6 +183,7 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
         columns=counted.columns,
         schema=counted.schema,
         rows=counted.rows,
+        blank_lines=counted.blank_lines or msgspec.UNSET,
         chunks=[],
         num_workers=config.num_workers,
         id_column=config.id_column,
@@ -325,6 +336,7 @@ def _result(
         "null_floats": job.null_floats,
         "null_floats_by_column": nulls,
         "broken_lines": job.broken_lines,
+        "blank_lines": job.blank_lines or 0,
         "duplicate_ids": job.duplicate_ids,
         "seconds": round(seconds, 3),
     }

@@ -1,18 +1,18 @@
 r"""Counts and reads JSON Lines files, plain, gzip or zstd. Lines are copied, with `_row` and `_id` added at the end.
 
 Numbers, escapes and key order stay byte for byte. A line is encoded anew only if columns are chosen or if it has a
-`_row` or `_id` of its own, which get other names; even then the values stay as they are. A line that is no JSON object
-is copied unchanged, and the worker makes an error row of it. Lines end at the byte "\n" alone.
+`_row` or `_id` of its own, which get other names; even then the values stay as they are. NaN and infinite values, which
+Python's json module writes and JSON lacks, become null. A line that is no JSON object is copied unchanged, and the
+worker makes an error row of it. Lines end at the byte "\n" alone; a blank line is no row.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import itertools
 import json
+import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,6 @@ from batchinfer.split.blocks import (
     RowBlock,
     id_text,
     is_batch_request,
-    kept_columns,
 )
 from batchinfer.split.source_files import FoundFile
 
@@ -40,8 +39,11 @@ _MARK_BYTES = 8 << 20
 _SAMPLE_LINES = 100
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
+_is_blank = bytes.isspace
+_TEXT_OR_CONSTANT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|NaN|-?Infinity')
 
 _any_decoder = msgspec.json.Decoder()
+_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
 
@@ -55,54 +57,83 @@ def count(found: FoundFile) -> CountedFile:
     is_seekable = not found.url.lower().endswith((".gz", ".zst", ".zstd"))
     digest = hashlib.sha256()
     marks = [(0, 0)]
-    rows = size = 0
-    head = last = b""
+    rows = num_blank = size = 0
+    columns: list[str] = []
     with source_files.open_stream(found) as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            if len(head) < _BLOCK_BYTES:
-                head += block
+        while lines := stream.readlines(_BLOCK_BYTES):
+            block = b"".join(lines)
             digest.update(block)
-            rows += block.count(b"\n")
-            newline = block.rfind(b"\n")
-            if is_seekable and newline >= 0 and size + newline + 1 - marks[-1][1] >= _MARK_BYTES:
-                marks.append((rows, size + newline + 1))
+            if not size:
+                _check_start(found, block)
+                lines[0] = lines[0].removeprefix(_BOM)
+                columns = _sample_keys(lines)
+            blank = sum(map(_is_blank, lines))
+            rows += len(lines) - blank
+            num_blank += blank
             size += len(block)
-            last = block
-    if last and not last.endswith(b"\n"):
-        rows += 1
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        name = found.url.rsplit("/", 1)[-1]
-        raise InputError(
-            f"{found.url}: starts as UTF-16 text does, expected UTF-8",
-            hint=f"convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.jsonl",
-        )
-    head = head.removeprefix(_BOM)
-    if head.lstrip(_SPACE)[:1] == b"[":
-        raise InputError(
-            f"{found.url}: is a JSON array, expected one JSON object a line",
-            hint=f"convert it: jq -c '.[]' {found.url.rsplit('/', 1)[-1]} > rows.jsonl",
-        )
+            if is_seekable and size - marks[-1][1] >= _MARK_BYTES:
+                marks.append((rows, size))
     return CountedFile(
         found=found,
         format="jsonl",
         rows=rows,
-        columns=_sample_keys(head),
+        columns=columns,
         marks=marks,
         digest=digest.hexdigest(),
+        blank_lines=num_blank,
     )
 
 
-def _sample_keys(head: bytes) -> list[str]:
+def _check_start(found: FoundFile, head: bytes) -> None:
+    """Raise InputError if the file begins as a JSON array or as UTF-16 or UTF-32 text."""
+    name = found.url.rsplit("/", 1)[-1]
+    encoding = json.detect_encoding(head[:4]).upper()
+    if not encoding.startswith("UTF-8"):
+        raise InputError(
+            f"{found.url}: starts as {encoding} text does, expected UTF-8",
+            hint=f"convert it: iconv -f {encoding} -t UTF-8 {name} > utf8.jsonl",
+        )
+    if head.removeprefix(_BOM).lstrip(_SPACE)[:1] == b"[":
+        raise InputError(
+            f"{found.url}: is a JSON array, expected one JSON object a line",
+            hint=f"convert it: jq -c '.[]' {name} > rows.jsonl",
+        )
+
+
+def _sample_keys(lines: list[bytes]) -> list[str]:
     names: dict[str, None] = {}
-    for line in head.split(b"\n")[:_SAMPLE_LINES]:
-        names.update(dict.fromkeys(_decode_object(line) or ()))
+    for line in lines[:_SAMPLE_LINES]:
+        names.update(dict.fromkeys(_decode_object(line).value or ()))
     return list(names)
 
 
-def has_object(item: CountedFile) -> bool:
-    """Return whether any line of the file is a JSON object. Stops reading at the first one."""
-    with source_files.open_stream(item.found) as stream:
-        return any(_decode_object(line.removeprefix(_BOM)) is not None for line in stream)
+def refuse_without_object(files: list[CountedFile]) -> None:
+    """Raise InputError if no line of any file is a JSON object. Stops reading at the first one that is."""
+    first: _Decoded | None = None
+    for item in files:
+        with source_files.open_stream(item.found) as stream:
+            for line in stream:
+                decoded = _decode_object(line.removeprefix(_BOM))
+                if decoded.value is not None:
+                    return
+                if not first and not _is_blank(line):
+                    first = decoded
+    what = ""
+    hint = "make objects of JSON strings with jq -c '{prompt: .}', of lines of text with jq -cR '{prompt: .}'"
+    if first is not None and first.encoding:
+        what = f"but would be one in {first.encoding} instead of UTF-8, "
+        hint = convert_hint(first.encoding)
+    elif first is not None and first.line.strip(_SPACE) == b"{":
+        hint = "if objects take several lines each, convert the file: jq -c . FILE > rows.jsonl"
+    raise InputError(
+        f"{files[0].found.url}: no line is a JSON object, {what}expected one on each line",
+        hint=hint,
+    )
+
+
+def convert_hint(encoding: str) -> str:
+    """Return the advice for a file that is not UTF-8."""
+    return f"if the whole file is {encoding}, convert it: iconv -f {encoding} -t UTF-8 FILE > utf8.jsonl"
 
 
 def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
@@ -111,7 +142,7 @@ def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
     with source_files.open_stream(item.found) as stream:
         for line in stream:
             if any(name.encode() in line for name in missing) or b"\\u" in line:
-                missing -= (_decode_object(line) or {}).keys()
+                missing -= (_decode_object(line).value or {}).keys()
             if not missing:
                 break
     return wanted - missing
@@ -123,88 +154,170 @@ def read(
     """Yield the lines of one file whose indices are in `rows`, in order; see `parquet.read` for the arguments.
 
     Raises:
-        InputError: The file is damaged, or changed since its count.
+        InputError: The file is damaged, or changed since its count; or a line has a column of the name that its `_row`
+            or `_id` gets.
     """
     source_files.check_unchanged(item.found)
     mark_row, offset = max(mark for mark in item.marks if mark[0] <= rows.start)
-    splice = _Splicer(choice)
-    row, left = first_row, len(rows)
+    splice = _Splicer(item, choice, odd, first_row - rows.start)
+    skip, row, left = rows.start - mark_row, first_row, len(rows)
     with source_files.open_stream(item.found, offset) as stream:
-        for _ in itertools.islice(stream, rows.start - mark_row):
-            pass
-        for lines in _line_lists(stream, left):
-            if rows.start == 0 and left == len(rows):
-                lines[0] = lines[0].removeprefix(_BOM)
-            try:
-                block = splice.block(lines, row)
-            except _NameTaken as taken:
-                line = taken.row - first_row + rows.start + 1
-                raise InputError(
-                    f"{item.found.url}, line {line}: has both {taken.name!r} and {taken.new_name!r}, the name that "
-                    f"its {taken.name!r} gets in the rows, expected one of them",
-                    hint="rename one of them in the source, or leave one out with --columns",
-                ) from taken
-            odd.renamed |= splice.renamed
-            if splice.broken:
-                odd.first_broken = odd.first_broken or redact(
-                    f"{item.found.url}, line {splice.broken[0] - first_row + rows.start + 1}"
-                )
-                odd.broken_lines += len(splice.broken)
-            yield block
-            row += len(lines)
-            left -= len(lines)
+        for lines in _line_lists(stream, offset, has_blank=item.blank_lines > 0):
+            part = lines[skip : skip + left]
+            skip -= min(skip, len(lines))
+            if part:
+                yield splice.block(part, row)
+            row += len(part)
+            left -= len(part)
+            if not left:
+                break
     if left:
         raise source_files.changed(item.found.url)
     source_files.check_unchanged(item.found)
 
 
-def _line_lists(stream: BinaryIO, count: int) -> Iterator[list[bytes]]:
-    """Yield the next `count` lines, or all if the file has fewer, in lists of about a megabyte."""
-    while count and (lines := stream.readlines(_BLOCK_BYTES)):
-        yield lines[:count]
-        count -= len(lines[:count])
+def _line_lists(stream: BinaryIO, offset: int, *, has_blank: bool) -> Iterator[list[bytes]]:
+    """Yield the lines that are rows, in lists of about a megabyte. `offset` is the stream's position in the file."""
+    is_start = offset == 0
+    while lines := stream.readlines(_BLOCK_BYTES):
+        if is_start:
+            lines[0] = lines[0].removeprefix(_BOM)
+            is_start = False
+        yield [line for line in lines if not _is_blank(line)] if has_blank else lines
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+# --------------------------------------------------------------------------- one line
 
 
-def _decode_object(line: bytes) -> dict[str, Any] | None:
-    """Return the line's object, or None if the line is no JSON object in UTF-8.
+class _Decoded(NamedTuple):
+    """A decoded line. `value` is its object, or None if the line is no JSON object in UTF-8.
 
-    msgspec refuses lone surrogates and numbers too large for a float. Such lines are read with the standard library.
+    `line` is the line, with null in place of NaN and infinite values; `nulls` counts these by column. If the line is
+    not UTF-8 and an object in another encoding, `encoding` names this one.
     """
+
+    value: dict[str, Any] | None
+    line: bytes
+    nulls: dict[str, int] = {}
+    encoding: str = ""
+
+
+def _decode_object(line: bytes) -> _Decoded:
     try:
         value = _any_decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        try:
-            value = json.loads(line.decode(), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
+    except _REFUSED:
+        return _decode_odd(line)
+    return _Decoded(value if isinstance(value, dict) else None, line)
 
 
-class _NameTaken(Exception):
-    """A row has a column of the name that its `_row` or `_id` would get."""
+class _Constant:
+    """The value of NaN, Infinity and -Infinity while a line is looked at."""
 
-    def __init__(self, row: int, name: str, new_name: str) -> None:
-        super().__init__(name)
-        self.row, self.name, self.new_name = row, name, new_name
+
+def _decode_odd(line: bytes) -> _Decoded:
+    """Decode a line that msgspec refuses.
+
+    msgspec refuses lone surrogates, numbers too large for a float, and what is no JSON: NaN and infinities, which
+    Python's json module writes and reads.
+    """
+    constants: list[str] = []
+
+    def note(name: str) -> type[_Constant]:
+        constants.append(name)
+        return _Constant
+
+    try:
+        value = json.loads(line.decode(), parse_constant=note)
+    except UnicodeDecodeError:
+        return _Decoded(None, line, encoding=_other_encoding(line))
+    except (ValueError, RecursionError):
+        return _Decoded(None, line)
+    if not isinstance(value, dict):
+        return _Decoded(None, line)
+    if not constants:
+        return _Decoded(value, line)
+    nulls = {name: number for name, item in value.items() if (number := _num_constants(item))}
+    line = _TEXT_OR_CONSTANT.sub(_constant_to_null, line)
+    return _Decoded(_decode_object(line).value, line, nulls)
+
+
+def _constant_to_null(match: re.Match[bytes]) -> bytes:
+    return match[0] if match[0].startswith(b'"') else b"null"
+
+
+def _num_constants(value: Any) -> int:
+    """Count the constants in a decoded value at any depth."""
+    count, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        if one is _Constant:
+            count += 1
+        elif isinstance(one, dict | list):
+            rest += one.values() if isinstance(one, dict) else one
+    return count
+
+
+def _other_encoding(line: bytes) -> str:
+    """Return the encoding in which a line that is not UTF-8 is a JSON object, or "".
+
+    The bytes 80 to 9F are letters and signs in Windows-1252, and controls in Latin-1, which texts do not have. Nearly
+    all bytes mean something in both, so this is a guess.
+    """
+    encoding = "WINDOWS-1252" if any(0x80 <= byte <= 0x9F for byte in line) else "LATIN1"
+    try:
+        is_object = isinstance(json.loads(line.decode(encoding)), dict)
+    except (ValueError, RecursionError):
+        return ""
+    return encoding if is_object else ""
+
+
+def _cut(line: bytes) -> dict[str, str]:
+    """Return the text of each value of a JSON object that msgspec refuses because of a lone surrogate."""
+    text = line.decode()
+    decode = json.JSONDecoder().raw_decode
+    values = {}
+    end = text.index("{")
+    while text[end] != "}":
+        name, end = decode(text, _after_space(text, end + 1))
+        start = _after_space(text, text.index(":", end) + 1)
+        _, end = decode(text, start)
+        values[name] = text[start:end]
+        end = _after_space(text, end)
+    return values
+
+
+def _after_space(text: str, index: int) -> int:
+    """Return the index of the first character from `index` on that is no white space."""
+    while text[index] in " \t\r\n":
+        index += 1
+    return index
+
+
+def _join(values: dict[str, str]) -> bytes:
+    """Return a JSON object without its closing brace. `values` are JSON texts."""
+    return ("{" + ",".join(f"{json.dumps(name)}:{text}" for name, text in values.items())).encode()
 
 
 class _Splicer:
-    """Converts lines: adds `_row` and `_id`, and leaves out the columns that are not chosen."""
+    """Converts lines: adds `_row` and `_id`, and leaves out the columns that are not chosen.
 
-    def __init__(self, choice: ColumnChoice) -> None:
+    Args:
+        item: The file.
+        choice: The columns to keep, and the column whose values become `_id`.
+        odd: Counts to which the oddities of the lines are added.
+        file_row: Number in the job of the file's first row.
+    """
+
+    def __init__(
+        self, item: CountedFile, choice: ColumnChoice, odd: Oddities, file_row: int
+    ) -> None:
+        self._item = item
         self._choice = choice
-        self.broken: list[int] = []
-        """Row numbers of the lines in the last block that are no JSON object."""
-        self.renamed: set[str] = set()
-        """Names that were renamed in any line so far."""
+        self._odd = odd
+        self._file_row = file_row
 
     def block(self, lines: list[bytes], first_row: int) -> RowBlock:
         """Convert some consecutive lines. `first_row` is the row number in the job of the first line."""
-        self.broken = []
         done: list[bytes] = []
         ids: list[str | None] = []
         for row, line in enumerate(lines, first_row):
@@ -214,9 +327,14 @@ class _Splicer:
         return EncodedBlock(done, ids if any(name is not None for name in ids) else None)
 
     def _convert(self, line: bytes, row: int) -> tuple[bytes, str | None]:
-        value = _decode_object(line)
-        if value is None:
-            self.broken.append(row)
+        try:
+            value = _any_decoder.decode(line)
+        except _REFUSED:
+            odd = _decode_odd(line)
+            value, line = odd.value, odd.line
+            self._note(odd, row)
+        if not isinstance(value, dict):
+            self._note_broken(row)
             return (line if line.endswith(b"\n") else line + b"\n"), None
         name = None
         if self._choice.id_column:
@@ -232,25 +350,49 @@ class _Splicer:
         tail = f'{ROW_FIELD}":{row},"{ID_FIELD}":'.encode()
         return b"".join((body, comma, b'"', tail, _encode_text(text), b"}\n")), name
 
-    def _pick(self, line: bytes, value: dict[str, Any], row: int) -> bytes:
-        """Return the object with only the kept columns, each by its name in the rows, without the closing brace.
+    def _note(self, decoded: _Decoded, row: int) -> None:
+        odd = self._odd
+        for name, number in decoded.nulls.items():
+            if self._choice.columns is None or name in self._choice.columns:
+                odd.nulls[name] += number
+        if decoded.encoding:
+            odd.encodings[decoded.encoding] += 1
+            odd.first_encoded = odd.first_encoded or redact(self._place(row))
 
-        Values stay byte for byte, except in a line with a lone surrogate, which is written anew.
-        """
-        names = {name: name for name in kept_columns(list(value), self._choice) if name in value}
-        for name in OWN_FIELDS.intersection(names):
-            new_name = names[name] = self._choice.name_in_rows(name)
-            self.renamed.add(name)
-            if new_name in names:
-                raise _NameTaken(row, name, new_name)
+    def _note_broken(self, row: int) -> None:
+        self._odd.broken_lines += 1
+        self._odd.first_broken = self._odd.first_broken or redact(self._place(row))
+
+    def _place(self, row: int) -> str:
+        """Return the file and the line of a row."""
+        note = " (blank lines not counted)" if self._item.blank_lines else ""
+        return f"{self._item.found.url}, line {row - self._file_row + 1}{note}"
+
+    def _pick(self, line: bytes, value: dict[str, Any], row: int) -> bytes:
+        """Return the object with only the kept columns, each by its name in the rows, without the closing brace."""
+        wanted = self._choice.columns
+        names = {name: name for name in (value if wanted is None else wanted) if name in value}
+        if not OWN_FIELDS.isdisjoint(names):
+            names = self._rename(names, row)
         try:
             raw = _raw_decoder.decode(line)
-            return _encoder.encode({new: raw[name] for name, new in names.items()})[:-1]
-        except (
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-        ):  # the line has a lone surrogate; see `_decode_object`
-            return json.dumps({new: value[name] for name, new in names.items()}).encode()[:-1]
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            texts = _cut(line)
+            return _join({new: texts[name] for name, new in names.items()})
+        return _encoder.encode({new: raw[name] for name, new in names.items()})[:-1]
+
+    def _rename(self, names: dict[str, str], row: int) -> dict[str, str]:
+        """Return the names that a row's columns get, by their names in the source: others for `_row` and `_id`."""
+        for name in OWN_FIELDS.intersection(names):
+            self._odd.renamed.add(name)
+            new_name = self._choice.name_in_rows(name)
+            if new_name in names:
+                raise InputError(
+                    f"{self._place(row)}: has both {name!r} and {new_name!r}, the name that its {name!r} gets in the "
+                    "rows, expected one of them",
+                    hint="rename one of them in the source, or leave one out with --columns",
+                )
+        return {name: self._choice.name_in_rows(name) for name in names}
 
 
 def _encode_text(text: str) -> bytes:

@@ -57,6 +57,11 @@ class CountedSources(Record, frozen=True, kw_only=True):
     """Field `schema` of job.json."""
 
     @property
+    def blank_lines(self) -> int:
+        """Number of blank lines of all files, which are no rows."""
+        return sum(item.blank_lines for item in self.files)
+
+    @property
     def is_shared(self) -> bool:
         """Whether other processes of this machine can read every file. They cannot read memory://."""
         return not any(item.found.url.startswith("memory://") for item in self.files)
@@ -234,11 +239,7 @@ def _refuse_nothing_but_broken(files: list[CountedFile]) -> None:
         return
     from batchinfer.split import json_lines
 
-    if not any(json_lines.has_object(item) for item in files):
-        raise InputError(
-            f"{files[0].found.url}: no line is a JSON object, expected one on each line",
-            hint="make objects of JSON strings with jq -c '{prompt: .}', of lines of text with jq -cR '{prompt: .}'",
-        )
+    json_lines.refuse_without_object(files)
 
 
 def _warn_about_bytes(files: list[CountedFile], choice: ColumnChoice, columns: list[str]) -> None:

@@ -291,6 +291,7 @@ def _full_job() -> dict[str, Any]:
             chunks=chunks,
             num_workers=2,
             limit=3,
+            blank_lines=1,
             shape={"num_chunks": 3},
         )
     )

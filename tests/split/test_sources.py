@@ -98,14 +98,15 @@ def test_lines_pass_through_byte_for_byte_with_row_and_id_at_the_end(tmp_path):
     "broken",
     [
         b'{"a": 1',
-        b"",
         b"null",
         b"[1]",
         b'{"a": "\xff"}',
-        b'{"a": NaN}',
+        b'{"a": NaN',
+        b'{"a": nan}',
+        b'{"a": +Infinity}',
+        b"NaN",
         b'{"a": "\x00"}',
         b"[" * 5000,
-        b"\r",
     ],
 )
 def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
@@ -114,6 +115,97 @@ def test_a_broken_line_is_kept_byte_for_byte(tmp_path, broken):
     lines = read_lines(count_sources([str(path)], choice=ColumnChoice(id_column="a")))
     assert lines == [b'{"a":0,"_row":0,"_id":"0"}', broken, b'{"a":2,"_row":2,"_id":"2"}']
     assert read_lines(count_sources([str(path)], choice=ColumnChoice(columns=["a"])))[1] == broken
+
+
+def test_nan_and_infinite_values_are_null_and_counted_as_in_parquet(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        {"x": nan, "y": [1.5, {"deep": inf}, -inf], "t": 'NaN, "-Infinity" \\'},
+        {"x": 1.0, "y": [0.5], "t": "\\"},
+        {"x": inf, "y": None, "t": None},
+    ]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counted = count_sources([str(lines)], choice=ColumnChoice(id_column="x"))
+    odd = Oddities()
+    (block,) = counted.read(range(3), odd)
+    assert block.encode(0, 3).splitlines() == [
+        b'{"x": null, "y": [1.5, {"deep": null}, null], "t": "NaN, \\"-Infinity\\" \\\\","_row":0,"_id":"0"}',
+        b'{"x": 1.0, "y": [0.5], "t": "\\\\","_row":1,"_id":"1.0"}',
+        b'{"x": null, "y": null, "t": null,"_row":2,"_id":"2"}',
+    ]
+    assert (odd.nulls, odd.broken_lines) == ({"x": 2, "y": 2}, 0)
+    floats = write_parquet(tmp_path / "a.parquet", x=[nan, 1.0, inf], y=[[1.5, inf, -inf], [], []])
+    of_parquet = Oddities()
+    list(count_sources([str(floats)], choice=ColumnChoice()).read(range(3), of_parquet))
+    assert of_parquet.nulls == odd.nulls
+
+
+def test_only_nulls_of_kept_columns_are_counted_and_other_digits_stay(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1.10,"b":NaN,"c":[-Infinity,1e400],"t":"\\ud800 Infinity","_id":NaN}\n')
+    odd = Oddities()
+    counted = count_sources([str(path)], choice=ColumnChoice(columns=["a", "c", "_id"]))
+    (block,) = counted.read(range(1), odd)
+    assert odd.nulls == {"c": 1, "_id": 1}
+    (whole,) = count_sources([str(path)], choice=ColumnChoice()).read(range(1), Oddities())
+    assert (
+        block.encode(0, 1) == b'{"a":1.10,"c":[null,1e400],"_source_id":null,"_row":0,"_id":"0"}\n'
+    )
+    assert json.loads(whole.encode(0, 1))["t"] == "\ud800 Infinity"
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("block_bytes", [1, 20, 1 << 20])
+def test_blank_lines_are_no_rows_and_are_counted(tmp_path, monkeypatch, ending, block_bytes):
+    from batchinfer.split import json_lines
+
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(json_lines, "_MARK_BYTES", 16)
+    good = [b'{"a":%d}' % number for number in range(60)]
+    lines = []
+    for number, line in enumerate(good):
+        lines += [b"", b" \t", b"\r"][: number % 4]
+        lines.append(line + b"\r" * (number % 2))
+    path = tmp_path / f"a.jsonl{ending}"
+    data = b"\xef\xbb\xbf\n" + b"\n".join([*lines, b"  ", b"", b"   "])
+    path.write_bytes(gzip.compress(data) if ending else data)
+    counted = count_sources([str(path)], choice=ColumnChoice())
+    assert (counted.rows, counted.blank_lines) == (60, 1 + 90 + 3)
+    for rows in (range(60), range(1), range(57, 60), range(20, 41)):
+        assert [json.loads(line)["a"] for line in read_lines(counted, rows)] == list(rows)
+
+
+def test_the_place_of_a_broken_line_says_that_blank_lines_do_not_count(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"a":1}\n\n{broken\n')
+    odd = Oddities()
+    list(count_sources([str(path)], choice=ColumnChoice()).read(range(2), odd))
+    assert odd.first_broken == f"{path}, line 2 (blank lines not counted)"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "name"),
+    [("latin-1", "caf\u00e9", "LATIN1"), ("cp1252", "\u201ccaf\u00e9\u201d", "WINDOWS-1252")],
+)
+def test_another_encoding_is_named_with_the_way_to_convert_it(tmp_path, encoding, text, name):
+    path = tmp_path / "a.jsonl"
+    line = f'{{"t": "{text}"}}\n'.encode(encoding)
+    path.write_bytes(b'{"t":1}\n\xff\n' + line * 2)
+    odd = Oddities()
+    lines = b"".join(
+        block.encode(0, block.num_rows)
+        for block in count_sources([str(path)], choice=ColumnChoice()).read(range(4), odd)
+    )
+    assert lines.split(b"\n")[2] + b"\n" == line  # P7: the line stays, and becomes an error row
+    assert (odd.broken_lines, odd.encodings) == (3, {name: 2})
+    assert odd.first_encoded == f"{path}, line 3"
+    path.write_bytes(line * 3)
+    with pytest.raises(
+        InputError, match=f"no line is a JSON object, but would be one in {name}"
+    ) as no:
+        split_file(path)
+    assert f"iconv -f {name} -t UTF-8" in no.value.hint
 
 
 def test_a_lone_surrogate_stays_an_escape(tmp_path):
@@ -125,12 +217,13 @@ def test_a_lone_surrogate_stays_an_escape(tmp_path):
     assert read_lines(count_sources([str(path)], choice=ColumnChoice(id_column="t"))) == [
         b'{"t":"\\ud800","k":1,"_row":0,"_id":"\\ud800"}'
     ]
-    assert (
-        json.loads(read_lines(count_sources([str(path)], choice=ColumnChoice(columns=["t"])))[0])[
-            "t"
-        ]
-        == "\ud800"
-    )
+    path.write_bytes(rb' { "a:" : [1.10, {"b": "}"}] ,"t": "\ud800", "\udfff":{ } } ' + b"\r\n{}\n")
+    for columns, line in (
+        (["t"], rb'{"t":"\ud800","_row":0,"_id":"0"}'),
+        (["\udfff", "a:"], rb'{"\udfff":{ },"a:":[1.10, {"b": "}"}],"_row":0,"_id":"0"}'),
+    ):
+        choice = ColumnChoice(columns=columns)
+        assert read_lines(count_sources([str(path)], choice=choice))[0] == line
 
 
 def test_own_row_and_id_of_a_source_are_kept_under_another_name(tmp_path):
@@ -239,20 +332,27 @@ def test_any_range_of_a_large_file_is_found(tmp_path, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_is_refused_with_the_way_to_convert_it(tmp_path, encoding):
-    (tmp_path / "a.jsonl").write_bytes('\ufeff{"prompt": "x"}\n'.encode(encoding))
-    with pytest.raises(InputError, match="UTF-16") as caught:
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_utf16_is_refused_with_the_way_to_convert_it(tmp_path, encoding, mark):
+    (tmp_path / "a.jsonl").write_bytes(f'{mark}{{"prompt": "x"}}\n'.encode(encoding))
+    name = (encoding[:6] if mark else encoding).upper()
+    with pytest.raises(InputError, match=f"starts as {name} text does") as caught:
         count_sources([str(tmp_path / "a.jsonl")], choice=ColumnChoice())
-    assert "iconv -f UTF-16 -t UTF-8 a.jsonl" in caught.value.hint
+    assert f"iconv -f {name} -t UTF-8 a.jsonl" in caught.value.hint
 
 
 def test_files_without_any_object_are_refused_before_anything_is_written(tmp_path):
     (tmp_path / "a.jsonl").write_text('"one"\n' * 200)
-    (tmp_path / "b.jsonl").write_text("{broken\n")
+    (tmp_path / "b.jsonl").write_text("{broken\n\n")
     with pytest.raises(InputError, match="no line is a JSON object") as caught:
         count_sources([str(tmp_path)], choice=ColumnChoice())
     assert "jq -c '{prompt: .}'" in caught.value.hint
+    (tmp_path / "c.jsonl").write_text(json.dumps([{"a": 1}], indent=1)[1:])
+    with pytest.raises(InputError, match="no line is a JSON object") as caught:
+        count_sources([str(tmp_path / "c.jsonl")], choice=ColumnChoice())
+    assert "jq -c ." in caught.value.hint
+    (tmp_path / "c.jsonl").unlink()
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{}\n")
     assert count_sources([str(tmp_path)], choice=ColumnChoice()).rows == 202

@@ -163,13 +163,26 @@ def test_zstd_frames_of_a_thousand_rows_stand_alone(tmp_path):
 
 def test_broken_lines_stay_and_count(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a":\n\n\xff\n{"a":2}')
+    path.write_bytes(b'{"a":1}\n{"a":\n1\n\xff\n{"a":2}')
     result = run(path, tmp_path / "job", num_chunks=2)
     assert result["rows"] == 5
     assert chunk_lines(tmp_path / "job") == [
         [b'{"a":1,"_row":0,"_id":"0"}', b'{"a":'],
-        [b"", b"\xff", b'{"a":2,"_row":4,"_id":"4"}'],
+        [b"1", b"\xff", b'{"a":2,"_row":4,"_id":"4"}'],
     ]
+
+
+def test_blank_lines_and_another_encoding_are_warned_of(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1}\n\n{"a":"\xe9"}\n\n{"a":NaN}\n')
+    result = run(path, tmp_path / "job", num_chunks=3)
+    assert (result["rows"], result["blank_lines"], result["broken_lines"]) == (3, 2, 1)
+    assert result["null_floats_by_column"] == {"a": 1}
+    assert "2 lines of the sources are blank" in caplog.text
+    assert "1 of these lines are not UTF-8, but perhaps LATIN1; the first is" in caplog.text
+    assert read_job(tmp_path / "job").blank_lines == 2
+    again = run(path, tmp_path / "job", num_chunks=3)
+    assert (again["status"], again["blank_lines"]) == ("unchanged", 2)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
