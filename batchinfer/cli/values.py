@@ -129,9 +129,24 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def _shallow(flag: str, text: str) -> str:
+    """Return the text of an option, which becomes a part of run.json. Readers refuse a run.json that is nested deep.
+
+    Raises:
+        ConfigError: the text is JSON that is nested too deep.
+    """
+    from batchinfer.core.json_text import MAX_DEPTH, is_deep
+
+    if is_deep(text.encode(errors="replace"), MAX_DEPTH // 2):
+        raise ConfigError(
+            f"{flag}: JSON nested deeper than {MAX_DEPTH // 2} levels", hint="make it flatter"
+        )
+    return text
+
+
 def _read_object(flag: str, given: str) -> dict[str, Any]:
     try:
-        value = json.loads(given)
+        value = json.loads(_shallow(flag, given))
     except ValueError as error:
         raise ConfigError(f"{flag}: not JSON ({error})") from error
     if not isinstance(value, dict):
@@ -161,6 +176,7 @@ def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for argument in arguments:
+        _shallow(flag, argument)
         position = 0
         while position < len(argument):
             match = _NAME.match(argument, position)
@@ -260,7 +276,7 @@ FILE = Kind(
 def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
     lines = _read_file(flag, path).split("\n") if path else []
     try:
-        return [json.loads(line) for line in lines if line.strip()]
+        return [json.loads(_shallow(flag, line)) for line in lines if line.strip()]
     except ValueError as error:
         raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from batchinfer.core.errors import InputError, NewerVersion
+from batchinfer.core.json_text import MAX_DEPTH, is_deep
 from batchinfer.core.records import FORMAT_VERSION
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ def encode_pretty(record: Any) -> bytes:
     return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
 
 
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it"
 
 
@@ -44,15 +46,18 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
         NewerVersion: `data` cannot be decoded and has a newer format version than this program knows.
         InputError: `data` cannot be decoded for another reason. The message names `name` and the wrong field.
     """
+    cause: Exception | None = None
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        record = msgspec.json.decode(data, type=kind)
+        if not is_deep(data):
+            return record
+        what = f"nested deeper than {MAX_DEPTH} levels"
+    except _DECODE_ERRORS as error:
         check_version(data, name=name)
-        what = "empty" if not data else str(error)
-        raise InputError(
-            f"{name}: not a readable {kind.__name__.lower()} record ({what})",
-            hint=hint,
-        ) from error
+        what, cause = "empty" if not data else str(error), error
+    raise InputError(
+        f"{name}: not a readable {kind.__name__.lower()} record ({what})", hint=hint
+    ) from cause
 
 
 class _Versioned(msgspec.Struct):
@@ -67,7 +72,7 @@ def check_version(data: bytes, *, name: str) -> None:
     """
     try:
         version = msgspec.json.decode(data, type=_Versioned).format_version
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+    except _DECODE_ERRORS:
         return
     if version > FORMAT_VERSION:
         raise NewerVersion(

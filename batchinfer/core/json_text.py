@@ -34,9 +34,10 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
     """
     if data.count(b"[") + data.count(b"{") <= limit:
         return False
-    # This takes only steps that run over all bytes at once: drop escapes, all but quotes and brackets, then strings.
+    # Every step runs over all bytes at once: it drops escapes, then all but quotes and brackets, then strings, first
+    # those without brackets. Two adjacent quotes are such a string, or the border of two strings, which may merge.
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NOT_STRUCTURE)
-    brackets = b"".join(marks.split(b'"')[::2])
+    brackets = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
     for _ in range(limit):
         brackets = brackets.replace(b"[]", b"")  # removes the innermost level
         if not brackets:
@@ -47,8 +48,8 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
 def read_object(line: bytes) -> dict[str, Any] | None:
     r"""Decode a JSON object of which no value may be lost, such as a row of a source.
 
-    A member that Python cannot hold exactly is its JSON text as `msgspec.Raw`: one nested deeper than MAX_DEPTH, with a
-    number beyond the range of floats, or with a surrogate that has no partner.
+    A member that Python cannot hold exactly is its JSON text as `msgspec.Raw`: one that makes the line deeper than
+    MAX_DEPTH, with a number beyond the range of floats, or with a surrogate that has no partner.
 
     Returns:
         The object; None if the line is not a JSON object in UTF-8.
@@ -68,7 +69,7 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 
 
 def flatten_deep(line: bytes) -> bytes:
-    """Replace every member of a JSON object that is nested deeper than MAX_DEPTH by its JSON text, a string.
+    """Replace every member that makes a JSON object deeper than MAX_DEPTH by its JSON text, a string.
 
     A line that is not deep, or not a JSON object, is returned unchanged.
     """
@@ -79,7 +80,10 @@ def flatten_deep(line: bytes) -> bytes:
     except ValueError:
         return line
     return msgspec.json.encode(
-        {name: text.decode() if is_deep(text) else msgspec.Raw(text) for name, text in members}
+        {
+            name: text.decode() if is_deep(text, MAX_DEPTH - 1) else msgspec.Raw(text)
+            for name, text in members
+        }
     )
 
 
@@ -90,7 +94,7 @@ def _value(text: str) -> Any:
         ValueError: it is not JSON.
     """
     data = text.encode()
-    if is_deep(data):
+    if is_deep(data, MAX_DEPTH - 1):
         return msgspec.Raw(data)
     try:
         return _decode(data)

@@ -289,7 +289,7 @@ def read_model_config(config: EngineConfig, path: Path | None) -> dict[str, Any]
         return {}
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON ({error}), expected a model's config") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds no JSON object, expected a model's config")

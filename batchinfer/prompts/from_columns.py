@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Failure
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
@@ -145,7 +146,8 @@ class RowsReader:
 
     def _fill(self, draft: Draft, data: bytes) -> None:
         if self._project is not None:
-            found = self._project(data)
+            # A kept column goes into the output line, which every reader must be able to decode.
+            found = self._project(flatten_deep(data) if self._kept_positions else data)
             row, row_id, value = found[0], found[self._id_position], found[self._value_position]
             if row_id is not _UNSET and row_id is not None:
                 draft.id = row_id if type(row_id) is str else json_lines.as_id(row_id)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import near
+from batchinfer.core.json_text import flatten_deep
 from batchinfer.prompts.types import Code, Draft, RowProblem
 
 ROW_FIELD = "_row"
@@ -26,13 +27,13 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode a line that holds a JSON object.
+    """Decode a line that holds a JSON object. Members that are nested too deep are given as their JSON text.
 
     Raises:
         RowProblem: the line is not a JSON object; the message says what is wrong.
     """
     try:
-        return _decode_object(data)
+        return _decode_object(flatten_deep(data))
     except DECODE_ERRORS as error:
         raise explain(data, error) from error
 
@@ -58,9 +59,9 @@ def projection(
         try:
             return astuple(decode_lazily(data))
         except DECODE_ERRORS:
-            pass  # the line is damaged, or a lazy column holds no list
+            pass  # the line is damaged or deep, or a lazy column holds no list
         try:
-            return astuple(decode(data))
+            return astuple(decode(flatten_deep(data)))
         except DECODE_ERRORS as error:
             raise explain(data, error) from error
 

@@ -8,8 +8,11 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError
+from batchinfer.core.json_text import read_object
 from batchinfer.core.records import Marker
 from batchinfer.formats import OutputLine, read_line
 from batchinfer.ledger.chunk_files import fetch
@@ -24,6 +27,8 @@ MAX_OBJECT_BYTES = 64 << 20
 """Size in bytes up to which an output or a chunk is fetched for samples."""
 MAX_TEXT = 2000
 """Largest number of characters that are shown of an answer or of a column's value."""
+MAX_COLUMNS = 20
+"""Largest number of a row's columns that are shown."""
 SHORT_TEXT = 60
 """Largest number of characters of a value that is shown on one line together with other columns."""
 
@@ -148,21 +153,18 @@ def _cells(line: bytes | None) -> list[Cell]:
     """The columns to show of a row; an empty list if the row was not read (`line` is None)."""
     if line is None:
         return []
-    try:
-        row: Any = json.loads(line)
-    except ValueError:
+    row = read_object(line)
+    if row is None:
         return [Cell("line", cut(line.decode(errors="replace")))]
-    if not isinstance(row, dict):
-        return [Cell("line", cut(json.dumps(row, ensure_ascii=False)))]
-    return [
-        Cell(str(name), cut(_readable(value)))
-        for name, value in list(row.items())[:20]
-        if name not in ("_row", "_id")
-    ]
+    columns = [(name, value) for name, value in row.items() if name not in ("_row", "_id")]
+    cells = [Cell(name, cut(_readable(value))) for name, value in columns[:MAX_COLUMNS]]
+    if len(columns) > MAX_COLUMNS:
+        cells.append(Cell("…", f"{len(columns) - MAX_COLUMNS} more columns"))
+    return cells
 
 
 def _readable(value: Any) -> str:
-    """A value as text: a conversation turn by turn, a text as it is, everything else as JSON.
+    """A value as text: a conversation turn by turn, a text or JSON text as it is, everything else as JSON.
 
     >>> print(
     ...     _readable([{"role": "user", "content": "Hi"}, {"content": "Yes?", "role": "assistant"}])
@@ -174,6 +176,8 @@ def _readable(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, msgspec.Raw):
+        return bytes(value).decode()
     if isinstance(value, list) and value and all(map(_is_turn, value)):
         return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
     return json.dumps(value, ensure_ascii=False)

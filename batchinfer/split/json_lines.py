@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.json_text import read_object
 from batchinfer.core.redaction import redact
 from batchinfer.split import source_files
 from batchinfer.split.blocks import (
@@ -192,6 +193,8 @@ def _line_lists(stream: BinaryIO, offset: int, *, has_blank: bool) -> Iterator[l
 class _Decoded(NamedTuple):
     """A decoded line. `value` is its object, or None if the line is no JSON object in UTF-8.
 
+    In a line that is nested too deep for Python, the values that are hard to decode are `msgspec.Raw`.
+
     `line` is the line, with null in place of NaN and infinite values; `nulls` counts these by column. If the line is
     not UTF-8 and an object in another encoding, `encoding` names this one.
     """
@@ -205,6 +208,8 @@ class _Decoded(NamedTuple):
 def _decode_object(line: bytes) -> _Decoded:
     try:
         value = _any_decoder.decode(line)
+    except RecursionError:
+        return _Decoded(read_object(line), line)
     except _REFUSED:
         return _decode_odd(line)
     return _Decoded(value if isinstance(value, dict) else None, line)
@@ -230,8 +235,10 @@ def _decode_odd(line: bytes) -> _Decoded:
         value = json.loads(line.decode(), parse_constant=note)
     except UnicodeDecodeError:
         return _Decoded(None, line, encoding=_other_encoding(line))
-    except (ValueError, RecursionError):
+    except ValueError:
         return _Decoded(None, line)
+    except RecursionError:
+        return _Decoded(read_object(line), line)
     if not isinstance(value, dict):
         return _Decoded(None, line)
     if not constants:
@@ -376,6 +383,8 @@ class _Splicer:
             names = self._rename(names, row)
         try:
             raw = _raw_decoder.decode(line)
+        except RecursionError:  # the values that are nested too deep are `msgspec.Raw`
+            return _encoder.encode({new: value[name] for name, new in names.items()})[:-1]
         except (msgspec.DecodeError, UnicodeDecodeError):
             texts = _cut(line)
             return _join({new: texts[name] for name, new in names.items()})

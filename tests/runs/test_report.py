@@ -23,6 +23,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run
 from fakes import FakeClock
+from making import overwrite
 
 NOW = 1_790_000_000.0
 SMALL = Shape(num_chunks=20, rows_per_chunk=10, num_workers=3, now=NOW, text=HOSTILE)
@@ -248,6 +249,31 @@ def test_compressed_chunks_show_their_rows(root: str) -> None:
     rows = b"".join(b'{"prompt": "packed question %d"}\n' % index for index in range(5))
     job.create("chunks/part-00000.jsonl.zst", zstandard.compress(rows))
     assert "packed question 4" in Page(make(run)).text
+
+
+def test_rows_that_are_wide_or_hard_to_decode_are_shown_truly(root: str) -> None:
+    """Values are shown as they stand in the chunk, and columns beyond those that are shown are counted."""
+    run = write(root)
+    wide = ",".join(f'"c{number}": {number}' for number in range(30))
+    deep = "[" * 100_000 + "]" * 100_000
+    rows = [
+        '{"big": 1e400, "half": "\\ud800"}',
+        f'{{"deep": {deep}, {wide}}}',
+        "[1e400",
+        "{}",
+        "{}",
+    ]
+    overwrite(
+        opener()(root), "chunks/part-00000.jsonl", "".join(f"{row}\n" for row in rows).encode()
+    )
+    text = Page(make(run)).text
+    assert "1e400" in text
+    assert "Infinity" not in text
+    assert '"\\ud800"' in text
+    assert "[" * 2000 in text
+    assert "11 more columns" in text
+    assert "c18" in text
+    assert "c19" not in text
 
 
 def test_without_samples_no_output_is_read(root: str) -> None:

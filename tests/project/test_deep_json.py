@@ -1,0 +1,128 @@
+"""Rows and records that are nested too deep for Python: every command reads them, or refuses them in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core import codec
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.records import Run, Worker
+from batchinfer.storage.opening import open_store
+from making import Finished, overwrite, run_process, run_worker_here
+
+DEPTHS = [50, 100, 101, 500, *range(900, 1000, 4), 100_000]
+"""Python's decoders and encoders fail at some 950 levels; the exact number depends on who calls them."""
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def command(*arguments: object) -> Finished:
+    finished = run_process(list(map(str, arguments)))
+    assert "Traceback" not in finished.stderr
+    assert "RecursionError" not in finished.stderr
+    return finished
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    lines = [f'{{"prompt": "row {depth}", "x": {nested(depth)}}}\n' for depth in DEPTHS]
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("place", ["job", "job of chosen columns", "list"])
+def test_deep_rows_are_answered_and_read_by_every_command(
+    place: str, source: Path, tmp_path: Path
+) -> None:
+    job, run = tmp_path / "job", tmp_path / "run"
+    if place == "list":
+        (tmp_path / "list.txt").write_text("a.jsonl\n")
+        ends = ["--manifest", str(tmp_path / "list.txt")]
+    else:
+        columns = [] if place == "job" else ["--columns", "x,prompt"]
+        split = command("split", source, "--output", job, "--num-chunks", "1", *columns)
+        assert (split.status, split.result["broken_lines"]) == (0, 0)
+        ends = ["--job", str(job)]
+    echo = ["--engine", "echo", "--prompt-column", "prompt", "--keep", "x"]
+    worker = command("worker", *ends, "--output", run, *echo)
+    assert (worker.status, worker.result["error_count"]) == (0, 0)
+    assert worker.result["response_count"] == len(DEPTHS)
+    [output] = (run / "outputs").glob("*.jsonl")
+    kept = [json.loads(line)["source"]["x"] for line in output.read_bytes().splitlines()]
+    assert [isinstance(value, str) for value in kept] == [depth > 99 for depth in DEPTHS]
+    assert kept[-1] == nested(DEPTHS[-1])
+    job_option = [] if place == "list" else ends
+    page = tmp_path / "report.html"
+    assert command("report", run, "--output", page, *job_option).status == 0
+    assert "row 50" in page.read_text()
+    assert command("verify", run, "--deep", *ends).status == 0
+    for name, options in (("chunks", ["--with-source"]), ("kept", [])):
+        collected = command("collect", run, tmp_path / f"{name}.jsonl", *ends, *options)
+        assert collected.status == 0
+        with (tmp_path / f"{name}.jsonl").open() as file:
+            rows = list(map(json.loads, file))
+        assert [row["text"] for row in rows] == [f"row {depth}" for depth in DEPTHS]
+        # The column is JSON text. A value that is text in the output lines is a JSON string in it.
+        texts = [row["x"] if row["x"][0] == "[" else json.loads(row["x"]) for row in rows]
+        assert texts == list(map(nested, DEPTHS))
+
+
+@pytest.mark.parametrize("depth", [101, 940, 100_000])
+@pytest.mark.parametrize(("kind", "field"), [(Run, "recorded"), (Worker, "host")])
+def test_a_deep_record_is_refused_by_its_name(kind: type[Any], field: str, depth: int) -> None:
+    fields: dict[str, Any] = {"format_version": 1, "fingerprint": "f", "config": {}, "recorded": {}}
+    if kind is Worker:
+        fields = {"id": "w", "epoch": 1, "state": "running", "started": 0.0, "heartbeat": 0.0}
+    plain = json.dumps({**fields, "nonce": "n", field: {"here": 1}})
+    assert codec.decode(plain.encode(), kind, name="workers/w.json")
+    deep = plain.replace("1}", nested(depth) + "}")
+    with pytest.raises(InputError, match=r"^workers/w.json: not a readable"):
+        codec.decode(deep.encode(), kind, name="workers/w.json")
+
+
+def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "list.txt").write_text("a.jsonl\n")
+    run = tmp_path / "run"
+    command(
+        *("worker", "--manifest", tmp_path / "list.txt", "--output", run, "--worker-id", "w0"),
+        *("--engine", "echo", "--prompt-column", "prompt"),
+    )
+    store = open_store(str(run))
+    deep = b'"x": ' + nested(940).encode() + b","
+    record = store.get("workers/w0.json").data.replace(b'"host":{', b'"host":{' + deep)
+    overwrite(store, "workers/w0.json", record)
+    assert command("status", run).status == 0
+    assert command("report", run, "--output", tmp_path / "r.html").status == 0
+    data = store.get("run.json").data.replace(b'"recorded": {', b'"recorded": {' + deep)
+    overwrite(store, "run.json", data)
+    for arguments in (["status", run], ["verify", run], ["collect", run, tmp_path / "out.csv"]):
+        status, _, stderr = command(*arguments)
+        assert status == 2
+        assert "run.json: not a readable run record (nested deeper than 100 levels)" in stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--sampling", f"structured={nested(51)}"),
+        ("--chat-template-kwargs", f'{{"a": {nested(51)}}}'),
+        ("--sampling", f"structured={nested(100_000)}"),
+    ],
+    ids=["pairs", "object", "very deep"],
+)
+def test_an_option_is_refused_before_run_json_holds_it(
+    option: tuple[str, str], source: Path, tmp_path: Path
+) -> None:
+    job = tmp_path / "job"
+    command("split", source, "--output", job, "--num-chunks", "1")
+    with pytest.raises(ConfigError, match=f"^{option[0]}: JSON nested deeper than 50 levels"):
+        run_worker_here(job, tmp_path / "run", *option)
