@@ -18,7 +18,7 @@ from batchinfer.core import layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines import check_engine, has_model
+from batchinfer.engines import check_engine, find_engine, has_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length
 from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
@@ -140,6 +140,9 @@ class Examination:
         if config.engine is not None:
             with self._step("config"):
                 check_engine(config.engine)
+        if config.engine is not None and config.sampling is not None and config.sampling.extra:
+            with self._step("config"):
+                find_engine(config.engine.engine).check_parameters(config.sampling.extra)
         if config.prompt is not None and config.sampling is not None:
             make_preview_builder(config.prompt, config.sampling, config.run_seed, None, None)
             encoder_for(config.prompt)

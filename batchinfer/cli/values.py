@@ -162,6 +162,13 @@ _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
 _decode_json = json.JSONDecoder().raw_decode
 
 
+_PAIR_HINTS = {
+    "--sampling": "several pairs have commas between them: --sampling top_k=20,min_p=0.1",
+    "--engine-arg": "it takes engine arguments by their names in vLLM's EngineArgs, several with commas between them: "
+    "--engine-arg enable_lora=true,max_lora_rank=16",
+}
+
+
 def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
     """Read NAME=VALUE pairs. An argument may hold several pairs, separated by commas. Pure.
 
@@ -183,7 +190,7 @@ def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
             if match is None:
                 raise ConfigError(
                     f"{flag} {argument[position:]!r}: expected NAME=VALUE",
-                    hint=f"several pairs have commas between them: {flag} top_k=20,min_p=0.1",
+                    hint=_PAIR_HINTS.get(flag, _PAIR_HINTS["--sampling"]),
                 )
             value, position = _read_value(argument, match.end())
             found[match[1].replace("-", "_")] = value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request
+from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request, Sampling
 from batchinfer.engines.config import EngineConfig, check_config
 
 UNLIMITED_LENGTH = 2**31 - 1
@@ -124,6 +124,8 @@ class EngineKind:
     check_parameters: Callable[[Iterable[str]], None] = _accept
     """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. It does not
     import the engine's package."""
+    check_arguments: Callable[[Iterable[str]], None] = _accept
+    """The same function for the names of engine arguments."""
 
 
 def _create_vllm(config: EngineConfig) -> Engine:
@@ -147,10 +149,17 @@ def _require_vllm() -> None:
         )
 
 
-def _check_vllm_parameters(names: Iterable[str]) -> None:
-    from batchinfer.engines.vllm_requests import check_parameter_names
+def _check_parameters(names: Iterable[str]) -> None:
+    from batchinfer.engines.vllm_names import SAMPLING, check_names
+    from batchinfer.prompts.parameters import ALIASES
 
-    check_parameter_names(names)
+    check_names("--sampling", SAMPLING, names, others={*Sampling.__struct_fields__, *ALIASES})
+
+
+def _check_arguments(names: Iterable[str]) -> None:
+    from batchinfer.engines.vllm_names import ARGUMENTS, check_names
+
+    check_names("--engine-arg", ARGUMENTS, names)
 
 
 ENGINES = {
@@ -162,13 +171,17 @@ ENGINES = {
             is_rehearsal=False,
             create=_create_vllm,
             check_installed=_require_vllm,
-            check_parameters=_check_vllm_parameters,
+            check_parameters=_check_parameters,
+            check_arguments=_check_arguments,
         ),
         EngineKind(
             name="echo",
             needs_model=False,
             is_rehearsal=True,
             create=_create_echo,
+            # A rehearsal finds the mistakes that the real run would have.
+            check_parameters=_check_parameters,
+            check_arguments=_check_arguments,
         ),
     )
 }
@@ -203,6 +216,8 @@ def check_engine(config: EngineConfig) -> EngineKind:
     """
     kind = find_engine(config.engine)
     check_config(config)
+    if config.engine_args:
+        kind.check_arguments(config.engine_args)
     if kind.needs_model and not config.model:
         rehearsal = next(each.name for each in ENGINES.values() if not each.needs_model)
         raise ConfigError(

@@ -14,11 +14,8 @@ Options that the user does not state have these defaults:
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import gc
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +92,6 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def check_names(arguments: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse an engine argument that this version of vLLM does not have.
-
-    Raises:
-        ConfigError: vLLM has no such argument. The message names it, and the hint names the most similar argument.
-    """
-    for name in arguments:
-        if name in known:
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ConfigError(
-            f"--engine-arg {name}: vLLM's EngineArgs has no such argument",
-            hint=f"did you mean {near[0]}?" if near else "names are those of vLLM's EngineArgs",
-        )
-
-
 def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     """Create an LLMEngine, which loads the model. Takes seconds to minutes.
 
@@ -127,7 +108,6 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     gc.collect()
     gc.freeze()
     arguments = engine_arguments(config, is_cpu=is_cpu)
-    check_names(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
     context = UsageContext.LLM_CLASS
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config(context)

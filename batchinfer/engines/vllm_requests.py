@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
-import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from batchinfer.core.errors import ConfigError, RowError
+from batchinfer.core.errors import RowError
 from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
 
 # Finish reasons by which vLLM says that a request ended without an answer. Another attempt may succeed.
@@ -263,41 +259,3 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
     return [
         position_of(token_id, each, most) if each is not None else None for token_id, each in pairs
     ]
-
-
-def known_parameters() -> frozenset[str]:
-    """Return the names of the fields of SamplingParams in the installed vLLM.
-
-    The names are read from vLLM's source file, because importing vLLM takes seconds. If the source cannot be read, the
-    set is empty, and a wrong name is found only when the engine gets a request.
-    """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    try:
-        tree = ast.parse(Path(spec.origin).with_name("sampling_params.py").read_bytes())
-    except (OSError, SyntaxError):
-        return frozenset()
-    return frozenset(
-        field.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
-
-
-def check_parameter_names(names: Iterable[str]) -> None:
-    """Refuse sampling parameters that vLLM does not have, before the model is loaded.
-
-    Raises:
-        ConfigError: vLLM has no such parameter; the hint names the most similar one.
-    """
-    known = known_parameters()
-    for name in names:
-        if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"sampling options: vLLM has no {name}",
-                hint=f"did you mean {near[0]}?" if near else "see docs/cli.md for the options",
-            )

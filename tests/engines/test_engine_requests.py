@@ -10,7 +10,7 @@ from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_engine import StepRecorder, install
-from batchinfer.engines.vllm_loading import check_names, engine_arguments, refused_config
+from batchinfer.engines.vllm_loading import engine_arguments, refused_config
 from batchinfer.engines.vllm_requests import completion_of, sampling_kwargs
 
 
@@ -133,24 +133,8 @@ def test_the_tokenizer_of_another_model_is_not_asked_for_this_ones_revision():
     assert "tokenizer_revision" not in engine_arguments(other, is_cpu=True)
 
 
-def test_an_engine_argument_that_does_not_exist_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="max_num_seq") as caught:
-        check_names({"max_num_seq": 1}, {"max_num_seqs", "dtype"})
-    assert "max_num_seqs" in caught.value.hint
-
-
 def test_files_that_transformers_misses_are_a_configuration_error_with_the_options():
     found = refused_config(EngineConfig(model="m"), OSError("no tokenizer\nfound"))
     assert isinstance(found, ConfigError)
     assert "--tokenizer" in found.hint
     assert "no tokenizer found" in found.message
-
-
-def test_a_sampling_parameter_that_vllm_does_not_have_is_refused_without_importing_it():
-    from batchinfer.core.errors import ConfigError
-    from batchinfer.engines.vllm_requests import check_parameter_names
-
-    check_parameter_names(["min_tokens", "bad_words", "ignore_eos"])
-    with pytest.raises(ConfigError, match="sampling options: vLLM has no min_token") as caught:
-        check_parameter_names(["min_token"])
-    assert "min_tokens" in caught.value.hint

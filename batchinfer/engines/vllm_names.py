@@ -1,0 +1,83 @@
+"""The names of vLLM's sampling parameters and engine arguments, known without importing vLLM, which takes seconds.
+
+They are read from the source of the installed vLLM. A machine without vLLM, on which jobs are split and checked, takes
+them from vllm_names.txt. Another version of vLLM may have more names, so there only a name that is much like a known
+one is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import importlib.util
+import logging
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from batchinfer.core.errors import ConfigError, near
+
+logger = logging.getLogger(__name__)
+
+SAMPLING = "SamplingParams"
+ARGUMENTS = "EngineArgs"
+_FILES = {SAMPLING: "sampling_params.py", ARGUMENTS: "engine/arg_utils.py"}
+
+
+@cache
+def installed_names(kind: str) -> frozenset[str]:
+    """Return the fields of a class in the installed vLLM; none if vLLM is not installed or its source cannot be read.
+
+    Args:
+        kind: `SAMPLING` or `ARGUMENTS`.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    try:
+        tree = ast.parse((Path(spec.origin).parent / _FILES[kind]).read_bytes())
+    except (OSError, SyntaxError):
+        return frozenset()
+    return frozenset(
+        field.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == kind
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+@cache
+def listed_names(kind: str) -> frozenset[str]:
+    """Return the fields of a class in the version of vLLM that vllm_names.txt was made from."""
+    text = importlib.resources.files("batchinfer.engines").joinpath("vllm_names.txt").read_text()
+    pairs = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return frozenset(name for owner, name in pairs if owner == kind)
+
+
+def check_names(
+    option: str, kind: str, names: Iterable[str], *, others: Iterable[str] = ()
+) -> None:
+    """Refuse names that vLLM does not have, before anything is loaded.
+
+    Args:
+        option: Option that the names were given to, for the message.
+        kind: `SAMPLING` or `ARGUMENTS`.
+        names: The names.
+        others: Further names that may be meant, such as aliases.
+
+    Raises:
+        ConfigError: vLLM has no such name. The message suggests the most similar name.
+    """
+    installed = installed_names(kind)
+    known = installed or listed_names(kind)
+    for name in names:
+        if name in known:
+            continue
+        meant = near(name, sorted({*known, *others}))
+        if installed or meant:
+            raise ConfigError(
+                f"{option} {name}: vLLM's {kind} has no such field{meant}",
+                hint=f"{option} takes NAME=VALUE pairs with the names of vLLM's {kind}",
+            )
+        logger.warning("%s %s: not known here, and vLLM is not installed to ask", option, name)
