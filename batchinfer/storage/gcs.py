@@ -7,6 +7,7 @@ pauses). This module repeats requests after failures that may pass but that gcsf
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -38,13 +39,16 @@ from batchinfer.core.errors import (
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
+from batchinfer.storage.waits import waiting
 
 RESUMABLE_BYTES = 64 << 20
 """Bytes of the smallest file that is uploaded in pieces of `PIECE_BYTES`; only the last piece creates the object."""
 PIECE_BYTES = 16 << 20
 CONNECT_SECONDS = 10.0
-SILENCE_SECONDS = 60.0
-"""Seconds without any data after which a connection is given up. gcsfs by itself would wait for ever."""
+_SOURCE_SILENCE_SECONDS = 60.0
+"""Seconds without a byte of a source file after which a request is given up. gcsfs by itself would wait for ever."""
+_HEAVY_BYTES = 1 << 20
+"""Bytes of the smallest upload for whose answer the service may need long."""
 DELETE_CONCURRENCY = 8
 ABSENT = "0"
 """The generation of an object that does not exist."""
@@ -72,7 +76,6 @@ class GcsStore:
         url: ``gs://bucket`` or ``gs://bucket/prefix``.
         retries: How requests are repeated after failures that gcsfs does not repeat.
         resumable_bytes: As `RESUMABLE_BYTES`.
-        silence_seconds: As `SILENCE_SECONDS`.
     """
 
     def __init__(
@@ -81,7 +84,6 @@ class GcsStore:
         *,
         retries: RetryPolicy | None = None,
         resumable_bytes: int = RESUMABLE_BYTES,
-        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
         self.bucket = bucket
@@ -97,7 +99,13 @@ class GcsStore:
                 project="",
                 use_listings_cache=False,
                 skip_instance_cache=True,
-                requests_timeout=patience(silence_seconds),
+                requests_timeout=patience(self._retries.silence_limit(1)),
+            )
+            self._patient_fs = copy.copy(
+                self._fs
+            )  # the same credentials, with a connection pool of its own
+            self._patient_fs.requests_timeout = patience(
+                self._retries.silence_limit(1, is_heavy=True)
             )
 
     def get(self, key: str) -> Object:
@@ -233,8 +241,8 @@ class GcsStore:
             TransientError: The service has lost the upload without creating the object. The caller may start again.
         """
         try:
-            with self._errors(path):
-                self._fs.put_file(
+            with self._errors(path), waiting(f"upload {self._url(path)}"):
+                self._patient_fs.put_file(
                     str(file), f"{self.bucket}/{path}", mode="create", chunksize=PIECE_BYTES
                 )
         except ObjectNotFound as error:
@@ -294,10 +302,12 @@ class GcsStore:
 
     def _request(self, method: str, *address: str, about: str, **parameters: Any) -> Any:
         """Send one request, with retries, and return gcsfs's answer. Errors name the object or prefix `about`."""
+        is_heavy = "data" in parameters and parameters["data"].getbuffer().nbytes >= _HEAVY_BYTES
+        filesystem = self._patient_fs if is_heavy else self._fs
 
         def send() -> Any:
-            with self._errors(about):
-                return self._fs.call(method, *address, **parameters)
+            with self._errors(about), waiting(f"{method} {self._url(about)}"):
+                return filesystem.call(method, *address, **parameters)
 
         return retried(self._retries, send)
 
@@ -351,7 +361,7 @@ class GcsStore:
         return f"gs://{self.bucket}/{path}"
 
 
-def patience(silence_seconds: float = SILENCE_SECONDS) -> aiohttp.ClientTimeout:
+def patience(silence_seconds: float = _SOURCE_SILENCE_SECONDS) -> aiohttp.ClientTimeout:
     """Return the time-outs for gcsfs's requests: seconds to connect, and `silence_seconds` without any data."""
     return aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
 

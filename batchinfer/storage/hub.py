@@ -24,6 +24,7 @@ from batchinfer.core.errors import (
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
+from batchinfer.storage.waits import waiting
 
 T = TypeVar("T")
 
@@ -239,8 +240,10 @@ class ReadOnlyStore:
         return self._retry(key, lambda: action(url))
 
     def _retry(self, key: str, action: Callable[[], T]) -> T:
+        url = f"{self.url}/{key}".rstrip("/")
+
         def attempt() -> T:
-            with hub_errors(f"{self.url}/{key}".rstrip("/")):
+            with hub_errors(url), waiting(url):
                 return action()
 
         return retried(self._retries, attempt)

@@ -24,6 +24,16 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
     """Seconds after the first attempt during which further attempts may start."""
     first_pause_seconds: float = 1.0
     longest_pause_seconds: float = 30.0
+    silence_seconds: float = 15.0
+    """Seconds without a byte after which an attempt is given up. `silence_limit` says for which attempts it is more."""
+
+    def silence_limit(self, attempt: int, *, is_heavy: bool = False) -> float:
+        """Return the seconds without a byte after which attempt number `attempt` (from 1) is given up.
+
+        From the third attempt on they are four times as many: the store may just be slow, and a limit that it never
+        keeps would make it useless. For a request that gives the store much to do they are twice as many.
+        """
+        return self.silence_seconds * (2 if is_heavy else 1) * (1 if attempt <= 2 else 4)
 
 
 class TransientError(StorageError):
@@ -53,16 +63,17 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
         ):
             with attempt:
                 tries = attempt.num
-                return _logged(action, tries, policy.attempts)
+                return _logged(action, tries, policy.attempts, attempt.next_wait)
     except TransientError as error:
         times = f"{tries} attempts" if tries > 1 else "1 attempt"
         raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error
     raise AssertionError("a retry loop ends by returning or raising")  # pragma: no cover
 
 
-def _logged(action: Callable[[], T], number: int, attempts: int) -> T:
+def _logged(action: Callable[[], T], number: int, attempts: int, pause_seconds: float) -> T:
     try:
         return action()
     except TransientError as error:
-        logger.warning("%s (attempt %d of %d)", error.message, number, attempts)
+        then = f", the next in {pause_seconds:.0f} s" if pause_seconds >= 1 else ""
+        logger.warning("%s (attempt %d of %d%s)", error.message, number, attempts, then)
         raise

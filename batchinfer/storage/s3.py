@@ -17,16 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
-
-import botocore.config
-import botocore.exceptions
-import botocore.session
-import botocore.utils
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
@@ -39,8 +33,16 @@ from batchinfer.core.errors import (
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
-from batchinfer.storage.s3_errors import already_exists, no_such_bucket, of_answer, s3_errors
+from batchinfer.storage.s3_client import S3Clients
+from batchinfer.storage.s3_errors import (
+    already_exists,
+    fields_of,
+    no_such_bucket,
+    of_answer,
+    s3_errors,
+)
 from batchinfer.storage.scratch import scratch_errors
+from batchinfer.storage.waits import waiting
 
 T = TypeVar("T")
 
@@ -56,16 +58,10 @@ MAX_PUT_BYTES = 4_900_000_000
 """Bytes of the largest object that may be uploaded in one piece; AWS takes 5 GiB, R2 a little less."""
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
-_CONNECTION_SECONDS = 30.0
-"""Seconds after which idle connections are closed. Some routers forget connections that are idle for minutes and tell
-neither end; a request on such a connection hangs for `read_timeout`."""
-_CONFIG = botocore.config.Config(
-    # This module repeats requests itself. If botocore did so too, the numbers of attempts would multiply.
-    retries={"total_max_attempts": 1},
-    connect_timeout=10,
-    read_timeout=60,
-    max_pool_connections=32,
-)
+_HEAVY_BYTES = 1 << 20
+"""Bytes of the smallest upload for whose answer a store may need long."""
+_HEAVY = ("upload_part", "complete_multipart_upload")
+"""Requests for whose answer a store may need long."""
 
 
 class Upload(NamedTuple):
@@ -107,9 +103,8 @@ class S3Store:
         self._are_parts_safe: bool | None = None
         self._parts_lock = threading.Lock()
         self._part_bytes = part_bytes
-        self._client: Any = None
-        self._client_lock = threading.Lock()
-        self._connected = 0.0
+        self._clients = S3Clients()
+        self._attempt = _Attempt()
 
     def get(self, key: str) -> Object:
         """See `Store.get`. One request."""
@@ -126,9 +121,8 @@ class S3Store:
         except ObjectNotFound:
             self._check_bucket()  # The answer to a HEAD has no body, so it does not say whether the bucket is missing.
             raise
-        return ObjectInfo(
-            key, found["ContentLength"], found["ETag"], found["LastModified"].timestamp()
-        )
+        size, etag = fields_of(found, self._url(self._path(key)), "ContentLength", "ETag")
+        return ObjectInfo(key, size, etag, _timestamp(found))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`. Lazy: one request for every 1000 keys that are taken."""
@@ -206,10 +200,9 @@ class S3Store:
                 yield Upload(key, item["UploadId"], item["Initiated"].timestamp())
             if not page.get("IsTruncated"):
                 return
-            marker = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+            names = ("NextKeyMarker", "NextUploadIdMarker")
+            key_marker, id_marker = fields_of(page, self._url(self._root), *names)
+            marker = {"KeyMarker": key_marker, "UploadIdMarker": id_marker}
 
     def abort_multipart_uploads(self, older_than_seconds: float) -> int:
         """Abort unfinished multipart uploads, which cost storage although nobody sees them. Return their number.
@@ -235,21 +228,22 @@ class S3Store:
     # ------------------------------------------------------------------ one verb's parts
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        where = self._url(self._root + prefix)
         token: dict[str, str] = {}
         while True:
             page = self._retry(
                 partial(self._call, "list_objects_v2", Prefix=self._root + prefix, **token)
             )
             for item in page.get("Contents", ()):
-                key = item["Key"][len(self._root) :]
+                path, size, etag = fields_of(item, where, "Key", "Size", "ETag")
+                key = path[len(self._root) :]
                 # Web consoles make empty objects like "a/" to show a folder.
                 if key and not key.endswith("/"):
-                    yield ObjectInfo(
-                        key, item["Size"], item["ETag"], item["LastModified"].timestamp()
-                    )
+                    yield ObjectInfo(key, size, etag, _timestamp(item))
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            (next_token,) = fields_of(page, where, "NextContinuationToken")
+            token = {"ContinuationToken": next_token}
 
     def _put(self, path: str, data: bytes, **condition: str) -> str:
         answer = self._retry(partial(self._call, "put_object", Key=path, Body=data, **condition))
@@ -284,7 +278,8 @@ class S3Store:
 
     def _send_parts(self, path: str, read: Callable[[int], bytes], num_parts: int) -> str:
         """Do the requests of `_put_parts`. `read` returns the bytes of a part by its number, from 1."""
-        upload_id = self._call("create_multipart_upload", Key=path)["UploadId"]
+        answer = self._call("create_multipart_upload", Key=path)
+        (upload_id,) = fields_of(answer, self._url(path), "UploadId")
 
         def send(number: int) -> dict[str, Any]:
             part = {"Key": path, "UploadId": upload_id, "PartNumber": number}
@@ -313,7 +308,8 @@ class S3Store:
             IfNoneMatch="*",
         )
         try:
-            return str(self._retry(complete)["ETag"])
+            (etag,) = fields_of(self._retry(complete), self._url(path), "ETag")
+            return str(etag)
         except ObjectNotFound:
             # The store does not know the upload. Either an earlier attempt completed it and the reply was lost, or
             # somebody aborted it.
@@ -426,47 +422,47 @@ class S3Store:
     # ------------------------------------------------------------------ requests
 
     def _retry(self, action: Callable[[], T]) -> T:
-        return retried(self._retries, action)
+        """Do `action` until it succeeds. The requests that it sends know how often it has been tried."""
+        numbers = itertools.count(1)
+
+        def attempt() -> T:
+            outer, self._attempt.number = self._attempt.number, next(numbers)
+            try:
+                return action()
+            finally:
+                self._attempt.number = outer
+
+        return retried(self._retries, attempt)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         """Send one S3 request, without repeating it, and return botocore's answer."""
         where = self._url(arguments.get("Key", self._root))
-        with s3_errors(where, self.bucket):
-            return getattr(self._connect(), method)(Bucket=self.bucket, **arguments)
+        body = arguments.get("Body", b"")
+        is_heavy = method in _HEAVY or not isinstance(body, bytes) or len(body) >= _HEAVY_BYTES
+        with s3_errors(where, self.bucket), waiting(f"{method} {where}"):
+            client = self._connect(is_heavy=is_heavy)
+            return getattr(client, method)(Bucket=self.bucket, **arguments)
 
     def _stream(self, path: str, write: Callable[[bytes], object]) -> str:
         """Send one GET, and pass the object's bytes to `write` piece by piece. Return the etag.
 
         An error is raised if the connection ends before all bytes have come.
         """
-        with s3_errors(self._url(path), self.bucket):
+        where = self._url(path)
+        with s3_errors(where, self.bucket), waiting(f"get_object {where}") as has_come:
             answer = self._connect().get_object(Bucket=self.bucket, Key=path)
             with contextlib.closing(answer["Body"]) as body:
                 while piece := body.read(
                     _READ_BYTES
                 ):  # the read at the end raises if bytes are missing
+                    has_come()
                     write(piece)
             return str(answer["ETag"])
 
-    def _connect(self) -> Any:
-        """Return botocore's client, and make it first if there is none yet.
-
-        The client is not made when the store is opened, because that may ask a server for credentials, and may fail
-        for a moment. Requests are repeated after such a failure. Opening a store is not.
-        """
-        with self._client_lock:
-            now = time.monotonic()
-            if self._client is not None and now - self._connected >= _CONNECTION_SECONDS:
-                self._client.close()  # This closes idle connections; requests that are under way go on.
-                self._connected = now
-            if self._client is None:
-                session = botocore.session.get_session()
-                parsers = session.get_component("response_parser_factory")
-                parsers.set_parser_defaults(timestamp_parser=parse_time)
-                client = session.create_client("s3", config=_CONFIG)
-                client.meta.events.register_first("before-parse.s3.*", check_is_whole)
-                self._client, self._connected = client, now
-            return self._client
+    def _connect(self, *, is_heavy: bool = False) -> Any:
+        """Return botocore's client for this attempt of a request."""
+        policy = self._retries
+        return self._clients.get(policy.silence_limit(self._attempt.number, is_heavy=is_heavy))
 
     def _check_bucket(self) -> None:
         """Raise InputError if the bucket is missing.
@@ -489,32 +485,13 @@ class S3Store:
         return f"s3://{self.bucket}/{path}"
 
 
-def check_is_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
-    """Refuse an answer whose body was cut short. Called by botocore before it parses an answer.
+class _Attempt(threading.local):
+    """The number of the present attempt of the request that the present thread sends."""
 
-    botocore itself checks only the bodies of objects. Without this function, a listing whose body did not arrive would
-    look like an empty listing, and the answer to a bulk deletion would look as if all deletions had succeeded.
-
-    Raises:
-        IncompleteReadError: The body has fewer bytes than its header says.
-    """
-    body, expected = response_dict["body"], response_dict["headers"].get("content-length")
-    if operation_model.http["method"] == "HEAD" or not isinstance(body, bytes) or not expected:
-        return
-    if len(body) < int(expected):
-        raise botocore.exceptions.IncompleteReadError(
-            actual_bytes=len(body), expected_bytes=int(expected)
-        )
+    number = 1
 
 
-def parse_time(text: Any) -> datetime:
-    """Parse a time in an answer of the store. Times in ISO 8601 are parsed quickly, all others by botocore's parser.
-
-    botocore's parser is slow. Reading a listing of 1000 keys takes 110 ms of CPU time with it, and 30 ms with this
-    function.
-    """
-    try:
-        time_read = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        time_read = botocore.utils.parse_timestamp(text)
-    return time_read if time_read.tzinfo else time_read.replace(tzinfo=UTC)
+def _timestamp(answer: dict[str, Any]) -> float:
+    """Return the Unix time at which an object was written; 0 if the store does not tell."""
+    modified = answer.get("LastModified")
+    return modified.timestamp() if modified else 0.0

@@ -100,6 +100,8 @@ def translate(error: Exception, url: str, bucket: str) -> BatchinferError:
         return TransientError(f"{url}: {_first_line(error)}", hint=CREDENTIALS_HINT)
     if isinstance(error, botocore.exceptions.ParamValidationError):
         return InputError(f"{url}: {_first_line(error)}, expected a valid bucket name and key")
+    if isinstance(error, botocore.parsers.ResponseParserError):
+        return _bad_answer(url, _first_line(error))
     if isinstance(error, _LOST):
         return TransientError(
             f"{url}: no answer from the store ({type(error).__name__}: {_first_line(error)})",
@@ -153,6 +155,21 @@ def of_answer(answer: dict[str, Any], url: str, bucket: str) -> BatchinferError:
             hint="some stores need AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
         )
     return StorageError(f"{url}: the store answered {status} {said}")
+
+
+def fields_of(answer: dict[str, Any], url: str, *names: str) -> list[Any]:
+    """Return the fields of a parsed answer. Raises TransientError if the answer about `url` lacks one."""
+    for name in names:
+        if name not in answer:
+            raise _bad_answer(url, f"it has no {name}")
+    return [answer[name] for name in names]
+
+
+def _bad_answer(url: str, what: str) -> TransientError:
+    return TransientError(
+        f"{url}: the answer is not one of an S3 server ({what})",
+        hint="check AWS_ENDPOINT_URL and HTTP_PROXY: a proxy or a login page may answer in the store's place",
+    )
 
 
 def no_such_bucket(bucket: str) -> InputError:

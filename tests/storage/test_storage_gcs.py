@@ -28,6 +28,7 @@ PAGE = 3
 TIME = "2026-01-02T03:04:05.678Z"
 MIB = 1 << 20
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+QUICK_AND_DEAF = RetryPolicy(attempts=3, first_pause_seconds=0.01, silence_seconds=0.1)
 
 
 class FakeGcs(ThreadingHTTPServer):
@@ -246,7 +247,7 @@ def silent_endpoint(server: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.mark.timeout(60)
 def test_server_that_never_answers_is_a_storage_error(silent_endpoint, no_pauses, tmp_path: Path):
-    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK, resumable_bytes=1, silence_seconds=0.2)
+    store = GcsStore(f"gs://{BUCKET}/job", retries=QUICK_AND_DEAF, resumable_bytes=1)
     file = tmp_path / "file"
     file.write_bytes(b"x")
     for verb in (

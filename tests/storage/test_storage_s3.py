@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
-import botocore.config
 import pytest
 
 from batchinfer.core.errors import (
@@ -25,7 +24,7 @@ from batchinfer.core.errors import (
     InputError,
     StorageError,
 )
-from batchinfer.storage import Preconditions, Store, s3
+from batchinfer.storage import Preconditions, Store, s3, s3_client
 from batchinfer.storage.opening import open_store, probe
 from batchinfer.storage.retrying import RetryPolicy
 from batchinfer.storage.s3 import S3Store
@@ -35,6 +34,7 @@ from store_contract import StoreContract
 pytestmark = pytest.mark.s3
 
 QUICK = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+QUICK_TWICE = RetryPolicy(attempts=2, first_pause_seconds=0.01)
 MIB = 1 << 20
 
 
@@ -177,18 +177,17 @@ class _BehindRouter(ThreadingHTTPServer):
 def test_connections_that_a_router_may_have_forgotten_are_not_used_again(
     s3_environment, monkeypatch
 ):
-    monkeypatch.setattr(s3, "_CONFIG", s3._CONFIG.merge(botocore.config.Config(read_timeout=1)))
     with _BehindRouter() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        store = S3Store("s3://bucket/job", retries=RetryPolicy(attempts=1))
+        store = S3Store("s3://bucket/job", retries=RetryPolicy(attempts=1, silence_seconds=1))
         with ThreadPoolExecutor(4) as pool:
             assert [found.data for found in pool.map(store.get, ["k"] * 4)] == [b"1"] * 4
         assert len(server.connections) == 4
         for connection in server.connections:
             connection.is_forgotten.set()
         server.together = threading.Barrier(1)
-        monkeypatch.setattr(s3, "_CONNECTION_SECONDS", 0.0)
+        monkeypatch.setattr(s3_client, "CONNECTION_SECONDS", 0.0)
         try:
             assert store.get("k").data == b"1"
         finally:
@@ -262,7 +261,7 @@ def test_more_than_a_page_of_keys_is_listed_and_deleted(s3_url, client):
     ],
 )
 def test_times_are_read_as_botocore_reads_them(text: object):
-    assert s3.parse_time(text).timestamp() == 1767323045
+    assert s3_client.parse_time(text).timestamp() == 1767323045
 
 
 def test_a_key_of_odd_characters_is_listed_as_it_is(s3_url, client):
@@ -515,18 +514,29 @@ class Scripted:
                 connection.sendall(ANSWER % (status, len(body), body))
 
 
-@pytest.mark.parametrize("body", [b"", b"<ListBucketResult>"], ids=["no-body", "half-a-body"])
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda store: list(store.list()),
-        lambda store: store.delete(["k"]),
-        lambda store: list(store.list_multipart_uploads()),
-    ],
-    ids=["list", "delete", "list_multipart_uploads"],
-)
-def test_answer_that_was_cut_short_is_no_answer(s3_environment, monkeypatch, ask, body: bytes):
-    """A connection may end after the headers: that is no empty listing, and no deletion without failures."""
+PAGE = b"<!DOCTYPE html>\n<html><body>Please log in</body></html>"
+NO_ANSWERS = {
+    "no body": b"Content-Length: 900\r\n\r\n",
+    "half a body": b"Content-Length: 900\r\n\r\n<ListBucketResult>",
+    "half a header": b'x-amz-id: 1\r\nETag: "9a03',
+    "a web page": b"Content-Type: text/html\r\nContent-Length: %d\r\n\r\n%s" % (len(PAGE), PAGE),
+    "another answer": b"Content-Length: 27\r\n\r\n<Other><Key>k</Key></Other>",
+}
+VERBS = {
+    "list": lambda store: list(store.list()),
+    "delete": lambda store: store.delete(["k"]),
+    "list_multipart_uploads": lambda store: list(store.list_multipart_uploads()),
+    "get": lambda store: store.get("k"),
+    "stat": lambda store: store.stat("k"),
+    "create": lambda store: store.create("k", b"1"),
+    "replace": lambda store: store.replace("k", b"1", '"e"'),
+    "start of parts": lambda store: store._retry(lambda: store._send_parts("k", lambda _: b"1", 1)),
+}
+
+
+@contextlib.contextmanager
+def always_answering(reply: bytes) -> Iterator[str]:
+    """A server that answers every request with status 200 and `reply`, and then closes the connection."""
 
     def serve(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -534,22 +544,68 @@ def test_answer_that_was_cut_short_is_no_answer(s3_environment, monkeypatch, ask
                 connection, _ = listener.accept()
                 with connection:
                     request = connection.recv(1 << 16)
-                    if request.startswith(b"POST "):
+                    if request.startswith((b"POST ", b"PUT ")):
                         connection.settimeout(0.2)
                         with contextlib.suppress(TimeoutError):
-                            while connection.recv(1 << 16):
+                            while b"100-continue" not in request and connection.recv(1 << 16):
                                 pass
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n" + body)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n" + reply)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(StorageError, match="after 2 attempts"):
-            ask(
-                S3Store(
-                    "s3://bucket/job", retries=RetryPolicy(attempts=2, first_pause_seconds=0.01)
-                )
-            )
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("reply", NO_ANSWERS.values(), ids=NO_ANSWERS)
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_answer_that_no_s3_server_gives_is_no_answer(
+    s3_environment, monkeypatch, verb: Callable[[S3Store], object], reply: bytes
+):
+    """A cut connection or a proxy's page is no empty listing, no deletion without failures, and no object."""
+    with always_answering(reply) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with pytest.raises(StorageError, match="after 2 attempts") as caught:
+            verb(S3Store("s3://bucket/job", retries=QUICK_TWICE))
+        assert "AWS_ENDPOINT_URL" in caught.value.hint
+
+
+def test_an_empty_answer_to_a_listing_is_no_empty_listing(s3_environment, monkeypatch):
+    with always_answering(b"Content-Length: 0\r\n\r\n") as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        store = S3Store("s3://bucket/job", retries=QUICK_TWICE)
+        with pytest.raises(StorageError, match="it is empty"):
+            list(store.list())
+        with pytest.raises(StorageError, match="it has no ETag"):
+            store.create("k", b"1")
+        store.delete(["k"])  # some stores say nothing if nothing failed
+
+
+def test_an_object_of_an_answer_without_a_length_is_no_object(s3_environment, monkeypatch):
+    """A header that was cut short after the ETag would make every object look empty."""
+    with always_answering(b'ETag: "abc"\r\n') as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        store = S3Store("s3://bucket/job", retries=QUICK_TWICE)
+        for verb in (store.get, store.stat):
+            with pytest.raises(StorageError, match="it has no length"):
+                verb("k")
+
+
+@pytest.mark.parametrize(
+    ("item", "lacks"),
+    [
+        ("<Contents><Key>job/k</Key><Size>1</Size></Contents>", "ETag"),
+        ("<Contents><Key>job/k</Key><ETag>e</ETag></Contents>", "Size"),
+        ("<IsTruncated>true</IsTruncated>", "NextContinuationToken"),
+    ],
+)
+def test_a_listing_that_lacks_a_field_is_a_storage_error(
+    s3_environment, monkeypatch, item: str, lacks: str
+):
+    body = f"<?xml version='1.0'?>\n<ListBucketResult>{item}</ListBucketResult>".encode()
+    with always_answering(b"Content-Length: %d\r\n\r\n%s" % (len(body), body)) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with pytest.raises(StorageError, match=lacks):
+            list(S3Store("s3://bucket/job", retries=QUICK_TWICE).list())
 
 
 @pytest.fixture
