@@ -10,5 +10,6 @@
 * `scenario`: what a seed stands for (job, workers, mishaps), run from its start to a finished run.
 * `cleaning`: `batchinfer clean --yes`, run beside the workers of a share of the seeds (`--clean`: of all).
 * `injections`: mishaps from outside of the workers, each kind in a share of the seeds (`--inject NAME`: in all).
+* `scenes`: scripted scenes for the defects that seeds meet too seldom.
 * `defects`: deliberate mistakes in the worker and in `clean`, each of which the simulation must catch.
 """

@@ -5,9 +5,11 @@ A defect is a context: while it lasts, the mistake is in. `DEFECTS` names them a
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,15 +17,16 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Marker
+from batchinfer.core.records import Claim, Marker, Request, Worker
 from batchinfer.ledger import runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
-from batchinfer.ledger.claims import Claims, Lease, Taken
+from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import open_chunks, opening, schedule, stream
+from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.outgoing import Checkpointer
 
 Defect = AbstractContextManager[Any]
@@ -305,6 +308,126 @@ def clean_releases_living_claims() -> Defect:
     return mock.patch.object(Inventory, "is_claim_alive", return_value=False)
 
 
+def first_sighting_from_asking() -> Defect:
+    """A record counts as seen when its request was sent, although the answer may be much younger."""
+    real = Claims.look
+
+    def look(self: Claims, held: Held) -> Worker | None:
+        asked = self._clock.monotonic()
+        asking = copy.copy(self)
+        asking._clock = SimpleNamespace(monotonic=lambda: asked)  # type: ignore[assignment]
+        return real(asking, held)
+
+    return mock.patch.object(Claims, "look", look)
+
+
+def stale_row_of_a_reopened_chunk() -> Defect:
+    """A row that was prepared for a chunk goes to the engine, although the chunk was closed and opened again since."""
+
+    def take(
+        self: stream.RowStream, max_requests: int, free_slots: Sequence[int] = ()
+    ) -> list[Request] | None:
+        if self._open_chunks.is_closing:
+            return None
+        if not self._window.size or not free_slots:
+            free_slots = [max_requests]
+        queues = self._suspects if self._is_isolating else self._ready
+        if self._is_isolating:
+            queues.set_number(len(free_slots))
+        else:
+            self._release(free_slots)
+        requests: list[Request] = []
+        for index, num_free in enumerate(free_slots):
+            most = min(max_requests, len(requests) + num_free)
+            while queues and len(requests) < most:
+                flight = queues.pop(index)
+                if flight.chunk.name in self._open_chunks.open:
+                    requests.append(self._send(flight))
+        return requests
+
+    return mock.patch.object(stream.RowStream, "take", take)
+
+
+def vanished_segments_count_as_safe() -> Defect:
+    """The rows of a segment that was read count as checkpointed, although other segments of the chunk have vanished."""
+    real = OpenChunk.adopt_segments
+
+    def adopt_segments(self: OpenChunk, *arguments: Any, holds_every_row: bool) -> None:
+        del holds_every_row
+        real(self, *arguments, holds_every_row=True)
+
+    return mock.patch.object(OpenChunk, "adopt_segments", adopt_segments)
+
+
+def loser_deletes_its_output_anywhere() -> Defect:
+    """The second publisher removes its output on a store too where its marker may still come to stand."""
+    real = Publisher.publish
+
+    def publish(
+        self: Publisher, built: Built, marker: Marker, *, chunk: str, leftovers: Sequence[str]
+    ) -> Published:
+        published = real(self, built, marker, chunk=chunk, leftovers=leftovers)
+        ours = layout.output_file(chunk, self._nonce)
+        if not self._is_safe and published.marker.output != ours:
+            self._store.delete([layout.output_key(ours)])
+        return published
+
+    return mock.patch.object(Publisher, "publish", publish)
+
+
+def lease_renewed_as_of_the_end() -> Defect:
+    """A heartbeat counts from when it was answered, although others saw it long before."""
+    real = Lease.renew
+
+    def renew(self: Lease, record: Worker) -> None:
+        real(self, record)
+        if self.error is None:
+            self._renewed = self._clock.monotonic()
+
+    return mock.patch.object(Lease, "renew", renew)
+
+
+def settle_without_the_nonce() -> Defect:
+    """A record of the same epoch counts as one's own, whichever start wrote it."""
+    real = Lease._read
+
+    def read(self: Lease) -> tuple[Worker | None, str]:
+        found, etag = real(self)
+        if found is not None and found.epoch == self.epoch:
+            found = msgspec.structs.replace(found, nonce=self.nonce)
+        return found, etag
+
+    return mock.patch.object(Lease, "_read", read)
+
+
+def every_claim_of_the_id_is_ours() -> Defect:
+    """A claim counts as this start's if it names the worker, whatever its epoch."""
+
+    def is_ours(self: Claims, claim: Claim) -> bool:
+        return claim.worker == self._lease.worker_id
+
+    return mock.patch.object(Claims, "is_ours", is_ours)
+
+
+def clean_ignores_chunks_at_work() -> Defect:
+    """`clean` removes outputs and segments of chunks that a live worker has claimed."""
+    real = clean.find_removals
+
+    def find_removals(
+        inventory: Inventory, config: clean.CleanConfig, *, is_safe: bool
+    ) -> clean.Removals:
+        plan = real(inventory, config, is_safe=is_safe)
+        unclaimed = copy.copy(inventory)
+        unclaimed.claims = {}
+        bold = real(unclaimed, config, is_safe=is_safe)
+        for what in ("orphan outputs", "segments of done chunks"):
+            if what in bold.removed:
+                plan.removed[what] = bold.removed[what]
+        return plan
+
+    return mock.patch.object(clean, "find_removals", find_removals)
+
+
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
@@ -332,5 +455,13 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         clean_takes_every_orphan,
         clean_goes_by_its_own_clock,
         clean_releases_living_claims,
+        first_sighting_from_asking,
+        stale_row_of_a_reopened_chunk,
+        vanished_segments_count_as_safe,
+        loser_deletes_its_output_anywhere,
+        lease_renewed_as_of_the_end,
+        settle_without_the_nonce,
+        every_claim_of_the_id_is_ours,
+        clean_ignores_chunks_at_work,
     )
 }

@@ -91,6 +91,8 @@ class Oracle:
         self._outputs: dict[str, bytes] = {}
         self._writers: dict[str, str] = {}
         """The process that last wrote a worker's record."""
+        self._renewed: dict[str, float] = {}
+        """When a process last wrote its worker's record."""
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._lost_until: dict[str, float] = {}
@@ -143,6 +145,7 @@ class Oracle:
         elif name.startswith(layout.WORKERS):
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._writers[name] = process.name
+            self._renewed[process.name] = self._scheduler.now
             self._ghosts.discard(process.name)
             self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
             if name in self._lost_until:
@@ -191,10 +194,18 @@ class Oracle:
         self._ghosts.add(process.name)
 
     def creating(self, name: str, process: Process) -> None:
-        """Check that whoever is about to write a marker or a segment does not know better."""
-        is_visible = layout.parse_marker(name) or name.startswith(layout.CHECKPOINTS)
-        if is_visible and process.name in self._ghosts:
+        """Check that whoever is about to write an output, a marker or a segment may do so."""
+        if not name.startswith((layout.OUTPUTS, layout.CHECKPOINTS)):
+            return
+        if process.name in self._ghosts:
             self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
+        # A clock that stood still tells its worker nothing of the time that has passed.
+        is_judged = self._is_safe and not process.frozen_seconds
+        silent_seconds = self._scheduler.now - self._renewed.get(process.name, 0.0)
+        if is_judged and silent_seconds > self.lease_seconds:
+            self.fail(
+                f"lease: {process.name} writes {name} {silent_seconds:.2f} s after its heartbeat"
+            )
 
     # -- machine.Ward
 

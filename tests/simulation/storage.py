@@ -10,6 +10,7 @@ import bisect
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import greenlet
@@ -363,6 +364,11 @@ class SimStore(S3Store):
         if self._network.server.watcher is not None:
             self._network.server.watcher.creating(key, self._process)
         return super().create(key, data)
+
+    def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
+        if self._network.server.watcher is not None:
+            self._network.server.watcher.creating(key, self._process)
+        return super().create_file(key, path, is_final=is_final)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._network.request(self._process, method, arguments)

@@ -22,6 +22,7 @@ from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
+from simulation.defects import DEFECTS
 
 PROMPT = PromptConfig(prompt_column="q", keep=["note"])
 
@@ -252,6 +253,29 @@ def test_the_engine_only_takes_what_the_loop_has_prepared(chunks: ChunksPutByHan
     keep_books(stream)
     assert [request.key for request in stream.take(4) or []] == [("first", 0), ("first", 1)]
     assert stream.take(4) == []
+
+
+def keys_after_reopening(chunks: ChunksPutByHand) -> list[RowKey]:
+    """The rows that the engine gets of a chunk that was closed and opened again after its prompts were built."""
+    stream = stream_over(chunks)
+    chunks.put("a", 2)
+    keep_books(stream)
+    keep_books(stream)
+    chunks.open.pop("a").close()
+    chunks.put("a", 2)
+    return [request.key for request in take(stream)]
+
+
+def test_a_row_of_a_chunk_that_was_closed_and_opened_again_is_not_handed_out(
+    chunks: ChunksPutByHand,
+) -> None:
+    """Else the engine had the row twice: prepared for the chunk as it was, and as it is."""
+    assert keys_after_reopening(chunks) == [("a", 0), ("a", 1)]
+
+
+def test_the_check_of_the_chunks_identity_is_what_keeps_it_back(chunks: ChunksPutByHand) -> None:
+    with DEFECTS["stale_row_of_a_reopened_chunk"]():
+        assert len(keys_after_reopening(chunks)) == 4
 
 
 def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutByHand) -> None:

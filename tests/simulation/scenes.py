@@ -1,0 +1,145 @@
+"""The shortest scenes that show those deliberate defects that seeds meet seldom. Each asserts what must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import Interrupted, Superseded
+from batchinfer.core.records import Claim, Marker
+from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
+from batchinfer.ledger.survey import release_given_up
+from batchinfer.storage import Object
+from batchinfer.storage.memory import MemoryStore
+from fakes import FakeClock, marker_record, nonces, worker_record
+
+from .oracle import RUN
+from .scheduler import Process
+from .stage import Stage, when
+
+CHUNK = "part-00000"
+LEASE_SECONDS = 6.0
+
+
+class _Slow(MemoryStore):
+    """A store whose answers take long, and are as young as their end."""
+
+    clock: FakeClock
+    seconds = 0.0
+
+    def get(self, key: str) -> Object:
+        self.clock.sleep(self.seconds)
+        return super().get(key)
+
+
+def _start(store: MemoryStore, clock: FakeClock, nonce: str) -> tuple[Lease, Claims]:
+    lease = Lease(store, "w0", clock, lease_seconds=LEASE_SECONDS, nonce=nonce)
+    lease.take(lambda _: worker_record())
+    return lease, Claims(store, lease, clock, new_nonce=nonces(nonce))
+
+
+def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:
+    """The answer took two leases, and showed the owner's newest heartbeat."""
+    store, clock = _Slow("memory://scene-sighting"), FakeClock()
+    store.clock = clock
+    _, claims = _start(store, clock, "watcher")
+    record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=LEASE_SECONDS)
+    store.create(layout.worker_key("w9"), codec.encode(record))
+    held = Held(Claim(worker="w9", epoch=1, nonce="n"), "")
+    store.seconds = 2 * LEASE_SECONDS
+    assert claims.look(held) is not None
+    store.seconds = 0.0
+    assert claims.look(held) is not None
+
+
+def a_ghost_leaves_its_successors_claim_alone() -> None:
+    """It had given the chunk up, and releases what its own late write may have left there."""
+    store, clock = MemoryStore("memory://scene-ghost"), FakeClock()
+    _, ghost = _start(store, clock, "old")
+    _, successor = _start(store, clock, "new")
+    successor.take(CHUNK)
+    with suppress(Superseded):
+        release_given_up(store, ghost, [CHUNK])
+    key = layout.claim_key(CHUNK)
+    assert decode_claim(store.get(key).data, key).worker == "w0"
+
+
+def rows_beside_vanished_segments_are_saved_again() -> None:
+    """Somebody removes the segments of a chunk while a worker reads them; the first one had been read by then."""
+    with Stage([[f"say {index}" for index in range(40)]]) as stage:
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_rows=1)
+        first, second, *_ = stage.server.keys(RUN + layout.CHECKPOINTS)
+        adopted = _lines(stage.server.objects[first].data)
+
+        def hook(_number: int, method: str, key: str, _process: Process) -> None:
+            if method == "get_object" and key == second and second in stage.server.objects:
+                for each in stage.server.keys(RUN + layout.CHECKPOINTS):
+                    stage.server.delete(each)
+
+        stage.scheduler.after(6.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(hook=hook)
+        saved = {
+            line for data in stage.objects(layout.CHECKPOINTS).values() for line in _lines(data)
+        }
+        assert adopted
+        assert adopted <= saved
+
+
+def _lines(segment: bytes) -> set[int]:
+    return {codec.decode(text, dict, name="a row")["line"] for text in segment.splitlines()[1:]}
+
+
+def an_output_that_a_late_marker_may_name_stays() -> None:
+    """Preconditions are ignored: the marker that timed out overwrites the one that came first."""
+    with Stage([["mine"]]) as stage:
+        stage.server.is_safe = False
+        stage.network.attempts = 1
+        is_marker = when(
+            lambda method, key: method == "put_object" and ".succeed" in key, "late", times=1
+        )
+
+        def put_theirs() -> None:
+            marker = marker_record(output=f"{CHUNK}.other.jsonl", nonce="other", worker="w9")
+            stage.put(layout.output_key(marker.output), b"theirs")
+            stage.put(layout.marker_key(CHUNK), codec.encode(marker))
+
+        def hook(number: int, method: str, key: str, process: Process) -> str | float | None:
+            fate = is_marker(number, method, key, process)
+            if fate:
+                stage.scheduler.after(0.0, put_theirs)
+                stage.network.weather.late_seconds = 500.0
+            return fate
+
+        stage.run(hook=hook)
+        stage.scheduler.run(float("inf"))
+        key = layout.marker_key(CHUNK)
+        marker = codec.decode(stage.objects()[key], Marker, name=key)
+        assert marker.worker == "w0"
+        assert layout.output_key(marker.output) in stage.objects()
+
+
+def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
+    """A chunk that is done has a claim again, and an output whose marker may follow."""
+    with Stage([["mine"]]) as stage:
+        assert stage.run().is_success
+        orphan = layout.output_key(layout.output_file(CHUNK, 16 * "a"))
+        stage.put(orphan, b"the next generation's")
+        stage.scheduler.run(stage.scheduler.now + 20_000.0)
+        record = worker_record(id="w9", epoch=1, nonce="n", lease_seconds=LEASE_SECONDS)
+        stage.put(layout.worker_key("w9"), codec.encode(record))
+        stage.put(layout.claim_key(CHUNK), codec.encode(Claim(worker="w9", epoch=1, nonce="n")))
+        stage.clean()
+        assert orphan in stage.objects()
+
+
+SCENES: dict[str, Callable[[], None]] = {
+    "first_sighting_from_asking": an_owner_seen_by_a_slow_answer_keeps_its_claim,
+    "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
+    "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
+    "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
+    "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
+}
+"""By the name of the defect."""
