@@ -287,7 +287,8 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
     shape = shape or Shape()
     job_bytes = codec.encode_pretty(make_job(shape))
     job.create(layout.JOB_KEY, job_bytes)
-    run.create(layout.RUN_KEY, codec.encode_pretty(make_run(job_bytes)))
+    written = make_run(job_bytes)
+    run.create(layout.RUN_KEY, codec.encode_pretty(written))
     workers = make_workers(shape)
     for worker in workers:
         run.create(layout.worker_key(worker.id), codec.encode(worker))
@@ -305,7 +306,9 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
                 for i in range(shape.rows_in_outputs)
             )
             job.create(layout.chunk_file(name, "none"), rows.encode())
-        changes = {"rows_ok": shape.rows_in_outputs} if index < shape.num_outputs else {}
+        changes: dict[str, Any] = {"fingerprint": written.fingerprint}
+        if index < shape.num_outputs:
+            changes["rows_ok"] = shape.rows_in_outputs
         marker = make_marker(name, workers[index % len(workers)].id, body, shape, **changes)
         run.create(layout.marker_key(name), codec.encode(marker))
 

@@ -23,6 +23,7 @@ from batchinfer.core.errors import BatchinferError, InputError, NewerVersion, Ob
 from batchinfer.core.records import Claim, Job, Marker, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, seems_gone
 from batchinfer.ledger.jobs import OpenStore
+from batchinfer.ledger.publishing import marker_fingerprint
 from batchinfer.ledger.runs import find_job, job_sha256_of, no_run, read_run
 from batchinfer.storage import ObjectInfo, Store
 
@@ -33,7 +34,9 @@ K = TypeVar("K")
 NUM_READERS = 24
 """Number of objects that are read at the same time."""
 _SHOWN = 3
-"""Largest number of foreign files that a note names."""
+"""Largest number of foreign files, or of chunks, that a note names."""
+_MOST_COMPARED = 200
+"""Largest number of markers that `RunReader` reads to compare them with run.json."""
 
 
 class Damaged(NamedTuple):
@@ -300,6 +303,20 @@ class SeenMarker(NamedTuple):
     modified: float
 
 
+def suspect_markers(store: Store, markers: Mapping[str, SeenMarker]) -> dict[str, int]:
+    """Return the markers that may be of another configuration than run.json: their generations, by chunk.
+
+    Workers write run.json before the first marker. So a marker that is older than run.json was written while another
+    run.json stood there, if the run was not copied. A marker of the same time is suspect too, since buckets cut times
+    to whole seconds. Without run.json, and in a store that gives no times, all markers are suspect. Costs one request.
+    """
+    try:
+        made = store.stat(layout.RUN_KEY).modified or float("inf")
+    except ObjectNotFound:
+        made = float("inf")
+    return {name: marker.generation for name, marker in markers.items() if marker.modified <= made}
+
+
 class SeenWorker(NamedTuple):
     """A worker's record.
 
@@ -361,6 +378,8 @@ class RunReader:
         self._run: Run | None = None
         self._job: tuple[Job, str] | None = None
         self._seen: dict[str, _Seen] = {}
+        self._fingerprints: dict[tuple[str, int], str] = {}
+        """Fingerprints in those markers that were compared with run.json, by chunk and generation."""
 
     def read(self) -> Snapshot:
         """Look at the run.
@@ -384,6 +403,8 @@ class RunReader:
         if foreign:
             shown = ", ".join(sorted(foreign)[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
             notes.append(f"{len(foreign)} foreign files, left alone: {shown}")
+        if self._run is not None:
+            notes += self._compare(markers, self._run.fingerprint)
         return Snapshot(
             url=self._store.url,
             taken=self._clock.now(),
@@ -406,6 +427,24 @@ class RunReader:
         except ObjectNotFound:
             return False
         return True
+
+    def _compare(self, markers: dict[str, SeenMarker], fingerprint: str) -> list[str]:
+        """Return a note if chunks were done with another configuration than run.json, which was removed or replaced."""
+        suspects = list(suspect_markers(self._store, markers).items())[:_MOST_COMPARED]
+        unread = [each for each in suspects if each not in self._fingerprints]
+        found = in_parallel(lambda each: marker_fingerprint(self._store, *each), unread)
+        self._fingerprints |= zip(unread, found, strict=True)
+        foreign = [
+            each[0] for each in suspects if self._fingerprints[each] not in ("", fingerprint)
+        ]
+        if not foreign:
+            return []
+        shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
+        note = (
+            f"made with two configurations: at least {len(foreign)} chunks were done before run.json was replaced, "
+            f"with other options ({shown}); workers refuse to go on, and `batchinfer verify` tells what mends it"
+        )
+        return [note]
 
     def _read_workers(self, infos: Iterable[ObjectInfo], notes: list[str]) -> list[SeenWorker]:
         listed = list(infos)

@@ -147,13 +147,19 @@ def has_own_marker(store: Store, ref: ChunkRef, generation: int) -> bool:
     return True
 
 
-def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
-    """Whether a chunk's marker of this generation counts error rows; False if it cannot be read. Costs one request."""
+def _readable_marker(store: Store, chunk: str, generation: int) -> Marker | None:
+    """Read a chunk's marker of this generation; None if it is gone or cannot be read. Costs one request."""
     key = layout.marker_key(chunk, generation)
     try:
-        return codec.decode(store.get(key).data, Marker, name=key).rows_error > 0
+        return codec.decode(store.get(key).data, Marker, name=key)
     except (ObjectNotFound, InputError):
-        return False
+        return None
+
+
+def has_error_rows(store: Store, chunk: str, generation: int) -> bool:
+    """Whether a chunk's marker of this generation counts error rows; False if it cannot be read. Costs one request."""
+    marker = _readable_marker(store, chunk, generation)
+    return marker is not None and marker.rows_error > 0
 
 
 def has_only_errors(store: Store, chunk: str, generation: int) -> bool:
@@ -161,12 +167,14 @@ def has_only_errors(store: Store, chunk: str, generation: int) -> bool:
 
     False if the marker cannot be read.
     """
-    key = layout.marker_key(chunk, generation)
-    try:
-        marker = codec.decode(store.get(key).data, Marker, name=key)
-    except (ObjectNotFound, InputError):
-        return False
-    return marker.rows_error > 0 and marker.rows_ok == 0
+    marker = _readable_marker(store, chunk, generation)
+    return marker is not None and marker.rows_error > 0 and marker.rows_ok == 0
+
+
+def marker_fingerprint(store: Store, chunk: str, generation: int) -> str:
+    """Return the fingerprint in a chunk's marker of this generation; "" if it cannot be read. Costs one request."""
+    marker = _readable_marker(store, chunk, generation)
+    return "" if marker is None else marker.fingerprint
 
 
 def repair_generation(

@@ -5,8 +5,9 @@ The first worker creates run.json. Every later worker must have a configuration 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = "(not known before the engine has loaded)"
 _SHOWN = 200
+_SHOWN_CHUNKS = 3
+"""Largest number of chunks that an error names."""
 _ALIASES = {"s3a": "s3", "r2": "s3", "gcs": "gs"}
 _PUT_BACK = "put run.json back as the run's first worker wrote it, or start another run with another --output"
 
@@ -139,15 +142,24 @@ def no_run(store: Store) -> InputError:
 
 
 def join_run(
-    store: Store, config: dict[str, Any], recorded: dict[str, Any], *, nonce: str, is_safe: bool
+    store: Store,
+    config: dict[str, Any],
+    recorded: dict[str, Any],
+    *,
+    nonce: str,
+    is_safe: bool,
+    marked: Mapping[str, str] | None = None,
 ) -> Run:
     """Create run.json, or check that the existing one has the same fingerprint.
+
+    It is not created if there are markers of another configuration. `marked`: The fingerprints in markers, by chunk.
 
     On a store without preconditions (`is_safe` is false) two workers that start at once may both write run.json. Each
     of them then reads run.json back, to see whose version stayed. This does not notice a version that is written later.
 
     Raises:
-        RunMismatch: The run has another configuration. The message names each difference.
+        RunMismatch: The run, or a chunk that is done, has another configuration. The message names each difference, or
+            the chunks.
     """
     config = _plain(config)
     mine = Run(
@@ -159,6 +171,7 @@ def join_run(
     )
     standing = read_run(store)
     if standing is None:
+        refuse_foreign(marked or {}, mine.fingerprint, url=store.url)
         try:
             store.create(layout.RUN_KEY, codec.encode_pretty(mine))
         except AlreadyExists:
@@ -188,14 +201,58 @@ def check_same(run: Run, config: dict[str, Any], *, url: str) -> None:
     Raises:
         RunMismatch: The configurations differ. The message has one line for each difference.
     """
-    differences = differing_keys(run.config, _plain(config))
-    if differences:
-        lines = "\n".join(
-            f"  {key}: the run has {there}, this worker {here}" for key, there, here in differences
-        )
+    if lines := _differences(run, config):
         raise RunMismatch(
             f"{url}: the run was made with another configuration:\n{lines}",
             hint="use the run's values, or start another run with another --output",
+        )
+
+
+def _differences(run: Run, config: dict[str, Any]) -> str:
+    """Return one line for each key of a configuration whose value differs from the run's."""
+    return "\n".join(
+        f"  {key}: the run has {there}, this worker {here}"
+        for key, there, here in differing_keys(run.config, _plain(config))
+    )
+
+
+def refuse_foreign(marked: Mapping[str, str], fingerprint: str, *, url: str) -> None:
+    """Refuse a run in which chunks were done with another configuration. `marked`: The fingerprints in their markers.
+
+    An empty fingerprint is not known, and is not compared.
+
+    Raises:
+        RunMismatch: A marker has another fingerprint than `fingerprint`.
+    """
+    foreign = sorted(name for name, each in marked.items() if each not in ("", fingerprint))
+    if not foreign:
+        return
+    more = f" and {len(foreign) - _SHOWN_CHUNKS} more" if len(foreign) > _SHOWN_CHUNKS else ""
+    redo = " ".join(f"--redo {name}" for name in foreign[:_SHOWN_CHUNKS]) + (" …" if more else "")
+    raise RunMismatch(
+        f"{url}: was made with two configurations: the markers of {', '.join(foreign[:_SHOWN_CHUNKS])}{more} have the "
+        f"fingerprint {marked[foreign[0]]}, run.json or this worker has {fingerprint}",
+        hint=f"{_PUT_BACK}; or do these chunks again: batchinfer clean {url} {redo} --yes",
+    )
+
+
+def confirm_run(store: Store, run: Run) -> None:
+    """Check that a run that this worker has joined still has its configuration. A run.json that is gone is put back.
+
+    Raises:
+        RunMismatch: run.json was replaced by one with another configuration.
+    """
+    standing = read_run(store)
+    if standing is None:
+        logger.warning("%s/%s: was removed; it is put back", store.url, layout.RUN_KEY)
+        with contextlib.suppress(AlreadyExists):
+            store.create(layout.RUN_KEY, codec.encode_pretty(run))
+        standing = read_run(store) or run
+    if lines := _differences(standing, run.config):
+        raise RunMismatch(
+            f"{store.url}/{layout.RUN_KEY}: was replaced while this worker ran, by one of another configuration:\n"
+            f"{lines}",
+            hint=f"{_PUT_BACK}; `batchinfer verify` tells which chunks are of which",
         )
 
 

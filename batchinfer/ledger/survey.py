@@ -14,6 +14,7 @@ from batchinfer.core import layout
 from batchinfer.core.errors import ObjectNotFound
 from batchinfer.core.records import Worker
 from batchinfer.ledger.claims import Claims, Held, decode_claim
+from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, read_marker
 from batchinfer.storage import Store
@@ -36,11 +37,16 @@ class Survey(NamedTuple):
 
 
 def finished_chunks(store: Store) -> dict[str, int]:
-    """Return every chunk that has a marker, with the highest generation of its markers, from one listing of outputs/.
+    """Return every chunk that has a marker, with the highest generation of its markers. See `newest_markers`."""
+    return {name: marker.generation for name, marker in newest_markers(store).items()}
+
+
+def newest_markers(store: Store) -> dict[str, SeenMarker]:
+    """Return every chunk that has a marker, with the newest of its markers, from one listing of outputs/.
 
     A marker does not count if it is too short to be whole, or if its chunk has no output.
     """
-    found: dict[str, int] = {}
+    found: dict[str, SeenMarker] = {}
     outputs: set[str] = set()
     for info in store.list(layout.OUTPUTS):
         marker = layout.parse_marker(info.key)
@@ -48,8 +54,9 @@ def finished_chunks(store: Store) -> dict[str, int]:
             outputs.update(layout.chunks_of_output(info.key))
         elif info.bytes >= SMALLEST_MARKER_BYTES:
             name, generation = marker
-            found[name] = max(generation, found.get(name, 0))
-    return {name: generation for name, generation in found.items() if name in outputs}
+            if name not in found or generation > found[name].generation:
+                found[name] = SeenMarker(generation, info.modified)
+    return {name: marker for name, marker in found.items() if name in outputs}
 
 
 def chunks_with_checkpoints(store: Store) -> dict[str, int]:

@@ -17,7 +17,14 @@ from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
-from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
+from batchinfer.ledger.runs import (
+    UNKNOWN,
+    check_same,
+    confirm_run,
+    join_run,
+    read_run,
+    refuse_foreign,
+)
 from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
 from batchinfer.storage import Store
 from batchinfer.worker.config import Environment, WorkerConfig
@@ -52,6 +59,8 @@ class Membership:
         """The worker's configuration. If it names no revision of the model, `check` adds the one in run.json."""
         self.run: Run | None = None
         """The content of run.json; None until this worker has found or created the file."""
+        self._marked: dict[str, str] = {}
+        """Fingerprints in those markers of other workers and earlier starts that were compared, by chunk."""
 
     def check(self) -> None:
         """Refuse a configuration that cannot work, before an engine is loaded and run.json is written. Writes nothing.
@@ -73,6 +82,30 @@ class Membership:
                 self.assignment.job, builder.needed_columns, optional=prompt.optional_columns
             )
 
+    def compare(self, marked: dict[str, str]) -> None:
+        """Refuse markers of another configuration than run.json. Without run.json they are compared by `join`.
+
+        Args:
+            marked: The fingerprints in markers, by chunk.
+
+        Raises:
+            RunMismatch: a chunk was done with another configuration.
+        """
+        self._marked |= marked
+        if self.run is not None:
+            refuse_foreign(self._marked, self.run.fingerprint, url=self._store.url)
+
+    def confirm(self) -> None:
+        """Check at the end that the run still has this worker's configuration.
+
+        Raises:
+            RunMismatch: run.json was replaced; or there is none, and the markers are of two configurations.
+        """
+        if self.run is not None:
+            confirm_run(self._store, self.run)
+        elif known := set(self._marked.values()) - {""}:
+            refuse_foreign(self._marked, min(known), url=self._store.url)
+
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
         """Create run.json, or check that the existing run.json has the same fingerprint. See ledger.runs.join_run."""
         self.run = join_run(
@@ -81,7 +114,9 @@ class Membership:
             self._recorded(info),
             nonce=nonce,
             is_safe=is_safe,
+            marked=self._marked,
         )
+        self.compare({})
         return self.run
 
     def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:

@@ -112,6 +112,8 @@ class OpenChunks:
         self._opening_seconds = _FIRST_OPENING_SECONDS
         self.open: dict[str, OpenChunk] = {}
         self.failures: dict[str, BatchinferError] = {}
+        self.published: set[str] = set()
+        """Names of the chunks whose marker this process has written."""
         self._is_closing = False
         self._is_saving = False
 
@@ -438,6 +440,8 @@ class OpenChunks:
     def _close(self, chunk: OpenChunk, outcome: str) -> None:
         self.open.pop(chunk.name, None)
         self._publish_queue.drop(chunk)
+        if outcome == "done":
+            self.published.add(chunk.name)
         if outcome in ("done", "lost"):
             self._schedule.finished(chunk.name)
         if (outcome == "lost" or (outcome == "done" and self._is_saving)) and chunk.segment_keys:

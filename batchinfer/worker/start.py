@@ -28,15 +28,17 @@ from batchinfer.core.records import EngineInfo, Run
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.inventory import SeenMarker, suspect_markers
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
     Publisher,
     has_error_rows,
     has_only_errors,
     has_own_marker,
+    marker_fingerprint,
     repair_generation,
 )
-from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks
+from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks, newest_markers
 from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
@@ -181,7 +183,7 @@ class _Start:
         stack: contextlib.ExitStack,
     ) -> None:
         environment, config = self.environment, self.config
-        finished = environment.background.submit(partial(finished_chunks, self.store))
+        listed = environment.background.submit(partial(newest_markers, self.store))
         with_checkpoints = environment.background.submit(
             partial(chunks_with_checkpoints, self.store)
         )
@@ -189,7 +191,9 @@ class _Start:
         tokenizer = environment.background.submit(
             partial(environment.load_tokenizer, config.engine)
         )
-        done = self._await(finished)
+        markers = self._await(listed)
+        self._compare_markers(membership, markers)
+        done = {name: marker.generation for name, marker in markers.items()}
         done = self._without_foreign_markers(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
@@ -203,6 +207,7 @@ class _Start:
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
             self._raise_failures(open_chunks)
+            self._confirm(membership, markers, open_chunks)
             return
         self.info = info
         run = self._join(membership, info, opener, open_chunks)
@@ -211,6 +216,7 @@ class _Start:
         stream = self._make_stream(builder, open_chunks, info, run)
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
+        self._confirm(membership, markers, open_chunks)
 
     def _look_for_answers(self) -> None:
         """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
@@ -365,6 +371,47 @@ class _Start:
             )
 
         return repair_generation([ref.name for ref in own], done, have_errors)
+
+    def _compare_markers(self, membership: Membership, markers: dict[str, SeenMarker]) -> None:
+        """Refuse a run whose markers are of another configuration than run.json, which was removed or replaced.
+
+        Once there is a run.json, each worker compares the markers of its own manifests.
+        """
+        suspects = self._unless_stopped(partial(suspect_markers, self.store, markers))
+        if membership.run is not None:
+            own = [ref.name for ref in membership.assignment.chunks]
+            suspects = {name: suspects[name] for name in own if name in suspects}
+        membership.compare(self._read_fingerprints(suspects))
+
+    def _confirm(
+        self, membership: Membership, before: dict[str, SeenMarker], open_chunks: OpenChunks
+    ) -> None:
+        """Check that all chunks of this worker's manifests were done with the configuration of the run.
+
+        `before` are the markers that this start found at its beginning.
+        """
+        own = {ref.name for ref in membership.assignment.chunks} - open_chunks.published
+        if own and (self.config.retry_errors or not own <= before.keys()):
+            listing = self.environment.background.submit(partial(newest_markers, self.store))
+            now = self._await(listing)
+            new = {
+                name: marker.generation
+                for name, marker in now.items()
+                if name in own and before.get(name) != marker
+            }
+            membership.compare(self._read_fingerprints(new))
+        self._unless_stopped(membership.confirm, may_finish=True)
+
+    def _read_fingerprints(self, generations: dict[str, int]) -> dict[str, str]:
+        """Read markers, given by their chunk and generation. Returns the fingerprints in them, by chunk."""
+        found: dict[str, str] = {}
+
+        def read(each: tuple[str, int]) -> bool:
+            found[each[0]] = marker_fingerprint(self.store, *each)
+            return True
+
+        self._select(read, list(generations.items()))
+        return found
 
     def _without_foreign_markers(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
         """Return `done` without those own chunks whose marker was written for a different file of the same name.

@@ -43,7 +43,14 @@ def opener(now: float = NOW) -> Callable[[str], Store]:
 def write(root: str, shape: Shape = SMALL) -> str:
     run = f"{root}/runs/a"
     write_big_run(opener(shape.now)(root), opener(shape.now)(run), shape)
+    put_run_again(run, shape.now - 3600.0)
     return run
+
+
+def put_run_again(run: str, now: float) -> None:
+    """Write run.json as it is, at this time."""
+    store = opener(now)(run)
+    overwrite(store, layout.RUN_KEY, store.get(layout.RUN_KEY).data)
 
 
 def look(run: str, *, job: str = "", now: float = NOW) -> Overview:
@@ -195,6 +202,19 @@ def test_a_job_json_that_cannot_be_read_is_noted_until_it_can(root: str) -> None
     seen = status.look()
     assert seen.rows.total is not None
     assert not any("job.json" in note for note in seen.notes)
+
+
+def test_a_run_whose_run_json_was_replaced_is_noted(root: str) -> None:
+    run = write(root)
+    put_run_again(run, NOW + 60.0)
+    assert not any("two configurations" in note for note in look(run).notes), "it is the same"
+    store = opener(NOW + 60.0)(run)
+    other = make_run(opener()(root).get(layout.JOB_KEY).data, limit=200)
+    overwrite(store, layout.RUN_KEY, codec.encode_pretty(other))
+    [note] = [note for note in look(run).notes if "two configurations" in note]
+    assert "at least 12 chunks" in note
+    assert "part-00000, part-00001, part-00002, …" in note
+    assert "batchinfer verify" in note
 
 
 def test_foreign_and_damaged_files_are_noted_and_left_out(root: str) -> None:

@@ -386,12 +386,32 @@ class Scenario:
             # One that woke up just now may have made the run its own: who comes later takes its configuration.
             is_late = slot.temperature != self._temperature()
             slot.temperature = self._temperature()
-            if start.outcome != "EngineDied" and not is_late:
+            is_mixed = start.outcome == "RunMismatch" and self._redo_foreign()
+            if start.outcome != "EngineDied" and not is_late and not is_mixed:
                 break
         if start.outcome != "SUCCESS":
             self.oracle.fail(f"P5: the clean worker cannot finish the run: {start.outcome}")
         self.oracle.check_end()
         self._raise()
+
+    def _redo_foreign(self) -> bool:
+        """Remove the markers of another configuration than run.json, as `clean --redo` does. Whether there were any.
+
+        Only where preconditions are ignored: there run.json may be written twice, and each of them is joined.
+        """
+        if self.plot.is_safe:
+            return False
+        fingerprint = json.loads(self.server.objects[RUN + layout.RUN_KEY].data)["fingerprint"]
+        foreign = [
+            key
+            for key in self.server.keys(RUN + layout.OUTPUTS)
+            if layout.parse_marker(key.removeprefix(RUN))
+            and json.loads(self.server.objects[key].data)["fingerprint"] != fingerprint
+        ]
+        self.scheduler.log("scenario", f"do again: {foreign}")
+        for key in foreign:
+            self.server.delete(key)
+        return bool(foreign)
 
     def _temperature(self) -> float:
         """The run's configuration, once it exists."""

@@ -1,0 +1,168 @@
+"""One configuration per run, also where run.json is removed or replaced: a run of two is refused, never a success."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from batchinfer.core import codec, layout
+from batchinfer.core.errors import Interrupted, RunMismatch
+from batchinfer.core.records import Marker, Run
+from simulation.machine import sampling
+from simulation.oracle import RUN
+from simulation.stage import Ending, Stage
+
+OTHER = {"sampling": sampling(0.7)}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6], num_workers=3) as made:
+        made.engine.max_in_flight = 6
+        yield made
+
+
+def run_first(stage: Stage) -> None:
+    """Do the first chunk only."""
+    assert stage.run("w9", manifest=layout.worker_manifest(0, 3), steal=False).is_success
+    assert set(markers(stage)) == {"part-00000"}
+    stage.scheduler.now += 1000.0
+
+
+def markers(stage: Stage) -> dict[str, Marker]:
+    found = {}
+    for key, data in stage.objects(layout.OUTPUTS).items():
+        parsed = layout.parse_marker(key)
+        if parsed is not None:
+            found[parsed[0]] = codec.decode(data, Marker, name=key)
+    return found
+
+
+def stored_run(stage: Stage) -> Run:
+    return codec.decode(stage.objects()[layout.RUN_KEY], Run, name="run.json")
+
+
+def other_run(stage: Stage) -> bytes:
+    """The run.json of the same job with another temperature."""
+    run = stored_run(stage)
+    config = run.config | {"sampling": run.config["sampling"] | {"temperature": 0.7}}
+    changed = msgspec.structs.replace(run, config=config, fingerprint=codec.fingerprint(config))
+    return codec.encode_pretty(changed)
+
+
+def assert_refused(ending: Ending, *words: str) -> None:
+    error = ending.error
+    assert isinstance(error, RunMismatch)
+    assert error.exit_status == 2
+    for word in words:
+        assert word in error.message + error.hint
+
+
+class TestAtTheStart:
+    def test_a_removed_run_does_not_go_on_with_other_options(self, stage: Stage) -> None:
+        run_first(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        before = stage.objects(layout.OUTPUTS)
+        num_taken = len(stage.taken)
+        assert_refused(stage.run(**OTHER), "part-00000", "clean", "--redo", "--output")
+        assert stage.objects(layout.OUTPUTS) == before
+        assert layout.RUN_KEY not in stage.objects()
+        assert len(stage.taken) == num_taken
+
+    def test_a_removed_run_goes_on_with_the_same_options(self, stage: Stage) -> None:
+        run_first(stage)
+        run = stored_run(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        assert stage.run().is_success
+        assert stored_run(stage).fingerprint == run.fingerprint
+        assert {marker.fingerprint for marker in markers(stage).values()} == {run.fingerprint}
+
+    def test_a_replaced_run_does_not_go_on(self, stage: Stage) -> None:
+        run_first(stage)
+        stage.put(layout.RUN_KEY, other_run(stage))
+        before = stage.objects(layout.OUTPUTS)
+        num_taken = len(stage.taken)
+        stage.engine.load_seconds = 100.0
+        began = stage.scheduler.now
+        assert_refused(stage.run(**OTHER), "part-00000")
+        assert stage.scheduler.now < began + 50, "it waited for the engine"
+        assert stage.objects(layout.OUTPUTS) == before
+        assert len(stage.taken) == num_taken
+
+    def test_a_run_that_is_complete_and_mixed_is_no_success(self, stage: Stage) -> None:
+        run_first(stage)
+        first = stored_run(stage)
+        assert stage.run().is_success
+        stage.put(layout.RUN_KEY, other_run(stage))
+        assert_refused(stage.run(**OTHER), "part-00000", "part-00001")
+        stage.server.delete(RUN + layout.RUN_KEY)
+        name = layout.marker_key("part-00001")
+        marker = msgspec.structs.replace(markers(stage)["part-00001"], fingerprint="another")
+        stage.put(name, codec.encode(marker))
+        assert_refused(stage.run(), "another", first.fingerprint)
+
+    def test_markers_that_are_younger_than_the_run_are_not_read(self, stage: Stage) -> None:
+        run_first(stage)
+        manifest = layout.worker_manifest(1, 3)
+        assert stage.run(manifest=manifest, steal=False).is_success
+        read = []
+
+        def hook(_number: int, method: str, key: str, _process: object) -> None:
+            if method == "get_object" and layout.MARKER_SUFFIX in key:
+                read.append(key)
+
+        assert stage.run(hook=hook).is_success
+        assert RUN + layout.marker_key("part-00001") not in read
+
+
+class TestAtTheEnd:
+    def test_a_run_that_is_replaced_while_a_worker_runs_is_no_success(self, stage: Stage) -> None:
+        stage.engine.row_seconds = 5.0
+        stage.scheduler.after(8.0, lambda: stage.put(layout.RUN_KEY, other_run(stage)))
+        assert_refused(stage.run(), "temperature", "while this worker ran")
+
+    def test_a_run_that_is_removed_while_a_worker_runs_is_put_back(self, stage: Stage) -> None:
+        stage.engine.row_seconds = 5.0
+        before: list[Run] = []
+
+        def remove() -> None:
+            before.append(stored_run(stage))
+            stage.server.delete(RUN + layout.RUN_KEY)
+
+        stage.scheduler.after(8.0, remove)
+        assert stage.run().is_success
+        assert [stored_run(stage)] == before
+
+    def test_a_chunk_that_another_worker_did_with_other_options_is_no_success(
+        self, stage: Stage
+    ) -> None:
+        """That worker was there first, and did not see that run.json was replaced before it published its chunk."""
+        run_first(stage)
+        marker = markers(stage)["part-00000"]
+        output = stage.objects()[layout.output_key(marker.output)]
+        stage.engine.row_seconds = 5.0
+
+        def publish() -> None:
+            stage.put(layout.output_key("part-00002.aaaa.jsonl"), output)
+            foreign = msgspec.structs.replace(
+                marker, output="part-00002.aaaa.jsonl", fingerprint="another"
+            )
+            stage.put(layout.marker_key("part-00002"), codec.encode(foreign))
+
+        stage.scheduler.after(6.0, publish)
+        assert_refused(stage.run(), "part-00002", "another")
+
+    def test_a_stop_is_still_a_stop(self, stage: Stage) -> None:
+        stage.engine.row_seconds = 5.0
+        stage.scheduler.after(8.0, lambda: stage.stop(Interrupted("stopped")))
+        assert isinstance(stage.run().error, Interrupted)
