@@ -110,6 +110,8 @@ def _check(config: CollectConfig) -> str:
     if config.columns is not None and not config.with_source:
         raise ConfigError("--columns: needs --with-source", hint="add --with-source")
     kind = config.format or by_name or "parquet"
+    if config.csv_safe and kind != "csv":
+        raise ConfigError(f"--csv-safe: DEST is {kind}", hint="add --format csv, or leave it out")
     if kind == LINES:
         _check_lines(config)
     return kind
@@ -192,6 +194,7 @@ def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
             "columns": config.columns,
             "explode": config.explode,
             "shard_rows": config.shard_rows,
+            **({"csv_safe": True} if config.csv_safe else {}),
         }
     )
 
@@ -250,6 +253,11 @@ def _result(
     type=click.IntRange(1),
     help=f"Rows of the job a file.  [default: {SHARD_ROWS}]",
 )
+@click.option(
+    "--csv-safe",
+    is_flag=True,
+    help="Put an apostrophe before texts that a spreadsheet would run as formulas (=, +, -, @).",
+)
 @click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
 @click.option(
@@ -288,6 +296,7 @@ def command(**options: Any) -> dict[str, Any]:
         columns=[name.strip() for name in columns.split(",")] if columns else None,
         explode=options["explode"],
         shard_rows=options["shard_rows"],
+        csv_safe=options["csv_safe"],
         partial=options["partial"],
         overwrite=options["overwrite"],
         is_private=options["private"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from batchinfer.collect.kinds import JSON, Kind
+from batchinfer.collect.schema import Columns, Schema, json_text
 from batchinfer.collect.source_types import build_array, cell_type
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.formats.columns import LISTS, Shape
 from batchinfer.storage.scratch import scratch_errors
 
 LINES = "lines"
@@ -31,12 +31,9 @@ _GROUP_BYTES = 64 << 20
 A group is written earlier if it has _GROUP_ROWS rows before it reaches this size.
 """
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
-LINE_COLUMN = "source_line"
-"""Name of the column with the text of lines of the source that are no JSON object."""
+_FORMULA = re.compile("\\A([=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20])")
+"""Beginning of a text that a spreadsheet runs as a formula. The last four signs are =, +, - and @ in full width."""
 _HASH_BLOCK_BYTES = 1 << 20
-
-Columns = dict[str, Any]
-"""Values of each column, by the column's name: a list or a pyarrow array. All are equally long."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -77,95 +74,6 @@ class Writer(Protocol):
         ...
 
 
-class Schema:
-    """Names and types of a table's columns, which are fixed before its first row is written.
-
-    Args:
-        shape: Columns of the answers.
-        source: Kind of each of the source's columns, by the name that the column has in the table.
-        dimension: Length of every embedding; 0 if the table has no embeddings.
-        has_chunk: Whether the table's first column is the name of the row's chunk.
-    """
-
-    def __init__(
-        self, shape: Shape, source: dict[str, Kind], *, dimension: int = 0, has_chunk: bool = False
-    ) -> None:
-        self.source = source
-        self.names = [*(["chunk"] if has_chunk else []), *shape.names, *source]
-        self.typed = {name for name, kind in source.items() if not isinstance(kind, str | tuple)}
-        """Columns whose types job.json holds."""
-        self._shape = shape
-        self.dimension = dimension
-
-    def arrow(self) -> Any:
-        """The pyarrow schema."""
-        import pyarrow as pa
-
-        types = {
-            "row": pa.int64(),
-            "choice_index": pa.int32(),
-            "prompt_tokens": pa.int32(),
-            "cached_tokens": pa.int32(),
-            "completion_tokens": pa.int32(),
-            "texts": pa.list_(pa.string()),
-            "finish_reasons": pa.list_(pa.string()),
-            "embedding": pa.list_(pa.float32(), self.dimension),
-        }
-        if self._shape.answers == LISTS:
-            types |= dict.fromkeys(("reasoning", "tool_calls", "logprobs"), pa.list_(pa.string()))
-        return pa.schema(
-            [
-                pa.field(
-                    name,
-                    arrow_type(self.source[name])
-                    if name in self.source
-                    else types.get(name, pa.string()),
-                )
-                for name in self.names
-            ]
-        )
-
-
-def arrow_type(kind: Kind) -> Any:
-    """The pyarrow type for a kind of a source's column, whose values have all been seen."""
-    import pyarrow as pa
-
-    if isinstance(kind, pa.DataType):
-        return kind
-    if isinstance(kind, str):
-        return {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}.get(kind, pa.string())
-    if kind[0] == "list":
-        return pa.list_(arrow_type(kind[1]))
-    return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind[1].items()])
-
-
-def table_names(own_names: dict[str, str], taken: Iterable[str]) -> dict[str, str]:
-    """Return the name that each column of the source gets in the table, by the keys of `own_names`.
-
-    It is the column's own name, with "source_" in front as often as needed to differ from all names in `taken` and from
-    those of all other columns.
-
-    >>> table_names({"text": "text", "_row2": "_row", "source_text": "source_text"}, ["text"])
-    {'text': 'source_source_text', '_row2': '_row', 'source_text': 'source_text'}
-    """
-    used = set(taken)
-    kept = set(own_names.values()) - used
-    names = {}
-    for column, own_name in own_names.items():
-        name = own_name
-        while name in used or (name in kept and name != own_name):
-            name = f"source_{name}"
-        used.add(name)
-        names[column] = name
-    return names
-
-
-def json_text(value: Any) -> str | None:
-    """Return a value, which may be JSON already (`msgspec.Raw`), as JSON text; null becomes None."""
-    text = _encoder.encode(value).decode()
-    return None if text == "null" else text
-
-
 # --------------------------------------------------------------------------- writers
 
 
@@ -177,10 +85,17 @@ class ShardWriter:
         schema: Names and types of the columns; None if `kind` is lines.
         folder: Local folder in which the files are written.
         shard_rows: Number of rows of the job in each file. None puts all rows into one file.
+        is_csv_safe: Whether CSV files hold no cell that a spreadsheet would run as a formula.
     """
 
     def __init__(
-        self, kind: str, schema: Schema | None, folder: Path, shard_rows: int | None
+        self,
+        kind: str,
+        schema: Schema | None,
+        folder: Path,
+        shard_rows: int | None,
+        *,
+        is_csv_safe: bool = False,
     ) -> None:
         if kind not in FORMATS:
             raise ConfigError(f"--format {kind}: expected one of {', '.join(FORMATS)}")
@@ -188,6 +103,7 @@ class ShardWriter:
         self._schema = schema
         self._folder = folder
         self._shard_rows = shard_rows
+        self._is_csv_safe = is_csv_safe
         self._writer: Writer | None = None
         self._path = folder
         self._count = 0
@@ -220,11 +136,22 @@ class ShardWriter:
         if self._writer is None:
             self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
             self._count += 1
-            self._writer = _open_writer(self._kind, self._path, self._schema)
+            self._writer = self._open()
         with scratch_errors(self._folder):
             self._writer.write(columns)
         self._rows += num_rows
         self._lines += len(next(iter(columns.values())))
+
+    def _open(self) -> Writer:
+        path, schema = self._path, self._schema
+        with scratch_errors(self._folder):
+            if schema is None:
+                return _LinesWriter(path)
+            if self._kind == "parquet":
+                return _ParquetWriter(path, schema)
+            if self._kind == "jsonl":
+                return _JsonLinesWriter(path, schema)
+            return _CsvWriter(path, schema, is_safe=self._is_csv_safe)
 
     def _finish(self) -> TableFile:
         """Close the open file and return its description."""
@@ -254,15 +181,6 @@ class ShardWriter:
         # second one is suppressed.
         with scratch_errors(self._folder) if error is None else contextlib.suppress(OSError):
             writer.close()
-
-
-def _open_writer(kind: str, path: Path, schema: Schema | None) -> Writer:
-    with scratch_errors(path.parent):
-        if schema is None:
-            return _LinesWriter(path)
-        if kind == "parquet":
-            return _ParquetWriter(path, schema)
-        return _JsonLinesWriter(path, schema) if kind == "jsonl" else _CsvWriter(path, schema)
 
 
 def _measure(path: Path) -> tuple[int, str]:
@@ -386,9 +304,10 @@ class _CsvWriter:
     """Writes a CSV file.
 
     An empty text is written as "" and a null as nothing, so that a reader can tell an empty answer from a missing one.
+    If `is_safe` is set, texts and column names that a spreadsheet would run as a formula begin with an apostrophe.
     """
 
-    def __init__(self, path: Path, schema: Schema) -> None:
+    def __init__(self, path: Path, schema: Schema, *, is_safe: bool) -> None:
         import pyarrow as pa
         from pyarrow import csv
 
@@ -404,16 +323,33 @@ class _CsvWriter:
             *nested,
             *(name for name in schema.typed if pa.types.is_string(types[name])),
         ]
-        self._file = csv.CSVWriter(str(path), self._schema)
+        self._is_safe = is_safe
+        header = [_FORMULA.sub(r"'\1", name) if is_safe else name for name in types]
+        self._written = pa.schema(list(zip(header, self._schema.types, strict=True)))
+        self._file = csv.CSVWriter(str(path), self._written)
 
     def write(self, columns: Columns) -> None:
+        import pyarrow as pa
+
         columns = columns | {
             name: list(map(_cell_text, _plain(columns[name]))) for name in self._may_nest
         }
-        self._file.write_batch(_to_batch(columns, self._schema))
+        batch = _to_batch(columns, self._schema)
+        if self._is_safe:
+            batch = pa.RecordBatch.from_arrays(list(map(_safe_cells, batch)), schema=self._written)
+        self._file.write_batch(batch)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _safe_cells(cells: Any) -> Any:
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if not pa.types.is_string(cells.type):
+        return cells
+    return compute.replace_substring_regex(cells, _FORMULA.pattern, r"'\1")
 
 
 def _cell_text(value: Any) -> str | None:
@@ -423,8 +359,3 @@ def _cell_text(value: Any) -> str | None:
 def _plain(values: Any) -> list[Any]:
     """Return a column, which may be a pyarrow array, as a list of Python values."""
     return values if isinstance(values, list) else list(values.to_pylist())
-
-
-def as_column(values: list[Any], kind: Kind) -> list[Any]:
-    """Return the values of a source's column, encoded as JSON text if the column's kind is JSON."""
-    return list(map(json_text, values)) if kind == JSON else values

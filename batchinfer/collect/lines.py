@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from batchinfer.collect.destinations import Collected, Destination, put_all
-from batchinfer.collect.files import LINES, Columns, ShardWriter, TableFile
+from batchinfer.collect.files import LINES, ShardWriter, TableFile
 from batchinfer.collect.reader import Reader, Selection
+from batchinfer.collect.schema import Columns
 from batchinfer.collect.table import CollectConfig, make_record, shard_rows_of
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage import Store

@@ -19,18 +19,10 @@ from batchinfer.collect.destinations import (
     put_all,
     suffix_of,
 )
-from batchinfer.collect.files import (
-    FORMATS,
-    LINE_COLUMN,
-    Columns,
-    Schema,
-    ShardWriter,
-    TableFile,
-    as_column,
-    table_names,
-)
+from batchinfer.collect.files import FORMATS, ShardWriter, TableFile
 from batchinfer.collect.kinds import JSON, Kind, KindObserver
 from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
+from batchinfer.collect.schema import LINE_COLUMN, Columns, Schema, as_column, table_names
 from batchinfer.collect.source_rows import LINE
 from batchinfer.collect.source_types import read_schema
 from batchinfer.core.errors import InputError
@@ -56,6 +48,7 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     columns: list[str] | None = None
     explode: bool = False
     shard_rows: int | None = None
+    csv_safe: bool = False
     partial: bool = False
     overwrite: bool = False
     is_private: bool = True
@@ -267,7 +260,13 @@ class Collection:
 
     def _files(self, source: _SourceColumns) -> Iterator[TableFile]:
         rows = shard_rows_of(self._config)
-        with ShardWriter(self._kind, self._schema, self._scratch.folder, rows) as writer:
+        with ShardWriter(
+            self._kind,
+            self._schema,
+            self._scratch.folder,
+            rows,
+            is_csv_safe=self._config.csv_safe,
+        ) as writer:
             blocks = self._reader.blocks(
                 self._shape,
                 source.place,
