@@ -37,6 +37,8 @@ class CountedFile(Record, frozen=True, kw_only=True):
     """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
     """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
+    delimiter: str = ","
+    """Character between the fields of a record in CSV."""
     blank_lines: int = 0
     """Number of blank lines in JSON Lines and CSV, which are no rows."""
     schema: bytes = b""

@@ -37,7 +37,8 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     """Options of `split`. Exactly one of `num_chunks` and `chunk_rows` is set.
 
     If `columns` is None, all columns are kept. `limit` is the largest number of rows from all sources together. If
-    `scratch_dir` is None, chunks are built in the system's temporary folder.
+    `delimiter` is empty, it is found in each CSV file. If `scratch_dir` is None, chunks are built in the system's
+    temporary folder.
     """
 
     sources: list[str]
@@ -49,6 +50,7 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     id_column: str = ""
     group_by: str = ""
     limit: int | None = None
+    delimiter: str = ""
     compression: str = "none"
     processes: int = 1
     overwrite: bool = False
@@ -80,7 +82,9 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     started = time.monotonic()
     _check_options(config)
     choice = ColumnChoice(columns=config.columns, id_column=config.id_column)
-    counted = count_sources(config.sources, choice=choice, limit=config.limit)
+    counted = count_sources(
+        config.sources, choice=choice, limit=config.limit, delimiter=config.delimiter
+    )
     counted.check_apart(config.output)
     starts = chunk_files.even_chunk_starts(
         counted.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows
@@ -124,7 +128,7 @@ def _warn(odd: Oddities, job: Job) -> None:
             odd.first_broken,
         )
     if odd.encodings:
-        from batchinfer.split.json_lines import convert_hint
+        from batchinfer.split.first_bytes import convert_hint
 
         encoding = odd.encodings.most_common(1)[0][0]
         logger.warning(
@@ -219,7 +223,7 @@ def _made_anew(config: SplitConfig) -> str:
     words = ["batchinfer split", *map(shlex.quote, config.sources)]
     for name, value in msgspec.structs.asdict(config).items():
         if name not in ("sources", "overwrite") and value != getattr(plain, name):
-            text = ",".join(value) if isinstance(value, list) else str(value)
+            text = ",".join(value) if isinstance(value, list) else str(value).replace("\t", "tab")
             words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
     return " ".join([*words, "--overwrite"])
 
@@ -353,6 +357,18 @@ def _parse_columns(
     return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
 
 
+def _parse_delimiter(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> str:
+    if value in ("tab", "\\t"):
+        return "\t"
+    if value and (len(value) > 1 or value in '"\r\n'):
+        raise click.BadParameter(
+            f"{value!r} is not one character (or 'tab') that may divide fields"
+        )
+    return value or ""
+
+
 @click.command("split")
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
 @click.option(
@@ -394,6 +410,12 @@ def _parse_columns(
 )
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="Take only the first N rows."
+)
+@click.option(
+    "--delimiter",
+    callback=_parse_delimiter,
+    metavar="CHARACTER",
+    help="Character between the fields of CSV, or `tab`. Default: found in each file.",
 )
 @click.option(
     "--compression",

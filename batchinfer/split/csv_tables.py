@@ -1,6 +1,7 @@
 """Counts and reads CSV files with a header line, by RFC 4180 (quoted values may hold newlines), and TSV files.
 
-CSV has no types, so every value stays text: "007" keeps its zeros. Empty lines are not rows. The parser is Python's,
+CSV has no types, so every value stays text: "007" keeps its zeros. Empty lines are not rows. Fields are divided by a
+comma, a semicolon, a tab or a bar, as the first records show, or by what --delimiter names. The parser is Python's,
 because pyarrow's accepts a quote that is never closed and must be told the size of the largest record.
 """
 
@@ -11,11 +12,14 @@ import csv
 import hashlib
 import io
 import itertools
+import re
+import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
+from batchinfer.core import units
 from batchinfer.core.errors import InputError
-from batchinfer.split import source_files
+from batchinfer.split import first_bytes, source_files
 from batchinfer.split.arrow_values import make_record_type
 from batchinfer.split.blocks import (
     ID_FIELD,
@@ -36,6 +40,11 @@ from batchinfer.split.source_files import FoundFile
 _BLOCK_ROWS = 1000
 _BLOCK_CHARS = 1 << 20
 _LONGEST_FIELD = 1 << 30
+_DELIMITERS = (",", ";", "\t", "|")
+_NO_DELIMITERS = " _-.\"'\r\n"
+_EXCEL_LINE = re.compile(r"sep=.\r?\n", re.IGNORECASE)
+_SAMPLE_BYTES, _SAMPLE_RECORDS = 1 << 18, 100
+"""Size of the part of a file in which the delimiter is looked for."""
 
 
 class _Hashing(io.RawIOBase):
@@ -57,21 +66,20 @@ class _Hashing(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
-    """Open a file. Yields its records (header first, no empty lines) and the stream with its sha256."""
+def _records(found: FoundFile, delimiter: str) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
+    """Open a file. Yields its records and the stream with its sha256. An empty line is an empty record."""
     csv.field_size_limit(_LONGEST_FIELD)
-    name = found.url.lower()
-    delimiter = "\t" if name.partition(".tsv")[1] else ","
     with source_files.open_stream(found) as stream:
         raw = _Hashing(stream)
         text = io.TextIOWrapper(io.BufferedReader(raw, 1 << 20), "utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
-            yield (record for record in reader if record), raw
+            yield reader, raw
         except UnicodeDecodeError as error:
+            encoding = first_bytes.guess_encoding(error.object)
             raise InputError(
-                f"{found.url}: near line {reader.line_num + 1}: not UTF-8 ({error.reason})",
-                hint="convert it: iconv -f LATIN1 -t UTF-8",
+                f"{found.url}: near line {reader.line_num + 1}: not UTF-8, but perhaps {encoding} ({error.reason})",
+                hint=first_bytes.convert_hint(encoding),
             ) from error
         except csv.Error as error:
             raise source_files.damaged(
@@ -79,28 +87,44 @@ def _records(found: FoundFile) -> Iterator[tuple[Iterator[list[str]], _Hashing]]
             ) from error
 
 
-def count(found: FoundFile) -> CountedFile:
+def count(found: FoundFile, delimiter: str = "") -> CountedFile:
     """Read the whole file once, to find the number of records, the sha256 and the column names.
 
+    Args:
+        found: The file.
+        delimiter: Character between the fields of a record; "" to find it.
+
     Raises:
+        OtherFormat: The file is parquet or JSON Lines.
         InputError: A record has more or fewer fields than the header, the header has a name twice, or the file is
-            not UTF-8 or not CSV.
+            not UTF-8 or not CSV; or several delimiters fit.
     """
-    rows = 0
-    with _records(found) as (records, raw):
-        header = next(records, [])
-        if len(set(header)) != len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise InputError(
-                f"{found.url}: column {twice!r} is there twice in the header, expected unique names",
-                hint="rename one of them",
-            )
-        for rows, record in enumerate(records, 1):
-            if len(record) != len(header):
+    with source_files.open_stream(found) as stream:
+        head = stream.read(_SAMPLE_BYTES)
+    first_bytes.check_start(found, head, "csv")
+    delimiter = delimiter or _find_delimiter(found, head)
+    rows = num_blank = 0
+    header: list[str] = []
+    with _records(found, delimiter) as (records, raw):
+        for record in records:
+            if not record:
+                num_blank += 1
+            elif not header:
+                header = record
+            elif len(record) == len(header):
+                rows += 1
+            else:
                 raise InputError(
-                    f"{found.url}: record {rows} has {len(record)} fields, expected the header's {len(header)}",
-                    hint="quote fields that hold the delimiter or a line break",
+                    f"{found.url}: record {rows + 1} has {units.many(len(record), 'field')}, expected the header's "
+                    f"{len(header)}, with {show_delimiter(delimiter)} between fields",
+                    hint="quote fields that hold the delimiter or a line break, or say --delimiter",
                 )
+    if len(set(header)) != len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise InputError(
+            f"{found.url}: column {twice!r} is there twice in the header, expected unique names",
+            hint="rename one of them",
+        )
     return CountedFile(
         found=found,
         format="csv",
@@ -108,7 +132,77 @@ def count(found: FoundFile) -> CountedFile:
         columns=header,
         marks=[(0, 0)],
         digest=raw.digest.hexdigest(),
+        blank_lines=num_blank,
+        delimiter=delimiter,
     )
+
+
+def usual_delimiter(url: str) -> str:
+    """Return the delimiter that the file's name tells: a tab for .tsv, else a comma."""
+    return "\t" if url.lower().partition(".tsv")[1] else ","
+
+
+def show_delimiter(delimiter: str) -> str:
+    """Return a delimiter as messages and the option --delimiter name it."""
+    return "tab" if delimiter == "\t" else repr(delimiter)
+
+
+def _find_delimiter(found: FoundFile, head: bytes) -> str:
+    """Return the delimiter of a file that begins with `head`: it divides each record into equally many fields.
+
+    Raises:
+        InputError: Several delimiters do that, or the first line is no header but names the delimiter for Excel.
+    """
+    text = head.decode("utf-8-sig", errors="replace")
+    if _EXCEL_LINE.match(text):
+        raise InputError(
+            f"{found.url}: its first line names a delimiter ({text[:5]!r}), expected the names of the columns",
+            hint="remove that line, and say --delimiter where needed",
+        )
+    is_whole = len(head) < _SAMPLE_BYTES
+    widths = {one: _widths(text, one, is_whole=is_whole) for one in _DELIMITERS}
+    fitting = [one for one in _DELIMITERS if _are_even(widths[one])]
+    usual = usual_delimiter(found.url)
+    if len(fitting) > 1 and not (usual == "\t" and usual in fitting):
+        names = " and ".join(map(show_delimiter, fitting))
+        raise InputError(
+            f"{found.url}: {names} each divide every record into equally many fields, expected one delimiter",
+            hint="name the right one with --delimiter",
+        )
+    # If none fits, the header decides, and the error for the record that does not fit follows.
+    dividing = fitting or [one for one in _DELIMITERS if widths[one] and widths[one][0] > 1]
+    if not dividing:
+        _refuse_rare_delimiter(found, text, is_whole=is_whole)
+    return usual if usual in dividing or not dividing else dividing[0]
+
+
+def _refuse_rare_delimiter(found: FoundFile, text: str, *, is_whole: bool) -> None:
+    """Raise InputError if a file of one column looks divided by a character that is rarely a delimiter."""
+    for one in dict.fromkeys(text.partition("\n")[0]):
+        if one.isalnum() or one in _NO_DELIMITERS:
+            continue
+        widths = _widths(text, one, is_whole=is_whole)
+        if len(widths) > 1 and _are_even(widths):
+            raise InputError(
+                f"{found.url}: looks divided by {one!r}, expected a comma, a semicolon, a tab or a bar",
+                hint=f"say --delimiter {shlex.quote(one)}, or --delimiter , if the file has one column",
+            )
+
+
+def _are_even(widths: list[int]) -> bool:
+    return len(set(widths)) == 1 and widths[0] > 1
+
+
+def _widths(text: str, delimiter: str, *, is_whole: bool) -> list[int]:
+    """Return the numbers of fields of the first records. `is_whole` tells that the text is not cut off at its end."""
+    widths: list[int] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for record in itertools.islice(reader, _SAMPLE_RECORDS):
+            widths += [len(record)] if record else []
+    except csv.Error:
+        return widths
+    return widths if is_whole or len(widths) == _SAMPLE_RECORDS else widths[:-1]
 
 
 def read(
@@ -134,8 +228,8 @@ def read(
     names_in_rows = [choice.name_in_rows(name) for name in keep]
     make_row = make_record_type([*names_in_rows, ROW_FIELD, ID_FIELD])
     row = first_row
-    with _records(item.found) as (records, _):
-        wanted = itertools.islice(records, 1 + rows.start, 1 + rows.stop)
+    with _records(item.found, item.delimiter) as (records, _):
+        wanted = itertools.islice(filter(None, records), 1 + rows.start, 1 + rows.stop)
         for part in _parts(wanted):
             numbers = range(row, row + len(part))
             ids = list(map(str, numbers))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.redaction import redact
-from batchinfer.split import source_files
+from batchinfer.split import first_bytes, source_files
 from batchinfer.split.source_files import FoundFile
 from batchinfer.storage.opening import check_url, local_path
 
@@ -218,11 +218,9 @@ def _format_of(url: str) -> str:
         if _endings(url).endswith(endings):
             return kind
     with source_files.open_stream(source_files.look_up(url)) as stream:
-        head = stream.read(64)
-    if head.startswith(source_files.MAGIC_PARQUET):
-        return "parquet"
-    if head.lstrip().startswith(b"{"):
-        return "jsonl"
+        kind = first_bytes.format_of(stream.read(first_bytes.HEAD_BYTES))
+    if kind in ("parquet", "jsonl"):
+        return kind
     raise InputError(
         f"{url}: neither its name nor its first bytes tell the format",
         hint="expected a name that ends in .parquet, .jsonl, .json or .csv (also .gz, .zst)",

@@ -19,7 +19,7 @@ import msgspec
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.redaction import redact
-from batchinfer.split import source_files
+from batchinfer.split import first_bytes, source_files
 from batchinfer.split.blocks import (
     ID_FIELD,
     OWN_FIELDS,
@@ -53,9 +53,10 @@ def count(found: FoundFile) -> CountedFile:
     """Read the whole file once, to find the number of lines, the sha256, the marks, and the keys of the first objects.
 
     Raises:
+        OtherFormat: The file is parquet.
         InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
     """
-    is_seekable = not found.url.lower().endswith((".gz", ".zst", ".zstd"))
+    is_seekable = not found.url.lower().endswith(first_bytes.PACKED)
     digest = hashlib.sha256()
     marks = [(0, 0)]
     rows = num_blank = size = 0
@@ -86,18 +87,11 @@ def count(found: FoundFile) -> CountedFile:
 
 
 def _check_start(found: FoundFile, head: bytes) -> None:
-    """Raise InputError if the file begins as a JSON array or as UTF-16 or UTF-32 text."""
-    name = found.url.rsplit("/", 1)[-1]
-    encoding = json.detect_encoding(head[:4]).upper()
-    if not encoding.startswith("UTF-8"):
-        raise InputError(
-            f"{found.url}: starts as {encoding} text does, expected UTF-8",
-            hint=f"convert it: iconv -f {encoding} -t UTF-8 {name} > utf8.jsonl",
-        )
+    first_bytes.check_start(found, head, "jsonl")
     if head.removeprefix(_BOM).lstrip(_SPACE)[:1] == b"[":
         raise InputError(
             f"{found.url}: is a JSON array, expected one JSON object a line",
-            hint=f"convert it: jq -c '.[]' {name} > rows.jsonl",
+            hint=f"convert it: jq -c '.[]' {found.url.rsplit('/', 1)[-1]} > rows.jsonl",
         )
 
 
@@ -123,18 +117,13 @@ def refuse_without_object(files: list[CountedFile]) -> None:
     hint = "make objects of JSON strings with jq -c '{prompt: .}', of lines of text with jq -cR '{prompt: .}'"
     if first is not None and first.encoding:
         what = f"but would be one in {first.encoding} instead of UTF-8, "
-        hint = convert_hint(first.encoding)
+        hint = first_bytes.convert_hint(first.encoding)
     elif first is not None and first.line.strip(_SPACE) == b"{":
         hint = "if objects take several lines each, convert the file: jq -c . FILE > rows.jsonl"
     raise InputError(
         f"{files[0].found.url}: no line is a JSON object, {what}expected one on each line",
         hint=hint,
     )
-
-
-def convert_hint(encoding: str) -> str:
-    """Return the advice for a file that is not UTF-8."""
-    return f"if the whole file is {encoding}, convert it: iconv -f {encoding} -t UTF-8 FILE > utf8.jsonl"
 
 
 def find_keys(item: CountedFile, wanted: set[str]) -> set[str]:
@@ -265,12 +254,8 @@ def _num_constants(value: Any) -> int:
 
 
 def _other_encoding(line: bytes) -> str:
-    """Return the encoding in which a line that is not UTF-8 is a JSON object, or "".
-
-    The bytes 80 to 9F are letters and signs in Windows-1252, and controls in Latin-1, which texts do not have. Nearly
-    all bytes mean something in both, so this is a guess.
-    """
-    encoding = "WINDOWS-1252" if any(0x80 <= byte <= 0x9F for byte in line) else "LATIN1"
+    """Return the encoding in which a line that is not UTF-8 is a JSON object, or "" if it is none."""
+    encoding = first_bytes.guess_encoding(line)
     try:
         is_object = isinstance(json.loads(line.decode(encoding)), dict)
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
-from batchinfer.split import source_files
+from batchinfer.split import first_bytes, source_files
 from batchinfer.split.arrow_values import (
     ColumnError,
     NullFloats,
@@ -55,6 +55,7 @@ def count(found: FoundFile) -> CountedFile:
     """Read the file's footer, to find the number of rows, the columns and the first row of each row group.
 
     Raises:
+        OtherFormat: The file is JSON Lines.
         InputError: The file is not parquet, is damaged or cut short, or has two columns of one name.
     """
     with source_files.reading(found.url), source_files.open_binary(found) as file:
@@ -110,11 +111,13 @@ def common_schema(
 def _read_tail(found: FoundFile, file: Any) -> bytes:
     """Return the magic at the start of the file, followed by the footer, its length and the magic at the end."""
     size = found.bytes
-    head = file.read(4)
+    head = file.read(first_bytes.HEAD_BYTES)
+    first_bytes.check_start(found, head, "parquet")
     start = max(0, size - _TAIL_BYTES)
     file.seek(start)
     tail: bytes = file.read(size - start)
-    if head != source_files.MAGIC_PARQUET or tail[-4:] != source_files.MAGIC_PARQUET or size < 12:
+    magic = head[:4]
+    if magic != source_files.MAGIC_PARQUET or tail[-4:] != source_files.MAGIC_PARQUET or size < 12:
         raise source_files.damaged(found.url, "no parquet magic at its start and end")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length > size - 4:
@@ -122,7 +125,7 @@ def _read_tail(found: FoundFile, file: Any) -> bytes:
     if length > len(tail):
         file.seek(size - length)
         tail = file.read(length)
-    footer: bytes = head + tail[-length:]
+    footer: bytes = magic + tail[-length:]
     return footer
 
 

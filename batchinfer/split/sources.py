@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.split import finding
@@ -27,6 +27,7 @@ from batchinfer.split.blocks import (
     names_for_own,
     no_such_column,
 )
+from batchinfer.split.first_bytes import OtherFormat
 from batchinfer.split.source_files import FoundFile
 from batchinfer.storage.opening import is_inside
 
@@ -115,7 +116,11 @@ class CountedSources(Record, frozen=True, kw_only=True):
 
 
 def count_sources(
-    arguments: Sequence[str], *, choice: ColumnChoice, limit: int | None = None
+    arguments: Sequence[str],
+    *,
+    choice: ColumnChoice,
+    limit: int | None = None,
+    delimiter: str = "",
 ) -> CountedSources:
     """Find and count every SOURCE argument. Read-only.
 
@@ -123,8 +128,10 @@ def count_sources(
         arguments: Files, folders, globs and URLs, in the order of their rows.
         choice: The columns to keep, and the column whose values become `_id`.
         limit: Largest number of rows to take. Files that lie wholly beyond it are not counted.
+        delimiter: Character between the fields of CSV files; "" to find it.
 
     Raises:
+        ConfigError: A delimiter is given, and no source is CSV.
         InputError: A source has no file, an unknown format, no rows, broken lines only, or lacks a column; or a file is
             damaged.
         AccessDenied: Credentials are missing or refused.
@@ -137,23 +144,29 @@ def count_sources(
         for found in located.files:
             if limit is not None and rows >= limit:
                 break
-            counted.append(_format_module(located.format).count(found))
+            counted.append(_count(found, located.format, delimiter))
             rows += counted[-1].rows
+        _warn_about_names(counted, located.format)
         files += counted
         bases += [located.base] if located.base else []
         sources.append(
             Source(
                 url=redact(argument),
-                format=located.format,
+                format=_format_of(counted, located.format),
                 files=[_source_file(item) for item in counted],
                 revision=located.revision,
             )
+        )
+    if delimiter and not any(item.format == "csv" for item in files):
+        raise ConfigError(
+            "--delimiter: no source is CSV", hint="leave it out, or check the sources' names"
         )
     if not rows:
         raise InputError(
             f"{', '.join(arguments)}: holds no rows, expected at least one",
             hint="check that this is the right file or folder",
         )
+    _note_delimiters(files)
     _warn_about_repeats(files)
     _refuse_nothing_but_broken(files)
     choice = msgspec.structs.replace(
@@ -181,6 +194,51 @@ def _common_schema(
     from batchinfer.split.parquet import common_schema
 
     return common_schema(files, choice, columns)
+
+
+def _count(found: FoundFile, kind: str, delimiter: str) -> CountedFile:
+    """Count the rows of a file. `kind` is the format that its name tells; its first bytes may tell another."""
+    try:
+        if kind == "csv":
+            from batchinfer.split import csv_tables
+
+            return csv_tables.count(found, delimiter)
+        return _format_module(kind).count(found)
+    except OtherFormat as other:
+        return _format_module(other.format).count(found)
+
+
+def _format_of(files: list[CountedFile], named: str) -> str:
+    """Return the format of a source: that of its files; JSON Lines if they differ, since tables promise their columns.
+
+    `named` is the format that the names of the files tell.
+    """
+    formats = {item.format for item in files}
+    return "jsonl" if "jsonl" in formats else min(formats, default=named)
+
+
+def _warn_about_names(files: list[CountedFile], named: str) -> None:
+    """Warn of files whose format is not `named`, the one that their names tell."""
+    others = [item for item in files if item.format != named]
+    if others:
+        logger.warning(
+            "%s%s: named as %s, but holds %s, and is read as that",
+            redact(others[0].found.url),
+            f" and {len(others) - 1} more files" if len(others) > 1 else "",
+            *(named, others[0].format),
+        )
+
+
+def _note_delimiters(files: list[CountedFile]) -> None:
+    """Log the delimiter that was found, if it is another than the one that is usual."""
+    for item in files:
+        if item.format == "csv":
+            from batchinfer.split.csv_tables import show_delimiter, usual_delimiter
+
+            if item.delimiter != usual_delimiter(item.found.url):
+                url, shown = redact(item.found.url), show_delimiter(item.delimiter)
+                logger.info("%s: its fields are divided by %s", url, shown)
+                return
 
 
 def _source_file(item: CountedFile) -> SourceFile:

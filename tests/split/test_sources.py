@@ -400,9 +400,18 @@ def test_csv_fields_stay_text_with_quotes_and_newlines(tmp_path):
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"a,b\n1,2\n3\n", "record 2 has 1 fields, expected the header's 2"),
+        (b"a,b\n1,2\n3\n", "record 2 has 1 field, expected the header's 2, with ',' between"),
+        (b"a;b\n1;2\n\n3\n", "record 2 has 1 field, expected the header's 2, with ';' between"),
+        (b"a\n1,2\n", "record 1 has 2 fields, expected the header's 1"),
+        (b"a,b;c\n1,2;3\n", "',' and ';' each divide every record"),
+        (b"a|b\tc\n1|2\t3\n", "tab and '|' each divide every record"),
+        (b"a:b\n1:2\n3:4\n", "looks divided by ':'"),
+        (b"a\x01b\n1\x012\n", "looks divided by '.x01'"),
+        (b"sep=;\na;b\n", "first line names a delimiter"),
+        ("a;b".encode("utf-16"), "starts as UTF-16 text does"),
+        (b"a,b\n\x93\xe9\x94,1\n", "not UTF-8, but perhaps WINDOWS-1252"),
         (b"a,a\n1,2\n", "column 'a' is there twice"),
-        (b"a\n\xff\n", "not UTF-8"),
+        (b"a\n\xff\n", "not UTF-8, but perhaps LATIN1"),
         (b'a\n"open\n', "corrupt or truncated"),
     ],
 )
@@ -413,7 +422,117 @@ def test_a_csv_that_is_none_is_refused(tmp_path, data, what):
         split_file(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "delimiter"),
+    [
+        ("a;b\n1,5;x\n2;y\n", ";"),
+        ("a\tb\n1;5\tx,\n", "\t"),
+        ("a|b\n1|x\n", "|"),
+        ('"a;b",c\n"x;y",z\n', ","),
+        ('a,"b;c"\n1,"2\n;;"\n', ","),
+        ("a;b,c\n1;2,x\n1;2\n", ";"),  # the only one that fits every record
+        ("a;b\n" + "x" * (1 << 18) + ";1\n", ";"),
+        ("a;b\n" + "xyz;1\n" * (1 << 16), ";"),
+        ("\ufeffa;b\r\n\r\n1;2\r\n", ";"),
+    ],
+)
+def test_the_delimiter_of_a_csv_is_found(tmp_path, text, delimiter):
+    path = tmp_path / "a.csv"
+    path.write_text(text, newline="")
+    (item,) = count_sources([str(path)], choice=ColumnChoice()).files
+    assert (item.delimiter, len(item.columns)) == (delimiter, 2)
+
+
+def test_a_csv_of_one_column_stays_one(tmp_path):
+    path = tmp_path / "a.csv"
+    for text in ('prompt\n"a, b"\nc; d\n', "is it: so?\nit: is\nno\n", "a-b c.d\n1-2 3.4\n"):
+        path.write_text(text)
+        assert len(count_sources([str(path)], choice=ColumnChoice()).columns) == 1
+
+
+def test_a_delimiter_that_is_named_is_taken(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b;c\n1,2;3\n")
+    for delimiter, row in ((",", {"a": "1", "b;c": "2;3"}), (";", {"a,b": "1,2", "c": "3"})):
+        counted = count_sources([str(path)], choice=ColumnChoice(), delimiter=delimiter)
+        assert read_rows(counted) == [row | {"_row": 0, "_id": "0"}]
+    (tmp_path / "a.tsv").write_text("a,b\tc\n1,2\t3\n")  # its name tells
+    assert split_file(tmp_path / "a.tsv")[0]["a,b"] == "1,2"
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="--delimiter: no source is CSV"):
+        count_sources([str(tmp_path / "b.jsonl")], choice=ColumnChoice(), delimiter=";")
+
+
+def test_empty_lines_of_a_csv_are_counted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("\na,b\n\n1,2\n\r\n3,4\n\n")
+    counted = count_sources([str(path)], choice=ColumnChoice())
+    assert (counted.rows, counted.blank_lines) == (2, 4)
+    assert [row["b"] for row in read_rows(counted)] == ["2", "4"]
+
+
 # --------------------------------------------------------------------------- finding
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("a.jsonl", "parquet"),
+        ("a.csv", "parquet"),
+        ("a.parquet", "jsonl"),
+        ("a.csv", "jsonl"),
+        ("a.csv.gz", "jsonl"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_read_by_its_first_bytes(
+    tmp_path, monkeypatch, name, holds
+):
+    said = []
+    monkeypatch.setattr(sources.logger, "warning", lambda text, *values: said.append(text % values))
+    if holds == "parquet":
+        write_parquet(tmp_path / "made", n=[1, 2])
+        data = (tmp_path / "made").read_bytes()
+    else:
+        data = b'\xef\xbb\xbf{"n": 1}\n{"n": 2}\n'
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for path in (folder / name, folder / f"b{name}"):
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    counted = count_sources([str(folder)], choice=ColumnChoice())
+    assert [row["n"] for row in read_rows(counted)] == [1, 2, 1, 2]
+    assert [source.format for source in counted.sources] == [holds]
+    kind = name.split(".")[1]
+    assert said == [
+        f"{folder}/{name} and 1 more files: named as {kind}, but holds {holds}, and is read as that"
+    ]
+
+
+def test_a_source_with_one_file_of_lines_does_not_promise_its_columns(tmp_path):
+    write_parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "b.parquet").write_text('{"m": 2}\n')
+    counted = count_sources([str(tmp_path)], choice=ColumnChoice())
+    assert counted.sources[0].format == "jsonl"
+    assert [item.format for item in counted.files] == ["parquet", "jsonl"]
+    assert [row["_row"] for row in read_rows(counted)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what", "hint"),
+    [
+        ("a.jsonl", gzip.compress(b"{}"), "holds gzip data, expected jsonl", "a.jsonl.gz"),
+        ("a.csv", zstandard.compress(b"a,b"), "holds zstd data, expected csv", "a.csv.zst"),
+        ("a.parquet", gzip.compress(b"{}"), "holds gzip data, expected parquet", "unpack it"),
+        ("a.jsonl.gz", gzip.compress(b"PAR1"), "holds parquet data, expected jsonl", "unpack it"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "holds gzip data", "unpack it"),
+        ("a.parquet", b"a,b\n1,2\n" * 9, "corrupt or truncated", ""),
+        ("a.jsonl.gz", b"{}", "corrupt or truncated", ""),
+    ],
+)
+def test_a_file_packed_otherwise_than_its_name_says_is_refused(tmp_path, name, data, what, hint):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=what) as caught:
+        split_file(tmp_path / name)
+    assert hint in caught.value.hint
 
 
 def test_a_folder_gives_its_parquet_files_by_name_and_nothing_hidden(tmp_path):

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -620,6 +621,23 @@ def test_the_command_passes_its_options_on(source, tmp_path):
     job = read_job(tmp_path / "job")
     assert (job.columns, job.num_workers, job.id_column) == (["text", "n"], 2, "n")
     assert (job.limit, job.compression, job.shape) == (999, "zstd", {"chunk_rows": 400})
+
+
+@pytest.mark.parametrize(
+    ("text", "delimiter"), [(";", ";"), ("tab", "\t"), (r"\t", "\t"), ("\t", "\t")]
+)
+def test_a_delimiter_is_one_character_or_tab(tmp_path, text, delimiter):
+    (tmp_path / "a.csv").write_text(f"a,b{delimiter}c\n1,2{delimiter}3\n")
+    arguments = [str(tmp_path / "a.csv"), "--output", str(tmp_path / "job"), "--num-chunks", "1"]
+    result = invoke(*arguments, "--delimiter", text)
+    assert result.exception is None
+    assert read_job(tmp_path / "job").columns == ["a,b", "c"]
+    (tmp_path / "job/job.json").write_text("{")
+    again = invoke(*arguments, "--delimiter", text)
+    name = "tab" if delimiter == "\t" else "';'"
+    assert f"--delimiter {name} --overwrite" in again.exception.hint
+    for wrong in (";;", '"', "\n"):
+        assert isinstance(invoke(*arguments, "--delimiter", wrong).exception, click.BadParameter)
 
 
 @pytest.mark.parametrize(
