@@ -68,5 +68,12 @@ def write_model_stub(folder: Path, **config) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(values))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"\0" * 1000)
+    (folder / "model.safetensors").write_bytes(safetensors_of(1000))
     return folder
+
+
+def safetensors_of(size: int) -> bytes:
+    """Return a safetensors file of this many bytes, at least 108: one tensor of zeros."""
+    length = size - 108
+    tensors = {"w": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}
+    return (100).to_bytes(8, "little") + json.dumps(tensors).ljust(100).encode() + bytes(length)

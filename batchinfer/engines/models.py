@@ -21,6 +21,13 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import Record
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.weights import (
+    WEIGHT_SUFFIXES,
+    check_shards,
+    check_weights,
+    hash_weights,
+    weight_files,
+)
 from batchinfer.storage.hub import hub_errors
 
 logger = logging.getLogger(__name__)
@@ -38,9 +45,6 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tiktoken.model",
 )
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-# Bytes that are read at each end of a weight file for its hash.
-SAMPLE_BYTES = 1 << 20
 # Names of config entries that state the longest sequence. If a config has several, vLLM takes the smallest value.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -123,6 +127,8 @@ def describe_folder(config: EngineConfig, folder: Path, name: str | None = None)
     subject = f"--model: {name or config.model}"
     check_files(subject, list(files), config)
     weights = weight_files({file: path.stat().st_size for file, path in files.items()})
+    if is_checked(config):
+        check_weights(subject, files, list(weights))
     return build_info(
         config,
         read_model_config(config, files.get(CONFIG_FILE)),
@@ -158,18 +164,9 @@ def check_files(subject: str, names: list[str], config: EngineConfig) -> None:
         )
 
 
-def weight_files(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the weight files that vLLM would load, with their sizes in bytes.
-
-    If there are files of several formats, vLLM loads only one format: safetensors if possible, else .bin, and so on.
-    """
-    for suffix in (".safetensors", ".bin", ".pt", ".gguf"):
-        chosen = {name: size for name, size in sizes.items() if name.endswith(suffix)}
-        # Mistral's repositories hold the same weights twice; the names of the second copy contain "consolidated".
-        without_copy = {name: size for name, size in chosen.items() if "consolidated" not in name}
-        if chosen:
-            return without_copy or chosen
-    return {}
+def is_checked(config: EngineConfig) -> bool:
+    """Whether vLLM loads the weights as they stand in the files. --engine-arg load_format may name another way."""
+    return config.engine_args.get("load_format", "auto") in {"auto", "hf", "safetensors", "pt"}
 
 
 def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
@@ -182,19 +179,6 @@ def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
         if name.endswith((".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")):
             digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     digest.update(hash_weights({name: files[name] for name in weights}).encode())
-    return digest.hexdigest()[:40]
-
-
-def hash_weights(files: Mapping[str, Path]) -> str:
-    """Return a hash of the size and both ends of each weight file. Reading whole weight files would take too long."""
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        size = path.stat().st_size
-        digest.update(f"{name}\0{size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:40]
 
 
@@ -226,6 +210,8 @@ def describe_on_hub(config: EngineConfig) -> ModelInfo:
     except (AccessDenied, StorageError) as error:
         return describe_in_cache(config, error)
     weights = weight_files({name: sizes[name] for name in names})
+    if is_checked(config):
+        check_shards(subject, list(weights))
     return build_info(
         config,
         read_model_config(config, path),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -14,7 +16,7 @@ from batchinfer.core.errors import AccessDenied, ConfigError, EngineLoadError, I
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.gpus import memory_per_gpu, place
 from batchinfer.engines.models import ModelInfo, check_length, describe_model, weight_files
-from tiny_model import write_model_stub
+from tiny_model import safetensors_of, write_model_stub
 
 
 def config_of(folder, **options) -> EngineConfig:
@@ -169,6 +171,87 @@ def test_a_second_copy_of_the_weights_is_not_counted():
     assert weight_files({"consolidated.safetensors": 5}) == {"consolidated.safetensors": 5}
     assert weight_files({"a.bin": 1}) == {"a.bin": 1}
     assert weight_files({"config.json": 1}) == {}
+
+
+# --------------------------------------------------------------------------- weights that are not whole
+
+
+def damage(folder: Path, kind: str) -> None:
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    match kind:
+        case "shard":
+            for index in (1, 3):
+                (folder / f"model-{index:05d}-of-00003.safetensors").write_bytes(data)
+        case "index":
+            files = {"a": "model.safetensors", "b": "model-extra.safetensors"}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        case "torch":
+            weights.unlink()
+            with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
+                archive.writestr("data", b"x" * 1000)
+            whole = (folder / "pytorch_model.bin").read_bytes()
+            (folder / "pytorch_model.bin").write_bytes(whole[:-50])
+        case "pointer":
+            weights.write_bytes(
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+            )
+        case _:
+            weights.write_bytes(data[: int(kind)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("999", r"model\.safetensors is cut short: it has 999 bytes, and its header says 1000"),
+        ("108", r"model\.safetensors is cut short: it has 108 bytes, and its header says 1000"),
+        ("50", r"model\.safetensors is cut short: it has 50 bytes, and ends in its header"),
+        ("0", r"model\.safetensors is cut short: it has 0 bytes"),
+        ("shard", r"lacks the weights file model-00002-of-00003\.safetensors"),
+        (
+            "index",
+            r"lacks the weights file model-extra\.safetensors, which model\.safetensors\.index",
+        ),
+        ("torch", r"pytorch_model\.bin is cut short"),
+        ("pointer", r"model\.safetensors is a pointer of Git LFS"),
+    ],
+)
+def test_weights_that_are_not_whole_are_found_before_an_engine_loads(tmp_path, kind, message):
+    folder = write_model_stub(tmp_path / "m")
+    damage(folder, kind)
+    with pytest.raises(ConfigError, match=message) as caught:
+        describe_model(config_of(folder))
+    assert caught.value.exit_status == 2
+    describe_model(config_of(folder, engine_args={"load_format": "dummy"}))
+
+
+def test_weights_that_are_longer_than_their_header_says_or_no_safetensors_are_refused(tmp_path):
+    folder = write_model_stub(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(safetensors_of(1000) + b"x")
+    with pytest.raises(ConfigError, match="is too long: it has 1001 bytes"):
+        describe_model(config_of(folder))
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        describe_model(config_of(folder))
+
+
+def test_whole_weights_in_shards_and_torch_files_are_taken(tmp_path):
+    folder = write_model_stub(tmp_path / "m")
+    names = [f"model-{index:05d}-of-00002.safetensors" for index in (1, 2)]
+    for name in names:
+        (folder / name).write_bytes(safetensors_of(500))
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    # The index of a format that is not loaded may list files that are not there.
+    (folder / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": {"a": "pytorch_model.bin"}}'
+    )
+    assert describe_model(config_of(folder)).parameter_bytes == 1000
+    for name in names:
+        (folder / name).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert describe_model(config_of(folder)).parameter_bytes == 8
 
 
 # --------------------------------------------------------------------------- the Hub
