@@ -71,6 +71,33 @@ class CheckWorld(Record, frozen=True, kw_only=True):
     clock: Clock
 
 
+def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tuple[str, str, str]]:
+    """Compare options with those of the run in a store.
+
+    Args:
+        store: The store at the run's place.
+        config: The options.
+        job_sha256: Hash of job.json; "" if it is not known, and then it is not compared.
+
+    Returns:
+        Name, the run's value and the option's value of whatever differs; empty if there is no run yet.
+    """
+    run = read_run(store)
+    if run is None or config.prompt is None or config.sampling is None:
+        return []
+    mine: dict[str, Any] = {
+        "prompt": msgspec.to_builtins(config.prompt),
+        "sampling": msgspec.to_builtins(config.sampling),
+        "seed": config.run_seed,
+        "limit": config.limit,
+    }
+    if config.engine is not None:
+        mine["model"] = config.engine.model or config.engine.engine
+    if job_sha256:
+        mine["job_sha256"] = job_sha256
+    return differing_keys({key: run.config.get(key) for key in mine}, mine)
+
+
 class Examination:
     """Runs the steps of one check. An error in one step becomes a problem, and the next step still runs."""
 
@@ -194,21 +221,8 @@ class Examination:
                 f"{store.url}: ignores preconditions, so workers cannot share chunks there",
                 "give each worker a manifest of its own, or use a store with conditional writes",
             )
-        run = read_run(store)
-        config = self.config
-        if run is None or config.prompt is None or config.sampling is None:
-            return
-        mine: dict[str, Any] = {
-            "prompt": msgspec.to_builtins(config.prompt),
-            "sampling": msgspec.to_builtins(config.sampling),
-            "seed": config.run_seed,
-            "limit": config.limit,
-        }
-        if config.engine is not None:
-            mine["model"] = config.engine.model or config.engine.engine
-        if self.data is not None and self.data.job_sha256:
-            mine["job_sha256"] = self.data.job_sha256
-        for key, there, here in differing_keys({key: run.config.get(key) for key in mine}, mine):
+        job_sha256 = self.data.job_sha256 if self.data is not None else ""
+        for key, there, here in differences(store, self.config, job_sha256):
             self._problem(
                 ERROR,
                 "config",

@@ -6,7 +6,7 @@ the options in the order of the rows; help orders them by section.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from batchinfer.cli.options import LOOK, REHEARSAL, F, Option, group
@@ -447,16 +447,18 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def run_options(*, with_look: bool) -> Callable[[F], F]:
+def run_options(*, with_look: bool, without: Collection[str] = ()) -> Callable[[F], F]:
     """Return a decorator that adds the options of a run to a command.
 
     Args:
         with_look: Whether to add the options of the section `LOOK`, too: --show-config and --preview.
+        without: Names of the parameters of options to leave out. The command gives them their values.
     """
 
     def decorate(function: F) -> F:
         for option in reversed(OPTIONS):
-            if with_look or option.section != LOOK:
+            is_wanted = with_look or option.section != LOOK
+            if is_wanted and option.parameter not in without:
                 function = option.decorate(function)
         return function
 

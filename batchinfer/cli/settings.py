@@ -31,6 +31,10 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS: dict[str, CommandEntry] = {
+    "run": CommandEntry(
+        "batchinfer.pipeline.command",
+        "Answer every row of a data set on this machine: split, worker and collect in one.",
+    ),
     "split": CommandEntry(
         "batchinfer.split.command", "Split data sets into JSONL chunks and per-worker manifests."
     ),
@@ -65,7 +69,7 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 """All commands by name. A command's module is imported only when the command runs, so that `--help` answers at once."""
 
-RUN_COMMANDS = ("worker", "check")
+RUN_COMMANDS = ("run", "worker", "check")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
 
 

@@ -55,7 +55,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         RunUnsound: chunks are missing or damaged, and `partial` is not set.
     """
     started = clock.monotonic()
-    kind = _check(config)
+    kind = check_options(config)
     store = open_store(config.run)
     selection = select(
         store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests
@@ -88,8 +88,12 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
 # --------------------------------------------------------------------------- what is asked
 
 
-def _check(config: CollectConfig) -> str:
-    """Check that the options fit together, and return the format to write."""
+def check_options(config: CollectConfig) -> str:
+    """Check that the options fit together, and return the format to write.
+
+    Raises:
+        ConfigError: They do not.
+    """
     suffix = suffix_of(config.dest)
     if not suffix and config.dest.lower().endswith(_OTHER_FILES):
         endings = ", ".join(dict.fromkeys(FORMATS.values()))

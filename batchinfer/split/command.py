@@ -43,6 +43,8 @@ class SplitConfig(Record, frozen=True, kw_only=True):
 
     sources: list[str]
     output: str
+    first_rows: int | None = None
+    """Rows of a first chunk of its own, before the others; no option of `split`, but `run` asks for it."""
     num_chunks: int | None = None
     chunk_rows: int | None = None
     num_workers: int = 1
@@ -86,9 +88,11 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         config.sources, choice=choice, limit=config.limit, delimiter=config.delimiter
     )
     counted.check_apart(config.output)
-    starts = chunk_files.even_chunk_starts(
-        counted.rows, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows
+    first = config.first_rows or 0
+    rest = chunk_files.even_chunk_starts(
+        counted.rows - first, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows
     )
+    starts = [0] * bool(first) + [first + start for start in rest]
     draft = _draft_job(config, counted)
     if config.overwrite:
         refuse_newer(store)
@@ -181,6 +185,8 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
         shape = {"num_chunks": config.num_chunks}
     else:
         shape = {"chunk_rows": config.chunk_rows or 0}
+    if config.first_rows is not None:
+        shape["first_rows"] = config.first_rows
     return Job(
         format_version=FORMAT_VERSION,
         sources=counted.sources,

@@ -67,10 +67,19 @@ def command(**options: Any) -> dict[str, Any]:
             open_store=open_store,
             load_tokenizer=tokenizer_for,
         )
-    return _work(options, dict(os.environ))
+    return work(options, dict(os.environ))
 
 
-def _work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+    """Run a worker with these options until its work is done, with progress and signal handlers of its own.
+
+    Args:
+        options: Values that click has parsed, by the names of its parameters.
+        variables: Environment variables.
+
+    Returns:
+        The result object; see `run_worker`, also for the errors.
+    """
     from batchinfer.worker.background import install_signal_handlers, unless_stopped
     from batchinfer.worker.config import real_environment
     from batchinfer.worker.notices import find_service, watch

@@ -54,6 +54,8 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
     worker = [*ECHO, "--manifest", f"{job}/manifests/all.txt", "--output", str(job / "runs/a")]
     return {
         "split": [str(job.parent / "x.jsonl"), "--output", str(job.parent / "out"), "--num-chunks", "1"],
+        "run": [str(job.parent / "x.jsonl"), "-o", str(job.parent / "a.jsonl"), *ECHO],
+        "convert": ["composer-to-hf", str(job.parent / "x.pt"), str(job.parent / "model")],
         "worker": [*worker, "--show-config"],
         "check": [*worker, "--show-config"],
         **{name: [str(job / "runs/a")] for name in RUN_COMMANDS},
@@ -108,6 +110,15 @@ def test_no_place_of_a_url_repeats_a_secret(
         ["worker", *ECHO, "--manifest", manifest, "--output", run, "--tokenizer", url],
         ["worker", *ECHO, "--manifest", manifest, "--output", run, "--prompt-column", url],
         ["check", *ECHO, "--manifest", url],
+        ["run", url, "-o", str(tmp_path / "a.jsonl"), *ECHO],
+        ["run", str(tmp_path / "x.jsonl"), "-o", url, *ECHO],
+        ["run", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "a.jsonl"), "--work", url, *ECHO],
+        *[
+            ["convert", kind, url, str(tmp_path / "model")]
+            for kind in ("composer-to-hf", "hf-to-onnx")
+        ],
+        ["convert", "mpt-to-ft", url, str(tmp_path / "model"), "--gpus", "1"],
+        ["convert", "composer-to-hf", str(tmp_path / "x.pt"), url],
         ["check", *ECHO, "--source", url],
         *([name, url] for name in RUN_COMMANDS),
         ["collect", run, url],

@@ -1,0 +1,1 @@
+"""`batchinfer run`: split, generate and collect as one command on one machine."""

@@ -1,0 +1,166 @@
+"""The command `batchinfer run`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
+from batchinfer.cli.run_options import run_options
+from batchinfer.cli.settings import common_options
+from batchinfer.cli.terminal import say
+from batchinfer.core.errors import BatchinferError, ConfigError
+
+if TYPE_CHECKING:
+    from batchinfer.pipeline.steps import PipelineConfig
+
+STDOUT = "-"
+_WORKER_ID = "run"
+_RESUMABLE = (33, 34, 75)
+"""Exit statuses after which a new start may help."""
+_OWN = ("limit", "is_plain", "with_source", "explode")
+_GIVEN = {
+    "manifests": (),
+    "job": None,
+    "output": None,
+    "limit": None,
+    "allow_absolute": False,
+    "worker_id": _WORKER_ID,
+    "steal": True,
+}
+"""Parameters of the worker to which `run` itself gives values."""
+
+
+@click.command("run", cls=SectionCommand)
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "dest",
+    cls=SectionOption,
+    section=FIRST,
+    metavar="DEST",
+    required=True,
+    help="File (.parquet, .jsonl, .csv) or folder of the answers; - writes JSON Lines to stdout.",
+)
+@click.option(
+    "--limit",
+    cls=SectionOption,
+    section=FIRST,
+    type=click.IntRange(1),
+    help="Only the first N rows for now; without it later, these rows are kept.",
+)
+@click.option(
+    "--work",
+    metavar="URL",
+    help="Where job and run lie, to go on from after a kill.  [default: DEST.batchinfer]",
+)
+@click.option(
+    "--format", type=click.Choice(["parquet", "jsonl", "csv", "lines"]), help="As in collect."
+)
+@click.option(
+    "--plain",
+    "is_plain",
+    is_flag=True,
+    help="Send the prompts of --prompt-column as they are, also to a model with a chat template.",
+)
+@click.option("--with-source", is_flag=True, help="Join the source's columns to the answers.")
+@click.option(
+    "--explode", is_flag=True, help="A table row for each answer of a row, as in collect."
+)
+@run_options(with_look=False, without=_GIVEN)
+@common_options
+def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
+    """Answer every row of SOURCE with a model, on this machine, and write the answers to DEST.
+
+    \b
+      batchinfer run reviews.parquet -o answers.parquet --model Qwen/Qwen3-8B \\
+          --prompt-column text --system-prompt "Is the review positive?" --max-tokens 8
+
+    SOURCE is a file, a folder or a URL of parquet, JSON Lines or CSV, a text file with a prompt a line, or - for
+    standard input. A column named messages, conversation, prompt or text is found by itself, and a model with a chat
+    template is sent each prompt as a user's message. After a kill or Ctrl-C the same command goes on where it was.
+    """  # noqa: D301 - \b keeps click from wrapping the example
+    from batchinfer.core.layout import without_slash
+    from batchinfer.pipeline.sources import as_tables, copy_to
+    from batchinfer.pipeline.steps import PipelineConfig
+
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-run-")))
+        dest = options.pop("dest")
+        answers = scratch / "answers.jsonl" if dest == STDOUT else None
+        config = PipelineConfig(
+            sources=as_tables(sources, scratch / "sources"),
+            dest=without_slash(str(answers or dest)),
+            work=without_slash(options.pop("work") or _default_work(dest, scratch)),
+            format=options.pop("format") or "",
+            **{name: options.pop(name) for name in _OWN},
+        )
+        result = _run(config, {**options, **_GIVEN})
+        if answers is None:
+            return result
+        copy_to(answers, sys.stdout.buffer)
+        say(f"{result['rows']} rows written to stdout")
+        return None
+
+
+def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
+    from batchinfer.check.steps import CheckWorld
+    from batchinfer.core.clock import SystemClock
+    from batchinfer.engines.models import describe_model
+    from batchinfer.engines.tokenizers import tokenizer_for
+    from batchinfer.pipeline.steps import WorkFolder
+    from batchinfer.runs.prices import Prices, listed_accelerators
+    from batchinfer.storage.opening import check_writable, open_store, probe
+    from batchinfer.worker.command import work as run_worker
+
+    clock = SystemClock()
+    check_writable(config.work, option="--work")
+    world = CheckWorld(
+        open_store=open_store,
+        probe=probe,
+        describe_model=describe_model,
+        load_tokenizer=tokenizer_for,
+        prices=Prices(None),
+        accelerators=listed_accelerators(),
+        clock=clock,
+    )
+    work = WorkFolder(config, open_store, clock)
+    rows_there = work.claim_dest()
+    options = work.split(options, world)
+    if rows_there:
+        work.refuse_other_options(options)
+        return {"status": "UNCHANGED", "dest": config.dest, "rows": rows_there, "work": config.work}
+    options |= {"job": work.job_url, "output": work.run_url, "manifests": (work.manifest(),)}
+    options["steal"] = config.limit is None
+    try:
+        answered = run_worker(options, dict(os.environ))
+    except BatchinferError as error:
+        if error.exit_status in _RESUMABLE and not error.hint:
+            error.hint = "run the same command again: finished rows are kept"
+        raise
+    collected = work.collect()
+    names = ("status", "run", "dest", "format", "rows", "rows_error", "files", "bytes")
+    return {
+        **{name: collected[name] for name in names},
+        "work": config.work,
+        "worker": answered,
+    }
+
+
+def _default_work(dest: str, scratch: Path) -> str:
+    """Return the work folder beside DEST. For stdout it is a temporary one, so such a run cannot be resumed."""
+    if dest == STDOUT:
+        return str(scratch / "work")
+    if dest.startswith("hf://"):
+        raise ConfigError(
+            f"--output {dest}: the Hub cannot hold the work beside it",
+            hint="say where: --work FOLDER",
+        )
+    return f"{dest.rstrip('/')}.batchinfer"

@@ -1,0 +1,141 @@
+"""What `run` finds out about its sources: which column holds the prompt, and text that is not a table yet."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from batchinfer.core import codec
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.storage.opening import split_url
+from batchinfer.storage.scratch import scratch_errors
+
+logger = logging.getLogger(__name__)
+
+STDIN = "-"
+TEXT_COLUMN = "prompt"
+"""Column of the rows that are made of a text file's lines."""
+
+_BATCH_KEYS = {"custom_id", "method", "url", "body"}
+_CONVERSATIONS = ("messages", "conversation", "conversations")
+_TEXTS = ("prompt", "text")
+_SAYS_THE_PROMPT = ("messages_column", "prompt_column", "prompt_template", "template_name")
+_BLOCK = 1 << 20
+
+
+def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose the options that say where the prompt is, unless the user has given one of them.
+
+    Args:
+        columns: Names of the sources' columns.
+        options: The command's options, by the names of click's parameters.
+
+    Returns:
+        Options to add; empty if the user has said where the prompt is.
+
+    Raises:
+        ConfigError: No column has a name that is known to hold prompts.
+    """
+    if options["request_format"] != "rows" or any(options[name] for name in _SAYS_THE_PROMPT):
+        return {}
+    found: dict[str, Any] = {}
+    if set(columns) >= _BATCH_KEYS:
+        found = {"request_format": "openai-batch"}
+    for name in (*_CONVERSATIONS, *_TEXTS):
+        if name in columns and not found:
+            option = "messages_column" if name in _CONVERSATIONS else "prompt_column"
+            found = {option: name}
+    if not found:
+        raise ConfigError(
+            f"where is the prompt? The columns are {', '.join(columns)}",
+            hint="say it: --prompt-column COLUMN, --messages-column COLUMN, or a template (--prompt-template FILE)",
+        )
+    for option, value in found.items():
+        logger.info("taken from the data: --%s %s", option.replace("_", "-"), value)
+    return found
+
+
+def as_tables(sources: Sequence[str], folder: Path) -> list[str]:
+    """Return the sources with standard input and text files replaced by files of JSON Lines in `folder`.
+
+    Every line of a text becomes a row with the column `prompt`; empty lines become none. Standard input may be JSON
+    Lines or text: the first character tells.
+
+    Raises:
+        InputError: Standard input is a terminal or empty, or a text is not UTF-8.
+    """
+    return [_as_table(source, folder) for source in sources]
+
+
+def _as_table(source: str, folder: Path) -> str:
+    scheme, path = split_url(source)
+    if source == STDIN:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError(
+                "SOURCE -: standard input is a terminal, expected rows from a pipe or a file",
+                hint="batchinfer run - -o DEST < rows.jsonl",
+            )
+        return _write(sys.stdin.buffer, "stdin", folder)
+    if scheme == "file" and path.endswith(".txt"):
+        local = Path(path).expanduser()
+        if local.is_file():
+            with local.open("rb") as stream:
+                return _write(stream, local.name, folder, is_text=True)
+    return source
+
+
+def _write(stream: BinaryIO, name: str, folder: Path, *, is_text: bool = False) -> str:
+    """Write the rows of a stream to a file that is named after its content, and return the file's path."""
+    with scratch_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        growing = folder / f"{name}.part"
+        digest = hashlib.sha256()
+        with growing.open("wb") as file:
+            head = stream.read(_BLOCK)
+            if not head.strip():
+                raise InputError(f"SOURCE {name}: is empty", hint="give at least one row")
+            is_rows = not is_text and head.lstrip().startswith(b"{")
+            for block in _blocks(head, stream) if is_rows else _rows(head, stream, name):
+                digest.update(block)
+                file.write(block)
+        path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        growing.replace(path)
+    return str(path)
+
+
+def _blocks(head: bytes, stream: BinaryIO) -> Iterator[bytes]:
+    yield head
+    while block := stream.read(_BLOCK):
+        yield block
+
+
+def _rows(head: bytes, stream: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield a row of JSON Lines for each line of a text that is not empty."""
+    rest = b""
+    for block in _blocks(head, stream):
+        *lines, rest = (rest + block).split(b"\n")
+        yield b"".join(_row(line, name) for line in lines)
+    yield _row(rest, name)
+
+
+def _row(line: bytes, name: str) -> bytes:
+    try:
+        text = line.decode().strip("\r\n\ufeff")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"SOURCE {name}: is not UTF-8 ({error.reason})",
+            hint=f"convert it: iconv -f latin1 -t utf-8 {name}",
+        ) from error
+    return codec.encode({TEXT_COLUMN: text}) + b"\n" if text.strip() else b""
+
+
+def copy_to(path: Path, stream: BinaryIO) -> None:
+    """Copy a file to a stream."""
+    with path.open("rb") as file:
+        shutil.copyfileobj(file, stream, _BLOCK)
+    stream.flush()

@@ -1,0 +1,269 @@
+"""The steps of `run`: check, split, generate, collect. Each can be killed, and the same command goes on from there.
+
+Everything but DEST lies in one place, the work folder: the job in ``job/``, the run in ``run/``, rows that came from
+standard input or text files in ``sources/``, and `COLLECTING`, which says that DEST is this command's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from batchinfer.check.command import run_check
+from batchinfer.check.steps import CheckConfig, CheckWorld, differences
+from batchinfer.cli.run_options import value_of
+from batchinfer.collect.command import check_options, run_collect
+from batchinfer.collect.destinations import suffix_of
+from batchinfer.collect.table import CollectConfig
+from batchinfer.core import codec, layout, units
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import (
+    AlreadyExists,
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+    RunMismatch,
+)
+from batchinfer.core.records import FORMAT_VERSION, Job, Record
+from batchinfer.ledger.jobs import OpenStore, load_job, split_name
+from batchinfer.pipeline.sources import recognise
+from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.split.sources import ColumnChoice, count_sources
+from batchinfer.storage.opening import join_url
+from batchinfer.worker.command import engine_config, prompt_config, sampling_config
+
+logger = logging.getLogger(__name__)
+
+COLLECTING = "collecting.json"
+"""Key, in the work folder, of the record of what is collected to DEST."""
+_CHUNKS = 16
+_CHUNK_ROWS = 5000
+
+
+class PipelineConfig(Record, frozen=True, kw_only=True):
+    """What `run` does beside the worker's options. `limit`: number of rows to do now, counted from the first."""
+
+    sources: list[str]
+    dest: str
+    work: str
+    limit: int | None = None
+    format: str = ""
+    with_source: bool = False
+    explode: bool = False
+    is_plain: bool = False
+    """Whether prompts of a column are sent as they are, also to a model with a chat template."""
+
+
+class CollectingRecord(Record, frozen=True, kw_only=True):
+    """Content of `COLLECTING`. It stands before DEST does, so a DEST without it belongs to somebody else."""
+
+    format_version: int
+    dest: str
+    options: dict[str, Any]
+    """What decides DEST's bytes beside the run itself."""
+    rows: int = 0
+    """Rows that are at DEST; 0 until all of them are."""
+
+
+class WorkFolder:
+    """The work folder of one command, and the steps that lead from its sources to DEST."""
+
+    def __init__(self, config: PipelineConfig, open_store: OpenStore, clock: Clock) -> None:
+        self.config = config
+        self.job_url = join_url(config.work, "job")
+        self.run_url = join_url(config.work, "run")
+        self._store = open_store(config.work)
+        self._open_store = open_store
+        self._clock = clock
+
+    # -- split
+
+    def split(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
+        """Make the job, unless it is there, and return the options of the run with what the data say.
+
+        Before a new job is made, everything is checked, so that nothing is written for a command that cannot work.
+
+        Raises:
+            ConfigError: Something would not work; all problems have been logged.
+            InputError: The sources are not those of the job that is there.
+        """
+        config = self.config
+        counted = count_sources(config.sources, choice=ColumnChoice())
+        options = options | recognise(counted.columns, options)
+        options |= self._as_chat(options, world)
+        existing = load_job(self.job_url, self._open_store)
+        if existing is None:
+            self._check(options, world)
+        shape = existing[0].shape if existing else self._shape(counted.rows)
+        split = SplitConfig(
+            sources=config.sources,
+            output=self.job_url,
+            first_rows=shape.get("first_rows"),
+            num_chunks=shape.get("num_chunks"),
+            chunk_rows=shape.get("chunk_rows"),
+        )
+        run_split(split, store=self._open_store(self.job_url))
+        return options
+
+    def _as_chat(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
+        """Choose whether texts of --prompt-column go through the model's chat template, unless the user has said so."""
+        if options["as_chat"] or not options["prompt_column"] or self.config.is_plain:
+            return {}
+        reason = "--system-prompt" if options["system_prompt"] else ""
+        if not reason:
+            tokenizer = world.load_tokenizer(engine_config(options))
+            if tokenizer is None or not tokenizer.has_chat_template:
+                return {}
+            reason = "the model has a chat template"
+        logger.info(
+            "each prompt is sent as a user's message: %s (--plain sends it as it is)", reason
+        )
+        return {"as_chat": True}
+
+    def _shape(self, rows: int) -> dict[str, int]:
+        """Choose how large chunks are. With --limit the first chunk ends there, so that it can be done by itself."""
+        shape: dict[str, int] = {}
+        if self.config.limit is not None and self.config.limit < rows:
+            shape["first_rows"] = self.config.limit
+            rows -= self.config.limit
+        if rows > _CHUNKS * _CHUNK_ROWS:
+            return shape | {"chunk_rows": _CHUNK_ROWS}
+        return shape | {"num_chunks": min(rows, _CHUNKS)}
+
+    def _check(self, options: dict[str, Any], world: CheckWorld) -> None:
+        result = run_check(self._asked(options), world)
+        for problem in result["problems"]:
+            level = logging.ERROR if problem["level"] == "error" else logging.WARNING
+            hint = f" ({problem['hint']})" if problem["hint"] else ""
+            logger.log(level, "%s%s", problem["message"], hint)
+        if result["errors"]:
+            raise ConfigError(
+                f"would not work: {units.many(result['errors'], 'problem')}, listed above",
+                hint="nothing was written",
+            )
+
+    def _asked(self, options: dict[str, Any]) -> CheckConfig:
+        return CheckConfig(
+            sources=self.config.sources,
+            engine=engine_config(options),
+            prompt=prompt_config(options),
+            sampling=sampling_config(options),
+            run_seed=value_of("seed", options),
+            output=self.run_url if "://" in self.run_url else "",
+            show=0,
+        )
+
+    def refuse_other_options(self, options: dict[str, Any]) -> None:
+        """Compare the options with those of the run that is there.
+
+        Raises:
+            RunMismatch: They differ.
+        """
+        found = differences(self._open_store(self.run_url), self._asked(options), "")
+        if found:
+            shown = "; ".join(f"{key} ({there} there, {here} here)" for key, there, here in found)
+            raise RunMismatch(
+                f"{self.config.work}: its rows were answered with another {shown}",
+                hint="use the same options, or name another DEST",
+            )
+
+    # -- generate
+
+    def manifest(self) -> str:
+        """Return the URL of the manifest of the chunks to do now."""
+        found = load_job(self.job_url, self._open_store)
+        assert found is not None
+        job, limit = found[0], self.config.limit
+        if limit is None or limit >= job.rows:
+            return join_url(self.job_url, layout.ALL_MANIFEST)
+        wanted = [chunk for chunk in job.chunks if chunk.first_row < limit]
+        rows = sum(chunk.rows for chunk in wanted)
+        if rows != limit:
+            logger.warning(
+                "--limit %d: the chunks with these rows have %d; all are done", limit, rows
+            )
+        return self._write_manifest(job, len(wanted), rows)
+
+    def _write_manifest(self, job: Job, count: int, rows: int) -> str:
+        store = self._open_store(self.job_url)
+        lines = store.get(layout.ALL_MANIFEST).data.splitlines(keepends=True)
+        assert len(lines) == len(job.chunks)
+        key = f"{layout.MANIFESTS}first-{rows}.txt"
+        store.create(key, b"".join(lines[:count]))
+        return join_url(self.job_url, key)
+
+    # -- collect
+
+    def claim_dest(self) -> int:
+        """Check that DEST is free or this command's own. Returns the rows that are there; 0 if it is not complete.
+
+        Raises:
+            ConfigError: DEST and the options for it do not fit together.
+            InputError: Something else is at DEST.
+        """
+        check_options(self._collection())
+        record = self._record()
+        if record is not None and record.dest == self.config.dest:
+            is_same = record.options == self._options() and self._is_there()
+            return record.rows if is_same else 0
+        if self._is_there():
+            raise InputError(
+                f"{self.config.dest}: is there already, and no work of this command is at {self.config.work}",
+                hint="name another DEST, or remove it",
+            )
+        return 0
+
+    def collect(self) -> dict[str, Any]:
+        """Write DEST from the run, and return the result of `collect`."""
+        self._put_record(0)
+        result = run_collect(self._collection(), open_store=self._open_store, clock=self._clock)
+        self._put_record(result["rows"])
+        return result
+
+    def _collection(self) -> CollectConfig:
+        config = self.config
+        return CollectConfig(
+            run=self.run_url,
+            dest=config.dest,
+            format=config.format,
+            with_source=config.with_source,
+            explode=config.explode,
+            partial=config.limit is not None,
+            overwrite=True,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            name: getattr(config, name) for name in ("limit", "format", "with_source", "explode")
+        }
+
+    def _is_there(self) -> bool:
+        if not suffix_of(self.config.dest):
+            return any(True for _ in self._open_store(self.config.dest).list(""))
+        folder, name = split_name(self.config.dest)
+        try:
+            self._open_store(folder).stat(name)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _record(self) -> CollectingRecord | None:
+        try:
+            data = self._store.get(COLLECTING).data
+        except ObjectNotFound:
+            return None
+        return codec.decode(data, CollectingRecord, name=COLLECTING)
+
+    def _put_record(self, rows: int) -> None:
+        record = CollectingRecord(
+            format_version=FORMAT_VERSION,
+            dest=self.config.dest,
+            options=self._options(),
+            rows=rows,
+        )
+        data = codec.encode_pretty(record)
+        try:
+            self._store.create(COLLECTING, data)
+        except AlreadyExists:
+            self._store.replace(COLLECTING, data, self._store.stat(COLLECTING).etag)

@@ -1,0 +1,289 @@
+"""`batchinfer run`: one command from a file to answers, killed at any instant and started again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.cli.main import main
+from tiny_model import DEMO_MODEL
+
+ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "rows.jsonl", ROWS)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main(["run", *map(str, arguments), "--engine", "echo"])
+
+
+def last(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    shown = capsys.readouterr()
+    return json.loads(shown.out.splitlines()[-1]), shown.err
+
+
+class TestFromAFileToAnswers:
+    @pytest.mark.parametrize("name", ["answers.parquet", "answers.jsonl", "answers.csv"])
+    def test_every_row_has_its_answer(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    ) -> None:
+        dest = tmp_path / name
+        assert run(rows, "-o", dest) == 0
+        result, shown = last(capsys)
+        assert (result["status"], result["rows"], result["dest"]) == ("SUCCESS", 60, str(dest))
+        assert "taken from the data: --prompt-column text" in shown
+        if name.endswith(".parquet"):
+            table = pq.read_table(dest).to_pydict()
+            assert table["text"] == [row["text"] for row in ROWS]
+            assert table["row"] == list(range(60))
+
+    def test_a_folder_of_parquet_with_the_sources_columns(self, tmp_path: Path) -> None:
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+        assert run(tmp_path / "rows.parquet", "-o", tmp_path / "out", "--with-source") == 0
+        table = pq.read_table(tmp_path / "out/part-00000.parquet").to_pydict()
+        assert table["n"] == list(range(60))
+        assert (tmp_path / "out/_COLLECTED").exists()
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            ({"messages": [{"role": "user", "content": "hi"}]}, "--messages-column messages"),
+            ({"conversation": [{"role": "user", "content": "hi"}]}, "--messages-column conversation"),
+            ({"prompt": "hi", "text": "no"}, "--prompt-column prompt"),
+            (
+                {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+                 "body": {"messages": [{"role": "user", "content": "hi"}]}},
+                "--request-format openai-batch",
+            ),
+        ],
+    )  # fmt: skip
+    def test_where_the_prompt_is_is_found_and_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], said: str
+    ) -> None:
+        source = write_lines(tmp_path / "rows.jsonl", [row])
+        assert run(source, "-o", tmp_path / "a.jsonl") == 0
+        result, shown = last(capsys)
+        assert said in shown
+        assert (result["rows"], result["rows_error"]) == (1, 0)
+
+    def test_what_the_user_says_is_not_guessed(self, tmp_path: Path) -> None:
+        source = write_lines(tmp_path / "rows.jsonl", [{"text": "no", "other": "yes"}])
+        assert run(source, "-o", tmp_path / "a.jsonl", "--prompt-column", "other") == 0
+        assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "yes"
+
+    def test_a_system_prompt_makes_a_chat_of_a_text(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl", "--system-prompt", "Be brief") == 0
+        assert "sent as a user's message: --system-prompt" in last(capsys)[1]
+
+    def test_a_text_file_has_a_prompt_a_line(self, tmp_path: Path) -> None:
+        (tmp_path / "prompts.txt").write_text("one\n\n  \ntwo\r\nthree {x}")
+        assert run(tmp_path / "prompts.txt", "-o", tmp_path / "a.jsonl") == 0
+        lines = (tmp_path / "a.jsonl").read_text().splitlines()
+        assert [json.loads(line)["text"] for line in lines] == ["one", "two", "three {x}"]
+
+
+@pytest.mark.vllm
+class TestWithTheDemoModel:
+    def test_questions_are_asked_as_a_chat_and_answered(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "questions.txt").write_text(
+            "What is the capital of France?\nWhat is the capital of Japan?\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "-",
+             "--model", DEMO_MODEL, "--max-tokens", "16", "--temperature", "0"],
+            capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "the model has a chat template" in done.stderr
+        texts = [json.loads(line)["text"] for line in done.stdout.splitlines()]
+        assert texts == ["Paris", "Tokyo"]
+
+
+class TestPipes:
+    @pytest.mark.parametrize("is_text", [True, False])
+    def test_from_standard_input_to_standard_output(self, tmp_path: Path, is_text: bool) -> None:
+        given = "one\ntwo\n" if is_text else '{"prompt": "one"}\n{"prompt": "two"}\n'
+        done = subprocess.run(
+            [sys.executable, "-m", "batchinfer", "run", "-", "-o", "-", "--engine", "echo"],
+            input=given, capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["one", "two"]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_nothing_on_standard_input_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+        assert run("-", "-o", tmp_path / "a.jsonl") == 2
+        assert "is empty" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestAgain:
+    def test_a_finished_run_says_so_and_loads_nothing(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 0
+        before = (tmp_path / "a.jsonl").stat().st_mtime_ns
+        capsys.readouterr()
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 0
+        result, shown = last(capsys)
+        assert (result["status"], result["rows"]) == ("UNCHANGED", 60)
+        assert "loading" not in shown
+        assert (tmp_path / "a.jsonl").stat().st_mtime_ns == before
+
+    def test_first_some_rows_then_all(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dest = tmp_path / "a.jsonl"
+        assert run(rows, "-o", dest, "--limit", 20) == 0
+        assert last(capsys)[0]["rows"] == 20
+        assert len(dest.read_text().splitlines()) == 20
+        assert run(rows, "-o", dest) == 0
+        result, _ = last(capsys)
+        assert (result["rows"], result["worker"]["request_count"]) == (60, 40)
+        texts = [json.loads(line)["text"] for line in dest.read_text().splitlines()]
+        assert texts == [row["text"] for row in ROWS]
+
+    def test_another_limit_does_whole_chunks(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl", "--limit", 20) == 0
+        assert run(rows, "-o", tmp_path / "a.jsonl", "--limit", 21) == 0
+        result, shown = last(capsys)
+        assert 21 <= result["rows"] < 60
+        assert "--limit 21: the chunks with these rows have" in shown
+
+    def test_another_configuration_is_refused_with_the_difference(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 0
+        capsys.readouterr()
+        assert run(rows, "-o", tmp_path / "a.jsonl", "--max-tokens", 3) == 2
+        assert "max_tokens" in capsys.readouterr().err
+        assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 60
+
+    def test_other_data_is_refused(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 0
+        write_lines(rows, ROWS[:-1])
+        capsys.readouterr()
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 2
+        assert "differs in the source's files" in capsys.readouterr().err
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--prompt-column", "txet"], "txet"),
+            (["--sampling", "temprature=1"], "temprature"),
+            (["--prompt-column", "text", "--messages-column", "text"], "--messages-column"),
+            (["--engine", "vllm", "--model", "./no-such-folder"], "no-such-folder"),
+        ],
+    )  # fmt: skip
+    def test_everything_is_checked_before_anything_is_written(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        arguments: list[str], said: str,
+    ) -> None:  # fmt: skip
+        dest = tmp_path / "a.jsonl"
+        assert main(["run", str(rows), "-o", str(dest), "--engine", "echo", *arguments]) == 2
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert "Traceback" not in shown
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+    def test_a_source_without_a_known_column_names_its_columns(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = write_lines(tmp_path / "rows.jsonl", [{"review": "good", "stars": 5}])
+        assert run(source, "-o", tmp_path / "a.jsonl") == 2
+        error = capsys.readouterr().err
+        assert "review, stars" in error
+        assert "--prompt-column" in error
+
+    def test_somebody_elses_file_at_dest_is_left_alone(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "a.jsonl").write_text("mine")
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 2
+        assert "is there already" in capsys.readouterr().err
+        assert (tmp_path / "a.jsonl").read_text() == "mine"
+        assert not (tmp_path / "a.jsonl.batchinfer").exists()
+
+    @pytest.mark.parametrize("name", ["answers.json", "answers.tsv", "a.csv --format parquet"])
+    def test_a_dest_that_cannot_be_written_is_refused_first(
+        self, rows: Path, tmp_path: Path, name: str
+    ) -> None:
+        dest, *more = name.split()
+        assert run(rows, "-o", tmp_path / dest, *more) == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+    def test_the_hub_needs_a_place_for_the_work(
+        self, rows: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", "hf://datasets/org/name") == 2
+        assert "--work" in capsys.readouterr().err
+
+
+@pytest.mark.chaos
+class TestKills:
+    COMMAND = ("--engine", "echo", "--echo-latency-seconds", "0.02", "--max-num-seqs", "8")
+
+    def start(self, rows: Path, dest: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "batchinfer", "run", rows, "-o", dest,
+             "--checkpoint-seconds", "0.2", "--max-attempts", "1000", *self.COMMAND],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def test_killed_at_any_instant_it_ends_with_the_same_bytes(self, tmp_path: Path) -> None:
+        many = [{"text": f"row {index} " + "y " * (index % 11)} for index in range(400)]
+        rows = write_lines(tmp_path / "rows.jsonl", many)
+        undisturbed = tmp_path / "undisturbed.parquet"
+        started = time.monotonic()
+        assert self.start(rows, undisturbed).wait(timeout=120) == 0
+        whole = time.monotonic() - started
+        chance = random.Random(7)
+        kills, number = 0, 0
+        while kills < 30:
+            number += 1
+            dest = tmp_path / f"killed-{number}.parquet"
+            status = None
+            while status != 0:
+                child = self.start(rows, dest)
+                try:
+                    status = child.wait(timeout=chance.uniform(0.1, whole) if kills < 30 else 120)
+                except subprocess.TimeoutExpired:
+                    os.kill(child.pid, signal.SIGKILL)
+                    child.wait()
+                    kills += 1
+                else:
+                    assert status == 0
+            assert dest.read_bytes() == undisturbed.read_bytes()
