@@ -96,6 +96,16 @@ class Preconditions(NamedTuple):
         return self.create and self.replace
 
 
+def split_bucket(url: str) -> tuple[str, str]:
+    """Return the bucket of a URL, and what all keys below the URL start with: nothing, or a prefix with a final slash.
+
+    >>> split_bucket("s3://bucket/some/job/"), split_bucket("gs://bucket")
+    (('bucket', 'some/job/'), ('bucket', ''))
+    """
+    bucket, _, root = url.partition("://")[2].strip("/").partition("/")
+    return bucket, f"{root}/" if root else ""
+
+
 def check_key(key: str) -> str:
     """Return `key` if it names one object below a store's root.
 

@@ -36,7 +36,7 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
 from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.scratch import scratch_errors
 from batchinfer.storage.waits import waiting
@@ -85,14 +85,12 @@ class GcsStore:
         retries: RetryPolicy | None = None,
         resumable_bytes: int = RESUMABLE_BYTES,
     ) -> None:
-        bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
-        self.bucket = bucket
-        self.url = f"gs://{bucket}/{root}" if root else f"gs://{bucket}"
-        self._root = f"{root}/" if root else ""
+        self.bucket, self._root = split_bucket(url)
+        self.url = f"gs://{self.bucket}/{self._root}".rstrip("/")
         self._retries = retries or RetryPolicy()
         self._resumable_bytes = resumable_bytes
         self._is_bucket_seen = False
-        with self._errors(root):
+        with self._errors(self._root):
             # This base class is used because the package's default class asks a second API about the bucket's kind. The
             # project is empty: only making a bucket needs one. gcsfs would warn if the argument were left out.
             self._fs = gcsfs.core.GCSFileSystem(

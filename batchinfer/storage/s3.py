@@ -31,7 +31,7 @@ from batchinfer.core.errors import (
     PreconditionFailed,
     StorageError,
 )
-from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
+from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix, split_bucket
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 from batchinfer.storage.s3_client import S3Clients
 from batchinfer.storage.s3_errors import (
@@ -93,10 +93,8 @@ class S3Store:
         part_bytes: int = PART_BYTES,
         multipart_bytes: int = MULTIPART_BYTES,
     ) -> None:
-        bucket, _, root = url.split("://", 1)[-1].strip("/").partition("/")
-        self.bucket = bucket
-        self.url = f"s3://{bucket}/{root}" if root else f"s3://{bucket}"
-        self._root = f"{root}/" if root else ""
+        self.bucket, self._root = split_bucket(url)
+        self.url = f"s3://{self.bucket}/{self._root}".rstrip("/")
         self._retries = retries or RetryPolicy()
         self._multipart_bytes = multipart_bytes
         self._is_bucket_seen = False
