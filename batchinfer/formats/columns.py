@@ -134,8 +134,8 @@ class OutputBlock:
         usages = [line.usage for line in self.lines]
         return Counts(
             Counter(line.error.code for line in self.lines if line.error is not None),
-            sum([usage.prompt_tokens for usage in usages]),
-            sum([usage.completion_tokens for usage in usages]),
+            sum([usage.prompt_tokens or 0 for usage in usages]),
+            sum([usage.completion_tokens or 0 for usage in usages]),
         )
 
     def part(self, start: int, stop: int) -> OutputBlock:

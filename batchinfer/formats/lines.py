@@ -49,11 +49,11 @@ class OutputChoice(msgspec.Struct, gc=False):
 
 
 class OutputUsage(msgspec.Struct, gc=False):
-    """Token counts of an output line."""
+    """Token counts of an output line. A count that the line does not have is None."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
 
 
 class OutputError(msgspec.Struct, gc=False):
@@ -66,8 +66,7 @@ class OutputError(msgspec.Struct, gc=False):
 class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
     """An output line after it was read. Lines of all formats become this class, which has the fields of a native line.
 
-    If the line's format has no row numbers, `row` is None; if it has no ids, `id` is None; if it has no token counts,
-    `usage` holds zeros.
+    If the line's format has no row numbers, `row` is None; if it has no ids, `id` is None.
     """
 
     row: int | None

@@ -62,7 +62,7 @@ class _NativeLine(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_i
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
 
 
-_NO_USAGE = OutputUsage()
+_NO_USAGE = OutputUsage(0, 0, 0)
 
 
 class NativeEncoder:

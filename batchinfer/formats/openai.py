@@ -203,7 +203,7 @@ class _BatchChoice(OutputChoice, gc=False):
 
 
 class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 class _BatchUsage(OutputUsage, gc=False):

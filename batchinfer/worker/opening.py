@@ -251,8 +251,8 @@ def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
                 line=index,
                 ok=True,
                 finish_reason=summary.finish_reasons[0] if summary.finish_reasons else "",
-                prompt_tokens=summary.usage.prompt_tokens,
-                cached_tokens=summary.usage.cached_tokens,
-                completion_tokens=summary.usage.completion_tokens,
+                prompt_tokens=summary.usage.prompt_tokens or 0,
+                cached_tokens=summary.usage.cached_tokens or 0,
+                completion_tokens=summary.usage.completion_tokens or 0,
                 output=codec.raw(data),
             )

@@ -288,6 +288,10 @@ def test_other_output_formats_give_the_same_columns(output_format: str, tmp_path
     assert [row["row"] for row in rows] == sorted(row["row"] for row in rows)
     assert [row["choice_index"] for row in rows if row["row"] == 1] == [0, 1]
     bad = next(row for row in rows if row["row"] == 5)
+    good_tokens = {row["prompt_tokens"] for row in rows if row["status"] == "ok"}
+    assert (None in good_tokens) == (output_format == "completions"), "unknown is not 0"
+    assert good_tokens != {None} or output_format == "completions"
+    assert bad["prompt_tokens"] is None
     assert (bad["status"], bad["error_code"], bad["text"]) == (
         "error",
         "unsupported_parameter",
@@ -373,6 +377,7 @@ def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
             line(6, [], error=failed, timing={"queue_seconds": 0.1}),
             line(7, ["", *several]),
             line(8, ["😀"]),
+            line(9, ["x"], usage={"prompt_tokens": 3}),
         ]
     )
     shape = Shape(output_format="native", answers=answers)
@@ -385,6 +390,8 @@ def test_both_ways_to_read_native_lines_agree(answers: str) -> None:
         assert lines == other_lines
         assert list(columns) == list(arrays) == shape.names
         assert columns == {name: values.to_pylist() for name, values in arrays.items()}
+    assert left.columns()[0]["prompt_tokens"][-2:] == [8, 3]
+    assert left.columns()[0]["cached_tokens"][-2:] == [1, None]
 
 
 # --------------------------------------------------------------------------- the lines as they are
