@@ -27,7 +27,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
-from batchinfer.ledger.claims import Claims, Lease
+from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.inventory import SeenMarker, suspect_markers
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
@@ -66,6 +66,10 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SNAPSHOT_SECONDS = 2.0
 _END_LOADING_SECONDS = 15.0
+_SAVE_SECONDS = 5.0
+"""Seconds that a worker has to save its rows when it ends, even if no grace period is left."""
+_SAVE_PAUSE_SECONDS = 2.0
+"""Seconds between two rounds of saving, once they have taken longer than the grace period."""
 _ROWS_WHILE_LOADING = 256
 _NUM_LOOKS = 4
 """Number of background jobs that read markers at the same time."""
@@ -295,7 +299,7 @@ class _Start:
             self._drain(open_chunks, stream)
         except EngineError as error:
             stream.note_death(error.in_flight)
-            self._save(open_chunks)
+            self._save(open_chunks, is_patient=True)  # nobody waits for a worker whose engine died
             raise
         except Exception:
             # Save the finished rows after any other error too, even a bug of batchinfer.
@@ -550,32 +554,54 @@ class _Start:
                 self.environment.background.wait(_POLL_SECONDS)
         check_error_rate(self.config, self.telemetry)
 
-    def _save(self, open_chunks: OpenChunks) -> None:
+    def _save(self, open_chunks: OpenChunks, *, is_patient: bool = False) -> None:
         """Prepare an early end: checkpoint the finished rows, then release the claims.
 
-        Waits for storage until the grace period ends, or for 5 seconds if fewer are left of it.
+        Waits for storage until the grace period ends, or for 5 seconds if fewer are left of it. With `is_patient` it
+        waits much longer, as long as nobody asks the worker to stop and storage does not refuse permission.
         """
+        stopper, clock = self.environment.stopper, self.clock
+        began = clock.monotonic()
+        soon = began + max(_SAVE_SECONDS, stopper.seconds_left)
+        late = began + LEASES_WITHOUT_STORAGE * self.config.lease_seconds if is_patient else soon
+
+        def deadline() -> float:
+            if stopper.is_requested:
+                return max(began + _SAVE_SECONDS, clock.monotonic() + stopper.seconds_left)
+            return late
+
         open_chunks.begin_saving()
-        deadline = self.clock.monotonic() + max(5.0, self.environment.stopper.seconds_left)
         try:
             open_chunks.checkpoint()
-            while open_chunks.is_writing and self.clock.monotonic() < deadline:
-                self.environment.background.wait(_POLL_SECONDS)
-                self._save_more(open_chunks)
-            open_chunks.release_all(deadline)
+            while open_chunks.is_writing and clock.monotonic() < deadline():
+                if clock.monotonic() < soon:
+                    self.environment.background.wait(_POLL_SECONDS)
+                else:
+                    clock.sleep(
+                        _SAVE_PAUSE_SECONDS
+                    )  # what failed so far is not tried again at once
+                if not self._save_more(open_chunks):
+                    late = soon
+            open_chunks.release_all(min(deadline(), max(soon, clock.monotonic() + _SAVE_SECONDS)))
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
 
-    def _save_more(self, open_chunks: OpenChunks) -> None:
-        """Do one round of saving. An error is only logged, so that a later round can save the other chunks."""
+    def _save_more(self, open_chunks: OpenChunks) -> bool:
+        """Do one round of saving. An error is only logged, so that a later round can save the other chunks.
+
+        Returns False after an error that time does not mend.
+        """
+        is_hopeful = True
         try:
             open_chunks.tick(Demand(is_building=True))
         except Superseded:
             raise
         except BatchinferError as error:
             logger.warning("not everything could be saved (%s)", error)
+            is_hopeful = False
         # Ask for checkpoints again: a chunk's last segment may not hold all its finished rows.
         open_chunks.checkpoint()
+        return is_hopeful
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """Make the result object that the command prints; `error` is the error that ended this start, if any."""

@@ -13,7 +13,7 @@ import pytest
 
 import making
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import EngineDied, Interrupted, NoProgress, StorageError
+from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
 from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
@@ -86,6 +86,64 @@ def test_rows_finished_before_an_engine_died_were_not_left_behind() -> None:
         assert isinstance(ending.error, EngineDied)
         assert stage.finished
         assert saved_lines(stage) == {line for _, line in stage.finished}
+
+
+class TestSavingAfterAnEngineDied:
+    """Nobody waits for a worker whose engine died. It gave up after the grace period, with rows still to be saved."""
+
+    @pytest.fixture
+    def stage(self) -> Iterator[Stage]:
+        with Stage([["a", "b", "c", "poison", "e"]]) as made:
+            made.engine.max_in_flight = 2
+            yield made
+
+    @staticmethod
+    def run(
+        stage: Stage, outage_seconds: float, monkeypatch: pytest.MonkeyPatch, **options: float
+    ) -> tuple[Exception | None, float]:
+        """Let no checkpoint through for some time after the death. Returns the error and the seconds to the end."""
+        died: list[float] = []
+        monkeypatch.setattr(stage, "died", lambda _rows: died.append(stage.scheduler.now))
+
+        def hook(_number: int, method: str, key: str, _process: Process) -> str | None:
+            is_away = died and stage.scheduler.now < died[0] + outage_seconds
+            return (
+                "refused" if is_away and "checkpoints/" in key and method == "put_object" else None
+            )
+
+        ending = stage.run(hook=hook, checkpoint_seconds=1000.0, **options)
+        return ending.error, stage.scheduler.now - died[0]
+
+    def test_it_takes_its_time(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        error, _ = self.run(stage, 50.0, monkeypatch, lease_seconds=12.0)
+        assert isinstance(error, EngineDied)
+        assert stage.finished
+        assert saved_lines(stage) == {line for _, line in stage.finished}
+
+    def test_it_does_not_take_for_ever(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=3.0)
+        assert isinstance(error, EngineDied)
+        assert 25 < seconds < 60
+        assert not saved_lines(stage)
+
+    def test_a_stop_ends_it_within_the_grace(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stage.scheduler.after(30.0, lambda: stage.stop(Interrupted("stopped")))
+        error, seconds = self.run(stage, 1e6, monkeypatch, lease_seconds=12.0)
+        assert isinstance(error, EngineDied)
+        assert seconds < 50
+
+    def test_refused_permissions_end_it(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **_options: object) -> None:
+            raise AccessDenied("403")
+
+        monkeypatch.setattr("batchinfer.ledger.checkpoints.write_segment", refuse)
+        error, seconds = self.run(stage, 0.0, monkeypatch, lease_seconds=12.0)
+        assert isinstance(error, EngineDied)
+        assert seconds < 20
 
 
 def test_rows_finished_while_a_checkpoint_was_on_its_way_were_not_left_behind_by_a_stop() -> None:
@@ -253,7 +311,12 @@ def test_a_marker_that_came_late_on_a_careless_store_names_an_output_that_is_the
             return "late"
 
         def other_worker_is_first() -> None:
-            marker = marker_record(output="part-00000.other.jsonl", nonce="other", worker="w9")
+            marker = marker_record(
+                output="part-00000.other.jsonl",
+                nonce="other",
+                worker="w9",
+                fingerprint=json.loads(stage.objects()[layout.RUN_KEY])["fingerprint"],
+            )
             stage.put("outputs/part-00000.other.jsonl", b"theirs")
             stage.put(layout.marker_key("part-00000"), codec.encode(marker))
 
