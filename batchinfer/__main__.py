@@ -1,5 +1,5 @@
 """``python -m batchinfer``."""
 
-from batchinfer.cli.main import run
+from batchinfer.cli.entry import start
 
-run()
+start()

@@ -2,6 +2,6 @@
 
 import sys
 
-from batchinfer.cli.main import run
+from batchinfer.cli.entry import start
 
-run(["check", *sys.argv[1:]])
+start(["check", *sys.argv[1:]])

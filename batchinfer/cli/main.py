@@ -16,12 +16,12 @@ from typing import Any
 import click
 
 from batchinfer import __version__
+from batchinfer.cli.entry import INTERRUPTED
 from batchinfer.cli.logs import configure_logging
 from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.terminal import say
 from batchinfer.core.errors import BatchinferError
 
-_INTERRUPTED = 75
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except click.Abort:
         say("error: interrupted")
-        return _INTERRUPTED
+        return INTERRUPTED
     except click.ClickException as error:
         _show_click_error(error)
         return error.exit_code
@@ -159,7 +159,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         KeyboardInterrupt
     ):  # Ctrl-C before or after the command; while it runs, click handles Ctrl-C
         say("error: interrupted")
-        status = _INTERRUPTED
+        status = INTERRUPTED
     except Exception:  # noqa: BLE001 - a bug; Python would print its traceback with the secrets of URLs
         for line in traceback.format_exc().rstrip().split("\n"):
             say(line)

@@ -184,7 +184,13 @@ class Membership:
         Without `info`, UNKNOWN stands for the values that only a loaded engine knows.
         """
         config, assignment = self.config, self.assignment
+        trusts = config.engine.trust_remote_code
+        # A run that was made before trust_remote_code counted has it only among its recorded values.
+        is_old = self.run is not None and "trust_remote_code" not in self.run.config
+        trusted = is_old and bool(self.run and self.run.recorded.get("trust_remote_code"))
         return {
+            # Without the key in most runs, they keep the fingerprints that they had before it counted.
+            **({"trust_remote_code": trusts} if trusts != trusted else {}),
             "job_sha256": assignment.job_sha256,
             "model": config.engine.model or config.engine.engine,
             "model_identity": self._model_identity,

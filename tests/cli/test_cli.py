@@ -17,6 +17,10 @@ from making import make_job, run_process, worker_arguments
 
 HEAVY = ("vllm", "torch", "transformers", "pyarrow", "s3fs", "fsspec", "datasets", "botocore")
 HEAVY += ("jinja2", "http.client", "yaml")  # a tenth of a second together
+ENTRIES = [
+    "batchinfer",
+    *(f"batchinfer.{name}" for name in ("check", "collect", "split", "worker")),
+]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["split", "--help"], ["worker", "--help"]])
@@ -234,3 +238,27 @@ def test_a_full_disk_below_stdout_is_said_in_a_line(
     assert done.returncode == status
     assert "error: stdout: cannot take the result (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        *(f"runpy.run_module({name!r}, run_name='__main__')" for name in ENTRIES),
+        "from batchinfer.cli.entry import start; start()",  # the console script
+    ],
+)
+def test_an_interruption_while_python_imports_is_a_line(start: str) -> None:
+    script = f"""
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["batchinfer"]
+{start}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "error: interrupted\n")

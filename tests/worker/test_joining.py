@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,29 @@ def test_a_column_that_the_job_does_not_have_is_refused_before_anything_is_made(
             standalone_mode=False,
         )
     assert not Path("job/runs").exists()
+
+
+def test_the_models_own_code_is_trusted_by_all_workers_of_a_run_or_by_none(job: str) -> None:
+    for name, options, others in (
+        ("without", [], ["--trust-remote-code"]),
+        ("with", ["--trust-remote-code"], []),
+    ):
+        run = f"{job}/runs/{name}"
+        run_worker_here(job, run, *options)
+        run_worker_here(job, run, *options)
+        with pytest.raises(RunMismatch, match="trust_remote_code"):
+            run_worker_here(job, run, *others)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_run_from_before_trust_counted_stays_valid(job: str, trusted: bool) -> None:
+    run = Path(job, "runs/a")
+    run_worker_here(job, run)
+    old = json.loads((run / "run.json").read_text())
+    assert "trust_remote_code" not in old["config"]
+    old["recorded"]["trust_remote_code"] = trusted
+    (run / "run.json").write_text(json.dumps(old))
+    same, other = [["--trust-remote-code"], []] if trusted else [[], ["--trust-remote-code"]]
+    run_worker_here(job, run, *same)
+    with pytest.raises(RunMismatch, match="trust_remote_code"):
+        run_worker_here(job, run, *other)
