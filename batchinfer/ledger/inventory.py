@@ -2,7 +2,7 @@
 
 `take_inventory` lists everything and reads each marker, claim and worker's record. `verify`, `clean` and `collect` use
 it. `RunReader` lists outputs/, checkpoints/ and workers/, and reads the workers' records, as often as it is called.
-`status`, `report` and `check` use it, because they must not send a request for each chunk.
+`status` and `check` use it, because they must not send a request for each chunk; `report` adds `read_newest_markers`.
 
 The memory needed grows with the number of chunks, but not with the size of the data. Other processes may create, change
 and remove objects while they are read here.
@@ -327,6 +327,24 @@ class SeenWorker(NamedTuple):
     record: Worker
     modified: float
     age_seconds: float | None = None
+
+
+def read_newest_markers(
+    store: Store, markers: Mapping[str, SeenMarker]
+) -> Iterator[tuple[str, Marker]]:
+    """Yield (chunk, marker) for each marker that a listing has shown. Sends one request for each.
+
+    Markers that are gone meanwhile or cannot be read are left out; `verify` tells of these.
+    """
+    items = list(markers.items())
+
+    def read(item: tuple[str, SeenMarker]) -> tuple[Marker | str, str] | None:
+        name, seen = item
+        return _read(store, layout.marker_key(name, seen.generation), Marker)
+
+    for (name, _), found in zip(items, in_parallel(read, items), strict=True):
+        if found is not None and isinstance(found[0], Marker):
+            yield name, found[0]
 
 
 class Snapshot(NamedTuple):

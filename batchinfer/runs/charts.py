@@ -17,10 +17,13 @@ from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import msgspec
+
 from batchinfer.core import units
 from batchinfer.core.records import Minute, Span, Worker
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.ledger.inventory import SeenWorker
+from batchinfer.runs.answers import DoneChunk, Piece
 from batchinfer.runs.overview import clock_offset
 
 MAX_BANDS = 7
@@ -166,8 +169,11 @@ class Bins(NamedTuple):
         return [self.begin + index * self.seconds for index in range(self.number + 1)]
 
 
+UNREPORTED = "in no worker's record, because a kill came before the next heartbeat"
+
+
 class Series(NamedTuple):
-    """Rows and output tokens in each bin, of one worker or of all workers together."""
+    """Rows and output tokens in each bin, of one worker or of all workers together. `name` may be `UNREPORTED`."""
 
     name: str
     rows: list[float]
@@ -175,10 +181,14 @@ class Series(NamedTuple):
 
 
 class Area(NamedTuple):
-    """One band of a stacked chart. `path` is an SVG path in a box of 1000 by 1000."""
+    """One band of a stacked chart.
+
+    `path` is an SVG path in a box of 1000 by 1000. `style` is a class of the style sheet.
+    """
 
     name: str
     path: str
+    style: str
 
 
 class AreaChart(NamedTuple):
@@ -192,22 +202,63 @@ class AreaChart(NamedTuple):
     ticks: list[Tick]
 
 
-def series_of(workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
-    """Rows and output tokens in each bin: one series for each worker.
+def series_of(pieces: Sequence[Piece], workers: Sequence[SeenWorker], bins: Bins) -> list[Series]:
+    """Rows and output tokens in each bin: one series for each worker, and one for the rows that no record tells of.
 
-    With more than `MAX_BANDS` workers, the result is a single series with the sums over all workers.
+    The sums are those of the pieces. Within a piece's time, the minutes in its worker's record say how much was done
+    when. With more than `MAX_BANDS` workers, a single series has the sums over all workers.
     """
-    found = []
-    for seen in workers:
-        series = Series(seen.record.id, [0.0] * bins.number, [0.0] * bins.number)
-        for minute in seen.record.minutes:
+    paces = {seen.record.id: _pace(seen, bins) for seen in workers}
+    found: dict[str, Series] = {}
+    for piece in pieces:
+        if piece.worker not in found:
+            found[piece.worker] = _no_rows(piece.worker or UNREPORTED, bins)
+        _place(piece, paces.get(piece.worker), bins, found[piece.worker])
+    unreported = found.pop("", None)
+    series = [found[name] for name in sorted(found)]
+    if len(series) > MAX_BANDS:
+        rows = [sum(values) for values in zip(*(one.rows for one in series), strict=True)]
+        tokens = [sum(values) for values in zip(*(one.tokens for one in series), strict=True)]
+        series = [Series(f"all {len(series)} workers", rows, tokens)]
+    return series if unreported is None else [*series, unreported]
+
+
+def _no_rows(name: str, bins: Bins) -> Series:
+    return Series(name, [0.0] * bins.number, [0.0] * bins.number)
+
+
+def _pace(seen: SeenWorker, bins: Bins) -> Series:
+    """Rows and output tokens in each bin that a worker generated, by the minutes in its record."""
+    series = _no_rows(seen.record.id, bins)
+    for minute in seen.record.minutes:
+        if minute.length > 0:  # a damaged record may say anything
             _spread(minute, clock_offset(seen), bins, series)
-        found.append(series)
-    if len(found) <= MAX_BANDS:
-        return found
-    rows = [sum(values) for values in zip(*(one.rows for one in found), strict=True)]
-    tokens = [sum(values) for values in zip(*(one.tokens for one in found), strict=True)]
-    return [Series(f"all {len(found)} workers", rows, tokens)]
+    return series
+
+
+def _place(piece: Piece, pace: Series | None, bins: Bins, series: Series) -> None:
+    """Add a piece to the bins that its time covers. What is outside all bins goes to the first or the last."""
+    begin, end = (
+        min(max(0.0, (moment - bins.begin) / bins.seconds), float(bins.number))
+        for moment in (piece.begin, piece.end)
+    )
+    first = min(int(begin), bins.number - 1)
+    covered = range(first, max(first + 1, math.ceil(end)))
+    shares = [max(0.0, min(end, index + 1) - max(begin, index)) for index in covered]
+    if not any(shares):
+        shares[0] = 1.0
+    for amount, values, paces in (
+        (piece.rows, series.rows, pace and pace.rows),
+        (piece.tokens, series.tokens, pace and pace.tokens),
+    ):
+        weights = shares
+        if paces:
+            weights = [share * paces[index] for share, index in zip(shares, covered, strict=True)]
+        whole = sum(weights)
+        if whole <= 0:
+            weights, whole = shares, sum(shares)
+        for weight, index in zip(weights, covered, strict=True):
+            values[index] += amount * weight / whole
 
 
 def _spread(minute: Minute, offset: float, bins: Bins, series: Series) -> None:
@@ -240,7 +291,7 @@ def throughput(series: Sequence[Series], bins: Bins, life: Period) -> AreaChart:
 
 
 def progress(series: Sequence[Series], bins: Bins, life: Period, total: float) -> AreaChart:
-    """A chart of rows finished since the start, with a point at the end of each bin.
+    """A chart of the rows that are safe, with a point at the end of each bin.
 
     The y axis reaches at least to `total`, the rows of the run.
     """
@@ -264,11 +315,12 @@ def _stack(
     xs = [10 * life.percent(moment) for moment in moments]
     base = [0.0] * len(xs)
     areas = []
-    for name, heights in zip(names, values, strict=True):
+    for index, (name, heights) in enumerate(zip(names, values, strict=True), start=1):
         upper = [low + height for low, height in zip(base, heights, strict=True)]
         points = [*zip(xs, upper, strict=True), *zip(reversed(xs), reversed(base), strict=True)]
         line = " L".join(f"{x:.1f},{1000 - 1000 * y / top:.1f}" for x, y in points)
-        areas.append(Area(name, f"M{line}Z"))
+        style = "unreported" if name == UNREPORTED else f"s{index}"
+        areas.append(Area(name, f"M{line}Z", style))
         base = upper
     levels = [units.short(top * quarter / 4) for quarter in range(5)]
     return AreaChart(areas, levels, time_ticks(life))
@@ -314,10 +366,19 @@ class Lane(NamedTuple):
         return sum(mark.kind == "kill" for mark in self.marks)
 
 
-def lane_of(seen: SeenWorker, life: Period) -> Lane:
-    """Lay out one worker's time line."""
+def lane_of(
+    seen: SeenWorker, life: Period, done: Sequence[DoneChunk] = (), *, is_gone: bool = False
+) -> Lane:
+    """Lay out one worker's time line.
+
+    Args:
+        seen: The worker's record.
+        life: The time that the line covers.
+        done: The chunks with markers of this worker. The record may lack some of them, or call them open or killed.
+        is_gone: Whether the worker counts as gone, so that its open chunks were killed with it.
+    """
     record, offset = seen.record, clock_offset(seen)
-    spans = sorted([*record.spans, *record.open_spans], key=lambda span: (span.start, span.end))
+    spans = sorted(_spans(record, done, is_gone=is_gone), key=lambda span: (span.start, span.end))
     tracks = _tracks(spans)
     num_tracks = 1 + max(tracks, default=0)
 
@@ -326,7 +387,7 @@ def lane_of(seen: SeenWorker, life: Period) -> Lane:
         width = max(_MIN_BAR, 10 * life.percent(end + offset) - x)
         return f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h-{width:.1f}z"
 
-    up, marks = _starts(record)
+    up, marks = _starts(record, is_gone=is_gone)
     by_outcome: dict[str, list[tuple[Span, int]]] = {}
     for span, track in zip(spans, tracks, strict=True):
         by_outcome.setdefault(span.outcome, []).append((span, track))
@@ -347,6 +408,28 @@ def lane_of(seen: SeenWorker, life: Period) -> Lane:
             for kind, moment in marks
         ],
     )
+
+
+def _spans(record: Worker, done: Sequence[DoneChunk], *, is_gone: bool) -> list[Span]:
+    """The time that a worker had each chunk open: by marker for the chunks that it has done, else by its record."""
+    by_marker = {(chunk.name, chunk.epoch) for chunk in done}
+    spans = [
+        Span(
+            chunk=chunk.name,
+            start=chunk.start,
+            end=chunk.end,
+            rows=chunk.rows,
+            resumed=chunk.resumed,
+            epoch=chunk.epoch,
+            outcome="done",
+        )
+        for chunk in done
+    ]
+    for span in (*record.spans, *record.open_spans):
+        if (span.chunk, span.epoch) not in by_marker:
+            is_killed = is_gone and span.outcome == "open"
+            spans.append(msgspec.structs.replace(span, outcome="killed") if is_killed else span)
+    return spans
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
@@ -379,7 +462,9 @@ def _title(outcome: str, spans: Sequence[Span]) -> str:
     )
 
 
-def _starts(record: Worker) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
+def _starts(
+    record: Worker, *, is_gone: bool
+) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
     """Return two lists: (start, end) of each of a worker's processes, and (kind, moment) of each mark.
 
     All times are by the worker's own clock. Old starts are no longer in the record of a worker that started often.
@@ -394,7 +479,7 @@ def _starts(record: Worker) -> tuple[list[tuple[float, float]], list[tuple[str, 
         marks.append(("start" if index == 0 and is_first else "resume", start))
         if state in ENDED_STATES:
             marks.append(("end", end))
-        elif index < len(ends) - 1:
+        elif is_gone or index < len(ends) - 1:
             marks.append(("kill", end))
     return up, marks
 

@@ -330,7 +330,6 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
     started, seconds = _lifetime(pairs, now, is_alive=bool(alive))
     prompt_tokens = sum(record.prompt_tokens for record in records)
     completion_tokens = sum(record.completion_tokens for record in records)
-    rows_done = sum(record.rows_done for record in records)
     return Overview(
         run=snapshot.url,
         job=snapshot.job_url,
@@ -342,7 +341,7 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         chunks=chunks,
         rows=rows,
         recent=recent,
-        overall=rate_of(seconds, rows_done, prompt_tokens, completion_tokens),
+        overall=rate_of(seconds, rows.done + rows.in_progress, prompt_tokens, completion_tokens),
         eta_seconds=eta,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -397,7 +396,7 @@ def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progre
     """Return the progress in chunks, the progress in rows, and notes about markers of chunks that the job lacks."""
     done = set(snapshot.markers)
     busy = {name for record in alive for name in record.open_chunks} - done
-    saved = _rows_saved(snapshot)
+    saved = rows_saved(snapshot)
     if snapshot.job is None:
         spans = [span for seen in snapshot.workers for span in seen.record.spans]
         rows_done = sum(span.rows for span in spans if span.outcome == "done")
@@ -406,7 +405,7 @@ def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progre
             _progress_of(None, rows_done, sum(saved.values())),
             [],
         )
-    rows = _rows_by_chunk(snapshot.job, snapshot.run)
+    rows = rows_by_chunk(snapshot.job, snapshot.run)
     notes = []
     strange = done - rows.keys()
     if strange:
@@ -416,15 +415,15 @@ def _progress(snapshot: Snapshot, alive: list[Worker]) -> tuple[Progress, Progre
         done &= rows.keys()
     busy &= rows.keys()
     rows_done = sum(rows[name] for name in done)
-    rows_saved = sum(min(number, rows[name]) for name, number in saved.items() if name in rows)
+    in_checkpoints = sum(min(number, rows[name]) for name, number in saved.items() if name in rows)
     return (
         _progress_of(len(rows), len(done), len(busy)),
-        _progress_of(sum(rows.values()), rows_done, rows_saved),
+        _progress_of(sum(rows.values()), rows_done, in_checkpoints),
         notes,
     )
 
 
-def _rows_saved(snapshot: Snapshot) -> dict[str, int]:
+def rows_saved(snapshot: Snapshot) -> dict[str, int]:
     """Number of rows in checkpoints, for each chunk that is not done and has checkpoints.
 
     Segments of earlier versions do not tell their number of rows. The workers' records then give it, as of their last
@@ -447,7 +446,7 @@ def _progress_of(total: int | None, done: int, in_progress: int) -> Progress:
     return Progress(total=total, done=done, in_progress=in_progress, waiting=waiting)
 
 
-def _rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
+def rows_by_chunk(job: Job, run: Run | None) -> dict[str, int]:
     """Number of rows to do in each chunk of a job, by the chunk's name.
 
     A run with a limit does only the job's first rows. Then chunks that hold none of these rows are left out.

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -25,7 +25,18 @@ from batchinfer.core.records import ErrorExample, Record, Worker
 from batchinfer.ledger.inventory import RunReader, Snapshot
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.runs import charts
-from batchinfer.runs.overview import RECENT_MINUTES, Overview, overview
+from batchinfer.runs.answers import (
+    Answers,
+    DoneChunk,
+    Piece,
+    WorkerShare,
+    most,
+    pieces_of,
+    read_answers,
+    shares_of,
+    with_answers,
+)
+from batchinfer.runs.overview import RECENT_MINUTES, Overview, add_up, overview
 from batchinfer.runs.prices import Prices, price_options
 from batchinfer.runs.samples import SampleRow, cut, read_samples
 
@@ -60,13 +71,16 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     store = open_store(config.run)
     prices = Prices(config.price_per_hour)
     snapshot = RunReader(store, open_store, clock, config.job).read()
-    seen = overview(snapshot, prices, is_spot=config.is_spot)
+    answers = read_answers(store, snapshot)
+    seen = with_answers(overview(snapshot, prices, is_spot=config.is_spot), answers)
     samples = (
         read_samples(store, snapshot, open_store, num_rows=config.num_samples)
         if config.num_samples
         else []
     )
-    page = render_page(snapshot, seen, samples, version=__version__).encode(errors="replace")
+    page = render_page(snapshot, seen, answers, samples, version=__version__).encode(
+        errors="replace"
+    )
     put_page(config.output, page, open_store)
     return {
         "report": config.output,
@@ -106,10 +120,19 @@ def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
 
 
 def render_page(
-    snapshot: Snapshot, seen: Overview, samples: Sequence[SampleRow], *, version: str
+    snapshot: Snapshot,
+    seen: Overview,
+    answers: Answers,
+    samples: Sequence[SampleRow],
+    *,
+    version: str,
 ) -> str:
     """Return the whole page as HTML."""
     import jinja2
+
+    gone = {view.id for view in seen.workers if view.state == "gone"}
+    pieces = pieces_of(answers, snapshot, gone)
+    shares = shares_of(answers, pieces)
 
     files = importlib.resources.files("batchinfer.runs") / "templates"
     environment = jinja2.Environment(
@@ -128,11 +151,14 @@ def render_page(
         seen=seen,
         tiles=_tiles(seen),
         workers=seen.workers[:MAX_WORKER_ROWS],
+        shares=shares,
+        most_tokens=max((share.tokens for share in shares.values()), default=0.0),
+        no_share=WorkerShare(),
         num_hidden_workers=max(0, len(seen.workers) - MAX_WORKER_ROWS),
         samples=samples,
         settings=_settings(snapshot),
         version=version,
-        **_charts(snapshot, seen),
+        **_charts(snapshot, seen, answers, pieces, gone),
         **_sums([worker.record for worker in snapshot.workers], seen),
     )
 
@@ -143,11 +169,24 @@ def _policy(style: str) -> str:
     return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
-def _charts(snapshot: Snapshot, seen: Overview) -> dict[str, Any]:
+def _charts(
+    snapshot: Snapshot,
+    seen: Overview,
+    answers: Answers,
+    pieces: Sequence[Piece],
+    gone: Collection[str],
+) -> dict[str, Any]:
     workers = sorted(snapshot.workers, key=lambda worker: worker.record.id)
-    records = [worker.record for worker in workers]
     life = charts.life_of(workers)
-    lanes = [charts.lane_of(worker, life) for worker in workers[:MAX_LANES]]
+    done: dict[str, list[DoneChunk]] = {}
+    for chunk in answers.chunks:
+        done.setdefault(chunk.worker, []).append(chunk)
+    lanes = [
+        charts.lane_of(
+            worker, life, done.get(worker.record.id, ()), is_gone=worker.record.id in gone
+        )
+        for worker in workers[:MAX_LANES]
+    ]
     found: dict[str, Any] = {
         "throughput": None,
         "progress": None,
@@ -155,15 +194,31 @@ def _charts(snapshot: Snapshot, seen: Overview) -> dict[str, Any]:
         "ticks": charts.time_ticks(life),
         "num_hidden_lanes": len(workers) - len(lanes),
         "num_kills": sum(lane.num_kills for lane in lanes),
-        "prompt_lengths": charts.histogram([record.prompt_lengths for record in records]),
-        "answer_lengths": charts.histogram([record.completion_lengths for record in records]),
+        **_lengths([worker.record for worker in workers], seen, answers),
     }
-    if any(record.minutes for record in records):
+    if pieces and workers:
         bins = charts.Bins.covering(life)
-        series = charts.series_of(workers, bins)
+        series = charts.series_of(pieces, workers, bins)
         found["throughput"] = charts.throughput(series, bins, life)
         found["progress"] = charts.progress(series, bins, life, seen.rows.total or 0)
     return found
+
+
+def _lengths(
+    records: Sequence[Worker], seen: Overview, answers: Answers
+) -> dict[str, list[charts.Column]]:
+    """Histograms of prompts and answers: by the markers, as long as chunks are open also by the workers' records."""
+    prompts = [add_up(record.prompt_lengths for record in records)]
+    completions = [add_up(record.completion_lengths for record in records)]
+    if answers.has_shapes:
+        if seen.state == "done":
+            prompts, completions = [], []
+        prompts.append(answers.prompt_lengths)
+        completions.append(answers.completion_lengths)
+    return {
+        "prompt_lengths": charts.histogram([most(*prompts)]),
+        "answer_lengths": charts.histogram([most(*completions)]),
+    }
 
 
 def _sums(records: Sequence[Worker], seen: Overview) -> dict[str, Any]:
@@ -188,7 +243,7 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
     done = units.percent(rows, seen.rows.total) if seen.rows.total else units.count(rows)
     when = "" if seen.eta_seconds is None else units.moment(seen.time + seen.eta_seconds)
     cost = seen.cost
-    return [
+    tiles = [
         ("rows done", done, f"{units.count(rows)} of {units.count(seen.rows.total)}"),
         (
             "chunks done",
@@ -198,25 +253,20 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
         (
             "output tokens/s",
             units.short(rate.output_tokens),
-            f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s "
-            + ("over all" if is_over else f"(last {RECENT_MINUTES} min)"),
+            f"{units.short(rate.input_tokens)} input, {units.short(rate.rows)} rows/s; "
+            + ("first start to end" if is_over else f"last {RECENT_MINUTES} min, live workers"),
         ),
-        ("took", units.duration(seen.overall.seconds), f"from {units.moment(seen.started)}")
-        if is_over
-        else ("time left", units.duration(seen.eta_seconds), when),
-        (
-            "cost" if is_over else "cost so far",
-            units.money(cost.so_far),
-            "price not known"
-            if cost.so_far is None
-            else f"{units.money(cost.per_million_output_tokens)} per million output tokens",
-        ),
-        (
-            "rows failed",
-            units.count(seen.rows_error),
-            units.percent(seen.rows_error, sum(worker.rows_done for worker in seen.workers)),
-        ),
+        ("rows failed", units.count(seen.rows_error), units.percent(seen.rows_error, rows)),
     ]
+    if is_over:
+        from_when = f"from {units.moment(seen.started)}"
+        tiles.insert(3, ("took", units.duration(seen.overall.seconds), from_when))
+    elif seen.eta_seconds is not None:
+        tiles.insert(3, ("time left", units.duration(seen.eta_seconds), when))
+    if cost.so_far is not None:
+        small = f"{units.money(cost.per_million_output_tokens)} per million output tokens"
+        tiles.append(("cost" if is_over else "cost so far", units.money(cost.so_far), small))
+    return tiles
 
 
 def _settings(snapshot: Snapshot) -> list[tuple[str, list[tuple[str, str]]]]:

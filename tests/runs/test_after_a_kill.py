@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from batchinfer.core import layout
+from batchinfer.core import layout, units
 from batchinfer.core.clock import SystemClock
+from batchinfer.ledger.inventory import RunReader
+from batchinfer.runs.answers import Piece, pieces_of, read_answers
 from batchinfer.runs.overview import Overview
+from batchinfer.runs.report import ReportConfig, run_report
 from batchinfer.runs.status import StatusConfig, run_status
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage.opening import open_store
@@ -30,6 +35,7 @@ class Killed(NamedTuple):
     num_markers: int
     status: Overview
     verified: dict[str, Any]
+    pieces: list[Piece]
     again: Finished
 
 
@@ -64,8 +70,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     checkpointed, num_markers = rows_in_segments(run), len(list(outputs.glob("*.succeed")))
     status = look(run)
     verified = run_verify(VerifyConfig(run=run), open_store=open_store, clock=SystemClock()).result
+    pieces = pieces_in(run)
     again = run_worker_process(job, run, *OPTIONS, "--log-format", "json")
-    return Killed(run, checkpointed, num_markers, status, verified, again)
+    return Killed(run, checkpointed, num_markers, status, verified, pieces, again)
+
+
+def pieces_in(run: str) -> list[Piece]:
+    snapshot = RunReader(open_store(run), open_store, SystemClock()).read()
+    return pieces_of(read_answers(open_store(run), snapshot), snapshot, gone=[])
 
 
 def look(run: str) -> Overview:
@@ -98,3 +110,45 @@ def test_the_next_start_goes_on_from_the_same_numbers(killed: Killed) -> None:
     assert killed.again.result["request_count"] == killed.status.rows.waiting
     (view,) = look(killed.url).workers
     assert view.rows_resumed == killed.checkpointed
+
+
+def test_the_chart_of_progress_ends_at_the_rows_that_are_safe(killed: Killed) -> None:
+    safe = killed.status.rows.done + killed.status.rows.in_progress
+    assert sum(piece.rows for piece in killed.pieces) == safe
+    assert sum(piece.rows for piece in pieces_in(killed.url)) == ROWS
+
+
+def test_what_the_killed_start_never_reported_is_drawn_as_such(killed: Killed) -> None:
+    """All its rows came after its first heartbeat; the next one was due after 30 seconds."""
+    unreported = [piece for piece in pieces_in(killed.url) if not piece.worker]
+    assert sum(piece.rows for piece in unreported) == killed.checkpointed
+    (view,) = look(killed.url).workers
+    assert view.rows_done < ROWS, "its record lacks them"
+
+
+def test_the_page_says_what_verify_says(killed: Killed, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    config = ReportConfig(run=killed.url, output=str(path))
+    run_report(config, open_store=open_store, clock=SystemClock())
+    page = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+    found = run_verify(VerifyConfig(run=killed.url), open_store=open_store, clock=SystemClock())
+    prompt = units.short(found.result["prompt_tokens"])
+    completion = units.short(found.result["completion_tokens"])
+    assert f"rows done 100 % {ROWS} of {ROWS} chunks done 8 of 8" in text
+    assert f"tokens in / out {prompt} / {completion}" in text
+    assert f"Finish reasons stop {ROWS} 100 %" in text
+    assert f"{killed.checkpointed} rows more are in no worker's record" in text
+    assert text.lower().count("output tokens/s") == 1, "one output rate on the page"
+    lengths = re.findall(r"<title>\d+k?: (\d+)</title>", page)
+    assert sum(map(int, lengths)) == 2 * ROWS, "prompts and answers"
+
+
+def test_cards_without_content_are_left_out(killed: Killed, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    config = ReportConfig(run=killed.url, output=str(path), num_samples=0)
+    run_report(config, open_store=open_store, clock=SystemClock())
+    ids = set(re.findall(r'<section id="([a-z-]+)"', path.read_text()))
+    assert ids.isdisjoint({"errors", "samples", "notes"})
+    assert {"finish", "prompt-lengths", "answer-lengths", "throughput", "workers"} <= ids
+    assert "price not known" not in path.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.core.records import Minute, Span
 from batchinfer.ledger.inventory import SeenWorker
 from batchinfer.runs import charts
+from batchinfer.runs.answers import DoneChunk, Piece
 from batchinfer.runs.charts import Bins, Period, Series, lane_of
 from fakes import worker_record
 
@@ -96,22 +98,57 @@ def test_bins_cover_a_long_run_in_whole_minutes() -> None:
 # --------------------------------------------------------------------------- areas
 
 
-def test_minutes_land_in_their_bins() -> None:
-    series = charts.series_of([at(minutes=[minute(0), minute(3, 30)])], BINS)[0]
+def piece(worker: str, rows: int, begin: float = BEGIN, end: float = BEGIN + 600) -> Piece:
+    return Piece(worker, begin, end, rows, 2.0 * rows)
+
+
+def test_rows_lie_where_the_minutes_of_their_worker_say() -> None:
+    worker = at(id="w", minutes=[minute(0), minute(3, 30)])
+    (series,) = charts.series_of([piece("w", 90)], [worker], BINS)
     assert series.rows == [60, 0, 0, 30, 0, 0, 0, 0, 0, 0]
+    (series,) = charts.series_of([piece("w", 45)], [worker], BINS)
+    assert series.rows == [30, 0, 0, 15, 0, 0, 0, 0, 0, 0], "their sum is that of the pieces"
+    assert series.tokens == [60, 0, 0, 30, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_joined_point_is_spread_over_the_minutes_it_stands_for() -> None:
-    series = charts.series_of([at(minutes=[minute(2, 90, length=3)])], BINS)[0]
+    worker = at(id="w", minutes=[minute(2, 90, length=3)])
+    (series,) = charts.series_of([piece("w", 90)], [worker], BINS)
     assert series.rows == pytest.approx([0, 0, 30, 30, 30, 0, 0, 0, 0, 0])
 
 
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_minute_without_a_length_is_left_out(length: int) -> None:
+    """A forged record made `report` divide by zero."""
+    worker = at(id="w", minutes=[minute(2, 90, length=length)])
+    (series,) = charts.series_of([piece("w", 90)], [worker], BINS)
+    assert series.rows == pytest.approx([9] * 10)
+
+
+@pytest.mark.parametrize("begin", [-1e300, BEGIN - 3600, BEGIN + 9e9, 1e300])
+def test_rows_outside_the_chart_stand_at_its_edge(begin: float) -> None:
+    (series,) = charts.series_of([piece("w", 90, begin, begin)], [], BINS)
+    assert sum(series.rows) == 90
+    assert max(series.rows[0], series.rows[-1]) == 90
+
+
+def test_rows_in_no_record_are_a_band_of_their_own() -> None:
+    pieces = [piece("", 20, BEGIN + 60, BEGIN + 120), piece("w", 90)]
+    series = charts.series_of(pieces, [at(id="w", minutes=[minute(0)])], BINS)
+    assert [one.name for one in series] == ["w", charts.UNREPORTED]
+    assert series[1].rows == [0, 20, 0, 0, 0, 0, 0, 0, 0, 0]
+    chart = charts.progress(series, BINS, LIFE, 110)
+    assert [area.style for area in chart.areas] == ["s1", "unreported"]
+
+
 def test_more_workers_than_colours_are_added_up() -> None:
+    pieces = [piece(f"w{index}", 60) for index in range(charts.MAX_BANDS + 1)]
     workers = [at(id=f"w{index}", minutes=[minute(1)]) for index in range(charts.MAX_BANDS + 1)]
-    (series,) = charts.series_of(workers, BINS)
+    series, unreported = charts.series_of([*pieces, piece("", 1)], workers, BINS)
     assert series.name == "all 8 workers"
     assert series.rows == [0, 480, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert len(charts.series_of(workers[1:], BINS)) == charts.MAX_BANDS
+    assert unreported.name == charts.UNREPORTED
+    assert len(charts.series_of(pieces[1:], workers, BINS)) == charts.MAX_BANDS
 
 
 def test_a_rate_is_over_the_part_of_a_bin_that_anybody_lived_in() -> None:
@@ -187,6 +224,29 @@ def test_chunks_are_drawn_by_what_became_of_them() -> None:
         ("killed", 1),
         ("open", 1),
     ]
+
+
+def done_chunk(name: str, start: float, end: float, **values: Any) -> DoneChunk:
+    return DoneChunk(
+        name, "w", values.pop("epoch", 1), BEGIN + start, BEGIN + end, 10, 0, 0, 10, False, **values
+    )
+
+
+def test_a_chunk_with_a_marker_is_done_whatever_the_record_says() -> None:
+    """A start published chunks after its last heartbeat, and was killed."""
+    record = at(spans=[span("a", 0, 100, "killed"), span("b", 0, 150, "killed")])
+    line = lane_of(record, LIFE, [done_chunk("a", 0, 300), done_chunk("new", 300, 450)])
+    assert {bars.outcome: bars.title for bars in line.bars} == {
+        "done": "done: a, new; 20 rows",
+        "killed": "killed: b; 10 rows",
+    }
+
+
+def test_open_chunks_of_a_worker_that_is_gone_were_killed_with_it() -> None:
+    record = at(state="running", open_spans=[span("a", 0, 100, "open")])
+    line = lane_of(record, LIFE, is_gone=True)
+    assert [bars.outcome for bars in line.bars] == ["killed"]
+    assert [mark.kind for mark in line.marks] == ["start", "kill"]
 
 
 def test_a_kill_and_a_resume_are_marked_with_the_gap_between() -> None:

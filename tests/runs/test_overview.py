@@ -217,7 +217,7 @@ def test_workers_that_ended_or_are_gone_add_nothing_to_the_recent_rate() -> None
 
 
 def test_overall_rate_is_over_the_time_since_the_first_start() -> None:
-    assert look(running()).overall.rows == pytest.approx(300 / 700)
+    assert look(running()).overall.rows == pytest.approx(140 / 700)
 
 
 # --------------------------------------------------------------------------- states
