@@ -171,7 +171,8 @@ class PublishQueue:
             worker=run.lease.worker_id,
             epoch=run.lease.epoch,
             start=iso_utc(chunk.started),
-            end=iso_utc(self._environment.clock.now()),
+            # The machine's clock may have been set back since the chunk was opened.
+            end=iso_utc(max(chunk.started, self._environment.clock.now())),
         )
         leftovers = list(chunk.segment_keys)
         if run.claims is not None:

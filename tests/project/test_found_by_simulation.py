@@ -21,6 +21,7 @@ from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
 from fakes import marker_record, worker_record
+from simulation.machine import SimClock
 from simulation.oracle import RUN
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
@@ -543,3 +544,17 @@ def test_an_owner_that_was_back_when_its_turn_came_kept_its_claims() -> None:
         assert stage.run(manifest=manifest, within_seconds=400.0).is_success
         assert taken[0]
         assert set().union(*taken) == taken[0]
+
+
+def test_a_chunk_did_not_end_before_it_started_on_a_machine_whose_clock_was_set_back() -> None:
+    with Stage([[f"say {index}" for index in range(20)]]) as stage:
+        stage.engine.max_in_flight = 1
+
+        def set_back() -> None:
+            assert stage.environment is not None
+            cast("SimClock", stage.environment.clock).step(-3600.0)
+
+        stage.scheduler.after(8.0, set_back)
+        assert stage.run().is_success
+        marker = json.loads(stage.objects()[layout.marker_key("part-00000")])
+        assert marker["start"] <= marker["end"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,8 @@ class Cleanings:
         self._oracle = oracle
         self._lease_seconds = lease_seconds
         self._processes: list[Process] = []
+        self.explains: Callable[[BatchinferError], bool] = lambda _error: False
+        """Whether the command may end with an error because of what is injected."""
         leases = chance.choice([DEFAULT_LEASES, DEFAULT_LEASES, 0.4 * DEFAULT_LEASES])
         self.older_than_seconds = leases * lease_seconds
         # An age that what was left on the first day has reached by the second, or has not.
@@ -115,8 +118,10 @@ class Cleanings:
             result = run_clean(config, store=store, clock=SimClock(process, skew_seconds))
         except BatchinferError as error:
             self._scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message}")
-            is_right = (isinstance(error, StorageError) and process.num_faults) or (
-                isinstance(error, InputError) and not has_run
+            is_right = (
+                (isinstance(error, StorageError) and process.num_faults)
+                or (isinstance(error, InputError) and not has_run)
+                or self.explains(error)
             )
             if not is_right:
                 self._oracle.fail(f"clean: {process.name} without a reason: {error.message}")

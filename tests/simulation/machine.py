@@ -52,6 +52,10 @@ class SimClock:
     def sleep(self, seconds: float) -> None:
         self._process.sleep(seconds)
 
+    def step(self, seconds: float) -> None:
+        """Set the wall clock, forth or back."""
+        self._skew_seconds += seconds
+
 
 class _Job:
     """One piece of submitted work and its outcome."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -179,15 +179,15 @@ class Oracle:
                 self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
             self.record_struck(name)
 
-    def listed(self, prefix: str, process: Process) -> None:
+    def listed(self, prefix: str, keys: Collection[str], process: Process) -> None:
         """Note what a process that resumes a chunk is about to find."""
         name = prefix.removeprefix(RUN)
-        if name == layout.CHECKPOINTS:
-            for chunk in self._truth.chunks:
-                self._note_known(process, chunk)
-        elif name.startswith(layout.CHECKPOINTS):
-            chunk = name.split("/")[1]
-            self._note_known(process, chunk)
+        if not name.startswith(layout.CHECKPOINTS):
+            return
+        shown = {key.removeprefix(RUN) for key in keys}
+        chunks = self._truth.chunks if name == layout.CHECKPOINTS else [name.split("/")[1]]
+        for chunk in chunks:
+            self._note_known(process, chunk, shown)
 
     def superseded(self, process: Process) -> None:
         """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""
@@ -197,6 +197,8 @@ class Oracle:
         """Check that whoever is about to write an output, a marker or a segment may do so."""
         if not name.startswith((layout.OUTPUTS, layout.CHECKPOINTS)):
             return
+        if len(layout.chunks_of_output(name)) > 1:
+            return  # a second try under a name of its own; the marker that would name it is checked
         if process.name in self._ghosts:
             self.fail(f"epochs: {process.name} knows of a newer start of itself, and writes {name}")
         # A clock that stood still tells its worker nothing of the time that has passed.
@@ -330,10 +332,14 @@ class Oracle:
     # -- inside
 
     def _late_beat_of(self, process: Process) -> float:
-        """When a heartbeat of a worker last came after most of a lease had passed since the one before."""
+        """When a worker last had its lease again after a late heartbeat: a lease counts from when a beat was sent."""
         beats = self._beats.get(layout.worker_key(process.name.split("#")[0]), [0.0])
-        pauses = zip(beats, [*beats[1:], self._scheduler.now], strict=True)
-        late = [end for start, end in pauses if end - start > 0.5 * self.lease_seconds]
+        ends = [*beats[1:], self._scheduler.now, self._scheduler.now]
+        late = [
+            ends[index + 1]
+            for index, start in enumerate(beats)
+            if ends[index] - start > 0.5 * self.lease_seconds
+        ]
         return max(late, default=0.0)
 
     def _record(self, worker: str) -> dict[str, Any] | None:
@@ -475,10 +481,12 @@ class Oracle:
             return bool(generations)
         return generations[-1] > 0 or not self._marker(chunk, 0)["rows_error"]
 
-    def _note_known(self, process: Process, chunk: str) -> None:
-        """Note the lines that a process finds in segments, as far as they count in this phase."""
+    def _note_known(self, process: Process, chunk: str, shown: Collection[str]) -> None:
+        """Note the lines that a process finds in the segments of a listing, as far as they count in this phase."""
         known: dict[str, set[int]] = {}
         for name, rows in self._segments.get(chunk, {}).items():
+            if name not in shown:
+                continue
             lines = {line for line, ok in rows.items() if ok or not self._generation_of_phase}
             known.setdefault(self._configuration_of[name], set()).update(lines)
         self._known[process.name, chunk] = known

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 EPOCH = 1_700_000_000.0
 """Unix time at which every simulation begins."""
+LONGEST_LAG_SECONDS = 100.0
 WRITES = ("put_object", "delete_objects")
 
 
@@ -66,7 +68,7 @@ class Watcher(Protocol):
 
     def deleted(self, key: str, data: bytes, process: Process | None) -> None: ...
 
-    def listed(self, prefix: str, process: Process) -> None: ...
+    def listed(self, prefix: str, keys: Collection[str], process: Process) -> None: ...
 
     def superseded(self, process: Process) -> None: ...
 
@@ -85,6 +87,11 @@ class Server:
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
         self.is_safe = is_safe
+        self.lag_seconds = 0.0
+        """How old listings are."""
+        self.has_lagged = False
+        self._changes: deque[tuple[float, str, Held | None]] = deque()
+        """Of the last minutes: when, which key, and what it held before."""
         self._page_keys = page_keys
         self._has_content_etags = has_content_etags
         self._version = 0
@@ -96,6 +103,7 @@ class Server:
         if self._has_content_etags:
             etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         before = self.objects.get(key)
+        self._note_change(key, before)
         self.objects[key] = Held(data, etag, _Moment(EPOCH + self.clock()))
         if self.watcher is not None:
             self.watcher.stored(key, data, None if before is None else before.data, process)
@@ -140,9 +148,10 @@ class Server:
         Prefix: str,  # noqa: N803
         ContinuationToken: str = "",  # noqa: N803
     ) -> dict[str, Any]:
+        objects = self._as_listed()
+        keys = sorted(key for key in objects if key.startswith(Prefix))
         if self.watcher is not None and not ContinuationToken:
-            self.watcher.listed(Prefix, process)
-        keys = self.keys(Prefix)
+            self.watcher.listed(Prefix, keys, process)
         if ContinuationToken:
             keys = keys[bisect.bisect_right(keys, ContinuationToken) :]
         page = keys[: self._page_keys]
@@ -150,9 +159,9 @@ class Server:
             "Contents": [
                 {
                     "Key": key,
-                    "Size": len(self.objects[key].data),
-                    "ETag": self.objects[key].etag,
-                    "LastModified": self.objects[key].modified,
+                    "Size": len(objects[key].data),
+                    "ETag": objects[key].etag,
+                    "LastModified": objects[key].modified,
                 }
                 for key in page
             ]
@@ -169,8 +178,31 @@ class Server:
     def delete(self, key: str, process: Process | None = None) -> None:
         """Remove an object, if it is there."""
         held = self.objects.pop(key, None)
+        if held is not None:
+            self._note_change(key, held)
         if held is not None and self.watcher is not None:
             self.watcher.deleted(key, held.data, process)
+
+    def _note_change(self, key: str, before: Held | None) -> None:
+        now = self.clock()
+        self._changes.append((now, key, before))
+        while self._changes[0][0] < now - LONGEST_LAG_SECONDS:
+            self._changes.popleft()
+
+    def _as_listed(self) -> dict[str, Held]:
+        """All objects as a listing shows them, which may lag behind."""
+        if not self.lag_seconds:
+            return self.objects
+        self.has_lagged = True
+        objects = dict(self.objects)
+        for when, key, before in reversed(self._changes):
+            if when <= self.clock() - self.lag_seconds:
+                break
+            if before is None:
+                objects.pop(key, None)
+            else:
+                objects[key] = before
+        return objects
 
     def _require(self, key: str) -> Held:
         if key not in self.objects:
@@ -218,6 +250,8 @@ class Network:
         server.clock = lambda: scheduler.now
         self.weather = Weather()
         self.hook: Hook | None = None
+        self.refuse: Callable[[str, str], BatchinferError | None] = lambda _method, _key: None
+        """Returns the error with which a request is answered before it has any effect."""
         self.num_requests = 0
         self.attempts = 3
         self.pause_seconds = 0.3
@@ -226,6 +260,13 @@ class Network:
         """Send one request and wait for its reply."""
         process.check()
         scheduler, weather, chance = self.scheduler, self.weather, process.chance
+        refusal = self.refuse(method, self._subject(arguments))
+        if refusal is not None:
+            process.num_faults += 1
+            process.troubled_at = max(process.troubled_at, scheduler.now)
+            process.sleep(weather.latency_seconds)
+            scheduler.log(process.name, f"  {refusal.message}")
+            raise refusal
         fate = self._fate(process, method, arguments)
         outcome: list[tuple[Any, BatchinferError | None]] = []
         ticket = process.ticket()

@@ -12,9 +12,27 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .base import Injection, Scene
+from .chunks import EditedChunks
+from .clocks import SteppingClocks
+from .disks import FullDisks
+from .listings import LaggingListings
 from .records import WorkerRecords
+from .refusals import Denials, FullOutput
+from .stopping import Stops
 
-KINDS: dict[str, type[Injection]] = {kind.NAME: kind for kind in (WorkerRecords,)}
+KINDS: dict[str, type[Injection]] = {
+    kind.NAME: kind
+    for kind in (
+        WorkerRecords,
+        EditedChunks,
+        Denials,
+        FullOutput,
+        LaggingListings,
+        FullDisks,
+        SteppingClocks,
+        Stops,
+    )
+}
 
 
 def draw_injections(scene: Scene, only: Collection[str] | None) -> list[Injection]:

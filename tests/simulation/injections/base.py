@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+from batchinfer.core.errors import BatchinferError
 from simulation.oracle import Oracle
 from simulation.scheduler import Scheduler
 from simulation.storage import Network, Server
@@ -20,6 +22,7 @@ class Scene(Protocol):
     network: Network
     oracle: Oracle
     live: list[Any]
+    has_room: Callable[[str], bool] | None
 
 
 class Injection:
@@ -53,7 +56,7 @@ class Injection:
     def calm(self) -> None:
         """Take back what would keep a run from its end."""
 
-    def explains(self, error: Exception) -> bool:
+    def explains(self, error: BatchinferError) -> bool:
         """Whether a worker may end with this error because of what has been injected."""
         del error
         return False
