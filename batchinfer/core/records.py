@@ -81,7 +81,7 @@ class Job(Record, frozen=True, kw_only=True):
     limit: Positive | None = None
     compression: str = "none"
     shape: dict[str, Positive] = {}
-    """Division into chunks that the user asked for: {"num_chunks": N} or {"chunk_rows": N}."""
+    """Division into chunks that the user asked for or `split` chose: {"num_chunks": N} or {"chunk_rows": N}."""
     null_floats: Count = 0
     """Number of NaN and infinite values of the sources that `split` replaced by null."""
     broken_lines: Count = 0

@@ -33,6 +33,11 @@ FRAME_BYTES = 8 << 20
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
 """Fewest rows of a turn (see `build_in_processes`). The last turn may have fewer."""
+_USUAL_ROWS, _USUAL_BYTES = 5000, 16 << 20
+"""Most rows of a chunk, and about its most bytes in the sources, if no option says its size. A worker on one GPU does
+some ten to fifty rows in a second, fewer if they are long."""
+_CHUNKS_PER_WORKER = 4
+_MOST_CHUNKS = 10_000
 _HASH_BYTES = 8
 _SORTED_HASHES = 4 << 20
 """Number of id hashes that are sorted at once, on average at most. More hashes are sorted in several passes."""
@@ -65,6 +70,19 @@ class BuildSettings(NamedTuple):
     counted: CountedSources
     folder: Path
     compression: str
+
+
+def usual_num_chunks(counted: CountedSources, rows: int, num_workers: int) -> int:
+    """Return the number of chunks for `rows` rows if no option says it.
+
+    A chunk then takes some minutes: it gets at most `_USUAL_ROWS` rows and about `_USUAL_BYTES` of the sources. Each
+    worker gets several chunks. There are at most `_MOST_CHUNKS` unless workers are very many, and never more than rows.
+    """
+    all_rows = sum(item.rows for item in counted.files)
+    all_bytes = sum(item.found.bytes for item in counted.files)
+    size = min(_USUAL_ROWS, max(1, _USUAL_BYTES * all_rows // max(1, all_bytes)))
+    enough = min(-(-rows // size), _MOST_CHUNKS)
+    return min(rows, max(enough, _CHUNKS_PER_WORKER * num_workers))
 
 
 def even_chunk_starts(

@@ -34,7 +34,7 @@ _LOG_SECONDS = 10.0
 
 
 class SplitConfig(Record, frozen=True, kw_only=True):
-    """Options of `split`. Exactly one of `num_chunks` and `chunk_rows` is set.
+    """Options of `split`. If neither `num_chunks` nor `chunk_rows` is set, the size of the chunks is chosen.
 
     If `columns` is None, all columns are kept. `limit` is the largest number of rows from all sources together. If
     `delimiter` is empty, it is found in each CSV file. If `scratch_dir` is None, chunks are built in the system's
@@ -88,12 +88,14 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         config.sources, choice=choice, limit=config.limit, delimiter=config.delimiter
     )
     counted.check_apart(config.output)
-    first = config.first_rows or 0
+    first, num_chunks = config.first_rows or 0, config.num_chunks
+    if num_chunks is None and config.chunk_rows is None:
+        num_chunks = chunk_files.usual_num_chunks(counted, counted.rows - first, config.num_workers)
     rest = chunk_files.even_chunk_starts(
-        counted.rows - first, num_chunks=config.num_chunks, chunk_rows=config.chunk_rows
+        counted.rows - first, num_chunks=num_chunks, chunk_rows=config.chunk_rows
     )
     starts = [0] * bool(first) + [first + start for start in rest]
-    draft = _draft_job(config, counted)
+    draft = _draft_job(config, counted, num_chunks)
     if config.overwrite:
         refuse_newer(store)
     elif (existing := read_job(store, hint=_made_anew(config))) is not None:
@@ -151,12 +153,10 @@ def _warn(odd: Oddities, job: Job) -> None:
 
 
 def _check_options(config: SplitConfig) -> None:
-    if (config.num_chunks is None) == (config.chunk_rows is None):
+    if config.num_chunks is not None and config.chunk_rows is not None:
         raise ConfigError(
-            "--num-chunks, --chunk-rows: "
-            + ("none is given" if config.num_chunks is None else "both are given")
-            + ", expected exactly one",
-            hint="--chunk-rows 5000 is a good start",
+            "--num-chunks, --chunk-rows: both are given, expected one or none",
+            hint="leave both out for chunks of a good size",
         )
     if not all(source.strip() for source in config.sources):
         raise ConfigError(
@@ -179,14 +179,13 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
         )
 
 
-def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
+def _draft_job(config: SplitConfig, counted: CountedSources, num_chunks: int | None) -> Job:
     """Return the part of job.json that is known before any row is read: everything except chunks and counts."""
-    if config.num_chunks is not None:
-        shape = {"num_chunks": config.num_chunks}
-    else:
-        shape = {"chunk_rows": config.chunk_rows or 0}
-    if config.first_rows is not None:
-        shape["first_rows"] = config.first_rows
+    shape = {
+        "first_rows": config.first_rows,
+        "num_chunks": num_chunks,
+        "chunk_rows": config.chunk_rows,
+    }
     return Job(
         format_version=FORMAT_VERSION,
         sources=counted.sources,
@@ -200,7 +199,7 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
         group_by=config.group_by,
         limit=config.limit,
         compression=config.compression,
-        shape=shape,
+        shape={name: number for name, number in shape.items() if number is not None},
     )
 
 
@@ -208,11 +207,17 @@ def _draft_job(config: SplitConfig, counted: CountedSources) -> Job:
 
 
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
-    """Raise InputError unless `existing` is the job that this split would make. Files are compared by content."""
+    """Raise InputError unless `existing` is the job that this split would make. Files are compared by content.
+
+    If no option says the size of chunks, any size will do.
+    """
     differences = []
     if _contents(existing) != _contents(wanted):
         differences.append("the source's files")
-    for name in ("rows", "columns", "shape", "num_workers", "id_column", "group_by", "compression"):
+    names = ["rows", "columns", "shape", "num_workers", "id_column", "group_by", "compression"]
+    if config.num_chunks is None and config.chunk_rows is None:
+        names.remove("shape")
+    for name in names:
         before, now = getattr(existing, name), getattr(wanted, name)
         if before != now:
             differences.append(f"{name} ({_shown(before)} there, {_shown(now)} here)")
@@ -384,7 +389,9 @@ def _parse_delimiter(
     help="Folder or URL of the job; made if it is not there.",
 )
 @click.option(
-    "--num-chunks", type=click.IntRange(min=1), help="Make so many chunks, even to one row."
+    "--num-chunks",
+    type=click.IntRange(min=1),
+    help="Make so many chunks, even to one row. Default: chunks of some minutes, at least 4 for each worker.",
 )
 @click.option(
     "--chunk-rows", type=click.IntRange(min=1), help="Put so many rows in each chunk but the last."

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +28,10 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError, StorageError
 from batchinfer.core.records import Job
 from batchinfer.split import chunk_files, command
+from batchinfer.split.blocks import ColumnChoice, CountedFile
 from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.split.source_files import FoundFile
+from batchinfer.split.sources import CountedSources
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore
 
@@ -113,6 +117,47 @@ def test_chunks_are_even_whatever_the_numbers(rows, num_chunks, chunk_rows):
     assert sum(sizes) == rows
     assert set(sizes[:-1]) <= {chunk_rows}
     assert 0 < sizes[-1] <= chunk_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "num_workers", "expected"),
+    [
+        (1, 100, 1, 1),
+        (3, 100, 1, 3),
+        (1000, 100, 1, 4),
+        (1000, 100, 16, 64),
+        (40, 100, 16, 40),
+        (20_000, 100, 1, 4),
+        (20_001, 100, 1, 5),
+        (1_000_000, 1500, 16, 200),
+        (1_000, 1 << 20, 1, 63),  # 16 rows of a megabyte
+        (1_000, 1 << 30, 1, 1000),
+        (10**9, 100, 16, 10_000),
+        (10**9, 100, 5000, 20_000),
+    ],
+)
+def test_chunks_have_a_good_size_if_nothing_is_said(rows, row_bytes, num_workers, expected):
+    found = FoundFile("a.csv", rows * row_bytes, "")
+    item = CountedFile(found=found, format="csv", rows=rows, columns=[], marks=[], digest="")
+    counted = CountedSources(
+        sources=[], files=[item], bases=[], choice=ColumnChoice(), rows=rows, columns=[]
+    )
+    assert chunk_files.usual_num_chunks(counted, rows, num_workers) == expected
+
+
+def test_without_a_size_the_same_split_makes_the_same_job(source, tmp_path):
+    config = SplitConfig(sources=[str(source)], output=str(tmp_path / "job"), num_workers=3)
+    store = LocalStore(tmp_path / "job")
+    assert run_split(config, store=store)["chunks"] == 12
+    assert {len(lines) for lines in chunk_lines(tmp_path / "job")} == {83, 84}
+    assert read_job(tmp_path / "job").shape == {"num_chunks": 12}
+    assert run_split(config, store=store)["status"] == "unchanged"
+    assert run(source, tmp_path / "job", num_chunks=12, num_workers=3)["status"] == "unchanged"
+    run(source, tmp_path / "job", num_chunks=5, num_workers=3, overwrite=True)
+    assert run_split(config, store=store)["chunks"] == 5  # the size was left open
+    store = LocalStore(tmp_path / "many")
+    with pytest.raises(ConfigError, match="--num-workers 1001: more than the 1,000 chunks"):
+        run_split(msgspec.structs.replace(config, num_workers=1001), store=store)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5, 16])
@@ -532,7 +577,6 @@ def test_from_s3_to_s3(source, s3_url):
         ({"num_chunks": 1001}, "more than the 1000 rows"),
         ({"num_chunks": 5, "num_workers": 6}, "more than the 5 chunks"),
         ({"num_chunks": 5, "chunk_rows": 5}, "both are given"),
-        ({"num_chunks": None}, "none is given"),
         ({"columns": []}, "names no column"),
     ],
 )
