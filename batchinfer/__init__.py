@@ -1,11 +1,30 @@
 """batchinfer: one completion for every row of a data set, on machines that may vanish.
 
-Importing the package has no effect and loads nothing heavy; the command line is
-`batchinfer --help`.
+`run`, `split` and `open_run` are the Python interface (docs/python.md); the command line is `batchinfer --help`.
+Importing the package has no effect and loads nothing heavy.
 """
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchinfer.api import RunHandle, errors, open_run, run, split
+
+__all__ = ["RunHandle", "__version__", "errors", "open_run", "run", "split"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Load the Python interface when one of its names is used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'batchinfer' has no attribute {name!r}")
+    from batchinfer import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    """The names of the Python interface."""
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,387 @@
+"""The Python interface: `run`, `split`, `open_run`, and the errors.
+
+    import batchinfer
+
+    answered = batchinfer.run("reviews.parquet", model="Qwen/Qwen3-8B", prompt_column="text", max_tokens=64)
+    table = answered.to_arrow()
+
+`run` and `split` start the command of the same name as a process of their own, so the engine shares no memory, signal
+handler or fork with the program that calls, and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from batchinfer.core import errors
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas as pd
+    import pyarrow as pa
+
+__all__ = ["RunHandle", "errors", "open_run", "run", "split"]
+
+_LINES_KEPT = 200
+_CHILD = """
+import sys
+from batchinfer.engines.parent_death import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from batchinfer.cli.main import run
+run()
+"""
+"""What the process of a command runs, so that it does not outlive the program that called."""
+_ERRORS: dict[int, type[errors.BatchinferError]] = {
+    2: errors.UsageError,
+    3: errors.PolicyStop,
+    33: errors.EngineError,
+    34: errors.StorageError,
+    75: errors.Interrupted,
+}
+"""Class of the error by the exit status of a command."""
+
+
+def run(
+    source: Any, *, output: str | Path | None = None, work: str | Path | None = None, **options: Any
+) -> RunHandle:
+    """Answer every row of a data set with a model on this machine. See docs/run.md.
+
+    The call blocks until all rows have an answer. Log lines go to stderr. If it is interrupted or killed, the same call
+    goes on where it was, provided that `output` or `work` is given.
+
+    Args:
+        source: Path or URL, several of them, an Arrow table, a frame of pandas or polars, a `datasets.Dataset`, or an
+            iterable of dictionaries.
+        output: File or folder for the answers, as `-o` of `batchinfer run`. None: none is written.
+        work: Folder or URL where job and run lie. None: beside `output`; without `output`, a temporary folder, which
+            goes when the result is not used any more.
+        options: Options of `batchinfer run` by their names, such as `model`, `max_tokens`, `temperature`, `limit`.
+
+    Returns:
+        The run, to read the answers from.
+
+    Raises:
+        errors.UsageError: An option, the source or the model is wrong.
+        errors.PolicyStop: A rule stopped it, such as `max_error_rate`.
+        errors.EngineError: The engine failed.
+        errors.StorageError: Storage failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
+        folder = None
+        if work is None and output is None:
+            folder = tempfile.mkdtemp(prefix="batchinfer-run-")
+            work = folder
+        dest = output if output is not None else Path(scratch) / "answers.parquet"
+        arguments = [*_as_sources(source, Path(scratch)), "--output", str(dest)]
+        if work is not None:
+            arguments += ["--work", str(work)]
+        try:
+            result = _call("run", arguments, options, Path(scratch))
+        except BaseException:
+            if folder is not None:
+                _remove(folder)
+            raise
+    found = RunHandle(f"{str(result['work']).rstrip('/')}/run", result)
+    if folder is not None:
+        weakref.finalize(found, _remove, folder)
+    return found
+
+
+def split(source: Any, output: str | Path, **options: Any) -> dict[str, Any]:
+    """Split a data set into a job at `output`, for any number of workers.
+
+    Args:
+        source: As in `run`.
+        output: Folder or URL of the job.
+        options: Options of `batchinfer split` by their names, such as `num_workers`, `chunk_rows`.
+
+    Returns:
+        The result of the command: `job`, `rows`, `chunks` and more.
+
+    Raises:
+        errors.UsageError: An option or the source is wrong, or another job is there.
+        errors.StorageError: Storage failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
+        arguments = [*_as_sources(source, Path(scratch)), "--output", str(output)]
+        return _call("split", arguments, options, Path(scratch))
+
+
+def open_run(url: str | Path) -> RunHandle:
+    """Return the run at a path or URL, finished or not. Reads nothing yet."""
+    return RunHandle(str(url), {})
+
+
+class RunHandle:
+    """The answers of a run.
+
+    Attributes:
+        url: Where the run lies.
+        result: What the call that made it found out: the JSON object of `batchinfer run`. Empty after `open_run`.
+    """
+
+    def __init__(self, url: str, result: dict[str, Any]) -> None:
+        self.url = url
+        self.result = result
+
+    def __repr__(self) -> str:
+        """Name the run."""
+        return f"batchinfer.open_run({self.url!r})"
+
+    def status(self) -> dict[str, Any]:
+        """Return the figures of `batchinfer status --json`: state, rows, rates, errors, workers."""
+        import msgspec
+
+        from batchinfer.core.clock import SystemClock
+        from batchinfer.runs.status import StatusConfig, run_status
+        from batchinfer.storage.opening import open_store
+
+        seen = run_status(StatusConfig(run=self.url), open_store=open_store, clock=SystemClock())
+        found: dict[str, Any] = msgspec.to_builtins(seen)
+        return found
+
+    def verify(self, *, deep: bool = False) -> dict[str, Any]:
+        """Prove that every row has one answer, and return the result of `batchinfer verify`.
+
+        Args:
+            deep: Read every output, not only its marker.
+
+        Raises:
+            errors.RunUnsound: The run is incomplete or damaged; the error's `result` says how.
+        """
+        from batchinfer.core.clock import SystemClock
+        from batchinfer.runs.verify import VerifyConfig, run_verify
+        from batchinfer.storage.opening import open_store
+
+        verdict = run_verify(
+            VerifyConfig(run=self.url, is_deep=deep), open_store=open_store, clock=SystemClock()
+        )
+        if not verdict.is_sound:
+            error = errors.RunUnsound(
+                f"{self.url}: is not sound", hint=f"see it in full: batchinfer verify {self.url}"
+            )
+            error.attach_result(verdict.result)
+            raise error
+        return verdict.result
+
+    def rows(self, *, with_source: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the verified answers in input order, a dictionary each, in bounded memory.
+
+        Args:
+            with_source: Join the source's columns.
+
+        Raises:
+            errors.RunUnsound: The run is not finished, or is damaged.
+        """
+        import pyarrow.parquet as pq
+
+        with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
+            for path in self._collect(folder, with_source=with_source):
+                for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+                    yield from batch.to_pylist()
+
+    def to_arrow(self, *, with_source: bool = False) -> pa.Table:
+        """Return the verified answers as one table, in input order; the columns are those of `batchinfer collect`.
+
+        Args:
+            with_source: Join the source's columns.
+
+        Raises:
+            errors.RunUnsound: The run is not finished, or is damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
+            paths = self._collect(folder, with_source=with_source)
+            return pa.concat_tables([pq.read_table(path, memory_map=False) for path in paths])
+
+    def to_pandas(self, *, with_source: bool = False) -> pd.DataFrame:
+        """As `to_arrow`, as a frame of pandas."""
+        return self.to_arrow(with_source=with_source).to_pandas()
+
+    def to_dataset(self, *, with_source: bool = False) -> datasets.Dataset:
+        """As `to_arrow`, as a `datasets.Dataset`."""
+        import datasets
+
+        return datasets.Dataset(self.to_arrow(with_source=with_source))
+
+    def _collect(self, folder: str, *, with_source: bool) -> list[Path]:
+        """Write the answers to parquet files in a folder, and return their paths in order."""
+        from batchinfer.collect.command import run_collect
+        from batchinfer.collect.table import CollectConfig
+        from batchinfer.core.clock import SystemClock
+        from batchinfer.storage.opening import open_store
+
+        is_partial = self.result.get("status") == "PARTIAL"
+        config = CollectConfig(
+            run=self.url, dest=f"{folder}/table", with_source=with_source, partial=is_partial
+        )
+        run_collect(config, open_store=open_store, clock=SystemClock())
+        return sorted((Path(folder) / "table").glob("part-*.parquet"))
+
+
+# --------------------------------------------------------------------------- sources
+
+
+def _as_sources(source: Any, folder: Path) -> list[str]:
+    """Return paths or URLs of a source. What is in memory is written to a file in `folder`.
+
+    Raises:
+        errors.InputError: The source is of no known kind.
+    """
+    if isinstance(source, str | Path):
+        return [str(source)]
+    if isinstance(source, list | tuple) and source and isinstance(source[0], str | Path):
+        return [str(part) for part in source]
+    path = folder / "source.parquet"
+    package = type(source).__module__.partition(".")[0]
+    if package == "pyarrow":
+        _write_table(source, path)
+    elif package == "pandas":
+        import pyarrow as pa
+
+        _write_table(pa.Table.from_pandas(source, preserve_index=False), path)
+    elif package == "polars":
+        _write_table(source.to_arrow(), path)
+    elif package == "datasets":
+        source.to_parquet(str(path))
+    elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
+        path = folder / "source.jsonl"
+        _write_rows(source, path)
+    else:
+        raise errors.InputError(
+            f"source: is a {type(source).__name__}, expected a path, a table, a frame or an iterable of dictionaries"
+        )
+    return [str(path)]
+
+
+def _write_table(table: Any, path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if isinstance(table, pa.RecordBatchReader):
+        with pq.ParquetWriter(path, table.schema) as writer:
+            for batch in table:
+                writer.write_batch(batch)
+        return
+    pq.write_table(pa.table(table) if isinstance(table, pa.RecordBatch) else table, path)
+
+
+def _write_rows(rows: Iterable[Any], path: Path) -> None:
+    from batchinfer.core import codec
+
+    with path.open("wb") as file:
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise errors.InputError(
+                    f"source: item {index} is a {type(row).__name__}, expected a dictionary",
+                    hint="give rows as {'prompt': '…'}",
+                )
+            file.write(codec.encode(dict(row)) + b"\n")
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def _call(
+    name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Run a command as a process, with its log on stderr, and return its result."""
+    _check_names(name, options)
+    settings = folder / "options.yaml"
+    given = {
+        key: str(value) if isinstance(value, Path) else value for key, value in options.items()
+    }
+    settings.write_text(json.dumps(given), encoding="utf-8")
+    lines: deque[str] = deque(maxlen=_LINES_KEPT)
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(os.getpid()), name, *arguments, "--config", settings],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=_variables(name),
+    ) as process:
+        forwarding = threading.Thread(target=_forward, args=(process, lines), daemon=True)
+        forwarding.start()
+        try:
+            assert process.stdout is not None
+            output = process.stdout.read()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # it saves finished rows
+            raise
+        finally:
+            status = process.wait()
+            forwarding.join()
+    result = json.loads(output.splitlines()[-1]) if output.strip() else {}
+    if status:
+        _fail(status, list(lines), result)
+    return dict(result)
+
+
+def _check_names(name: str, options: Mapping[str, Any]) -> None:
+    import click
+
+    from batchinfer.cli.main import group
+
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    known = {parameter.name for parameter in command.params if parameter.name}
+    known |= {
+        max(parameter.opts, key=len).lstrip("-").replace("-", "_") for parameter in command.params
+    }
+    for option in options:
+        if option not in known:
+            raise errors.ConfigError(
+                f"{name}(): has no option {option!r}{errors.near(option, known)}",
+                hint=f"see batchinfer {name} --help",
+            )
+
+
+def _variables(name: str) -> dict[str, str]:
+    """Environment of the command. Variables that set its options are left out: arguments of a call stand alone."""
+    prefix = f"BATCHINFER_{name.upper()}_"
+    return {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
+
+
+def _forward(process: subprocess.Popen[str], lines: deque[str]) -> None:
+    """Copy a process's stderr to ours, which may be a cell of a notebook, and keep the last lines."""
+    from batchinfer.cli.terminal import say
+
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line.rstrip("\n"))
+        say(line.rstrip("\n"))
+
+
+def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
+    """Raise the error that a command has printed."""
+    marks = {"error: ": "", "hint: ": ""}
+    for line in lines:
+        for mark in marks:
+            if line.startswith(mark):
+                marks[mark] = line.removeprefix(mark)
+    message = marks["error: "] or (lines[-1] if lines else f"ended with exit status {status}")
+    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=marks["hint: "])
+    error.attach_result(result)
+    raise error
+
+
+def _remove(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,177 @@
+"""The Python interface: what it takes, what it gives, and that its names stay."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchinfer
+from batchinfer import errors
+
+ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+def test_the_names_and_signatures_are_those_that_programs_rely_on() -> None:
+    assert set(batchinfer.__all__) == {
+        "RunHandle",
+        "__version__",
+        "errors",
+        "open_run",
+        "run",
+        "split",
+    }
+    assert set(batchinfer.__all__) <= set(dir(batchinfer))
+    signatures = {
+        "run": ["source", "output", "work", "options"],
+        "split": ["source", "output", "options"],
+        "open_run": ["url"],
+    }
+    for name, wanted in signatures.items():
+        function = getattr(batchinfer.api, name)
+        assert list(inspect.signature(function).parameters) == wanted
+    public = {name for name in vars(batchinfer.RunHandle) if not name.startswith("_")}
+    assert public == {"status", "verify", "rows", "to_arrow", "to_pandas", "to_dataset"}
+
+
+def test_the_import_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, batchinfer; batchinfer.run, batchinfer.errors;"
+        "heavy = {'torch', 'vllm', 'transformers', 'pyarrow', 'pandas', 'botocore', 'fsspec', 'msgspec'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def as_polars() -> Any:
+    polars = pytest.importorskip("polars")
+    return polars.DataFrame(ROWS)
+
+
+def as_dataset() -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(ROWS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: pa.Table.from_pylist(ROWS), id="arrow"),
+        pytest.param(lambda: pa.Table.from_pylist(ROWS).to_reader(), id="reader"),
+        pytest.param(lambda: pa.Table.from_pylist(ROWS).to_pandas(), id="pandas"),
+        pytest.param(as_dataset, id="datasets"),
+        pytest.param(lambda: ROWS, id="list"),
+        pytest.param(lambda: (row for row in ROWS), id="generator"),
+    ],
+)
+def test_a_source_in_memory_is_answered(make: Callable[[], Any]) -> None:
+    found = batchinfer.run(make(), engine="echo", prompt_column="text")
+    assert found.to_arrow(with_source=True).column("n").to_pylist() == list(range(5))
+    assert [row["text"] for row in found.rows()] == TEXTS
+
+
+def test_answers_come_as_table_frame_data_set_and_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    found = batchinfer.run(
+        tmp_path / "rows.parquet", output=tmp_path / "a.parquet", engine="echo", max_tokens=8
+    )
+    assert found.result["status"] == "SUCCESS"
+    assert pq.read_table(tmp_path / "a.parquet").column("text").to_pylist() == TEXTS
+    assert found.to_pandas()["text"].tolist() == TEXTS
+    assert found.to_dataset()["text"][:] == TEXTS
+    assert found.status()["state"] == "done"
+    assert found.verify(deep=True)["status"] == "SOUND"
+    again = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
+    assert again.to_arrow().equals(found.to_arrow())
+
+
+def test_first_some_then_all(tmp_path: Path) -> None:
+    some = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
+    assert [row["text"] for row in some.rows()] == TEXTS[:2]
+    found = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo")
+    assert found.result["worker"]["request_count"] == 3
+    assert [row["text"] for row in found.rows()] == TEXTS
+
+
+def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
+    import batchinfer.split.command
+
+    result = batchinfer.split(ROWS, tmp_path / "job", num_chunks=2)
+    assert (result["rows"], result["chunks"]) == (5, 2)
+    assert (tmp_path / "job/job.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"max_token": 3}, errors.ConfigError, "did you mean 'max_tokens'"),
+        ({"prompt_column": "txet"}, errors.UsageError, "would not work"),
+        ({"max_tokens": -1}, errors.UsageError, "max-tokens"),
+    ],
+)
+def test_a_mistake_is_an_error_of_ours(
+    tmp_path: Path, options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", [3, {"prompt": "one"}, [1, 2], b"x"])
+def test_a_source_of_no_known_kind_is_refused(source: Any) -> None:
+    with pytest.raises(errors.InputError, match="expected"):
+        batchinfer.run(source, engine="echo")
+
+
+def test_a_run_that_is_not_finished_is_not_read_as_if_it_were(tmp_path: Path) -> None:
+    batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
+    unfinished = batchinfer.open_run(tmp_path / "a.parquet.batchinfer/run")
+    with pytest.raises(errors.RunUnsound):
+        unfinished.to_arrow()
+    with pytest.raises(errors.RunUnsound):
+        unfinished.verify()
+
+
+def test_variables_of_the_command_do_not_reach_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
+    found = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo")
+    assert found.result["rows"] == 5
+
+
+def test_the_engine_ends_with_the_program(tmp_path: Path) -> None:
+    """A program killed in the middle leaves no process that works on."""
+    code = (
+        "import batchinfer; batchinfer.run([{'text': 'a'}], output='a.parquet', engine='echo', "
+        "echo_latency_seconds=600)"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    for _ in range(600):
+        if (tmp_path / "a.parquet.batchinfer/run").exists() and children.read_text().split():
+            break
+        time.sleep(0.1)
+    (child,) = (int(pid) for pid in children.read_text().split())
+    os.kill(program.pid, signal.SIGKILL)
+    program.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the command's process went on")

@@ -1,0 +1,64 @@
+"""The examples of docs/python.md and the notebook run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader of the page would be: beside the demo's model, with some rows."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = [json.dumps({"prompt": f"row {index}"}) for index in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def shown(code: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_has_three_examples() -> None:
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.vllm
+def test_the_first_asks_the_demo_model(folder: Path) -> None:
+    assert shown(EXAMPLES[0], folder) == "['Lima', '85']\n"
+
+
+def test_the_second_reads_a_run_that_is_not_finished(folder: Path) -> None:
+    out = shown(EXAMPLES[1], folder)
+    assert out.startswith("idle 2 of 5\n") or " 2 of 5\n" in out
+    assert "is not sound" in out
+
+
+def test_the_third_splits_a_generator(folder: Path) -> None:
+    assert shown(EXAMPLES[2], folder) == "1000 rows in 20 chunks\n"
+
+
+@pytest.mark.vllm
+def test_the_notebook_runs(folder: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples/run.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    last = notebook.cells[-1].outputs[0]
+    assert "Lima" in last["data"]["text/plain"]
