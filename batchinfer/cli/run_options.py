@@ -421,6 +421,14 @@ OPTIONS: tuple[Option, ...] = (
             struct="Limits",
         ),
         Option(
+            "--max-row-memory",
+            at_least(1),
+            "Memory for rows that wait for the engine or are in it, for each replica. Only large rows reach it.",
+            default=256,
+            struct="Limits",
+            metavar="MIB",
+        ),
+        Option(
             "--prefix-window",
             at_least(0),
             "Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",

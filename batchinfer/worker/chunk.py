@@ -147,6 +147,7 @@ class OpenChunk:
         self.generation = ref.generation
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
+        self._bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
         self._reader: BinaryIO | None = None
         self._cursor = 0
 
@@ -167,6 +168,8 @@ class OpenChunk:
         while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
             first = self._cursor
             count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
+            # Fewer lines at a time if they are long, so that memory does not depend on their length.
+            count = max(1, min(count, (max_bytes - size) // self._bytes_per_line))
             lines = list(itertools.islice(self._reader, count))
             self._cursor += count
             if not self.deaths and state.count(todo, first, first + count) == count:

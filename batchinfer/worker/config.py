@@ -37,10 +37,10 @@ class Limits(Record, frozen=True, kw_only=True):
     """Most rows whose prompts one background job builds."""
     max_build_bytes: int = 8 << 20
     """Bytes of input rows after which a background job that builds prompts reads no further rows."""
-    max_waiting_tokens: int = 4 << 20
-    """Tokens of built prompts that wait for the engine, above which no further prompts are built.
+    max_row_memory: int = 256
+    """MiB of memory for each replica that rows take which wait for the engine or are in it.
 
-    A waiting token takes about 36 bytes of the worker's memory.
+    No further prompts are built above it. At least one row is always built.
     """
     row_attempts: int = 3
     """Attempts to generate a row that fails for a passing reason."""

@@ -104,6 +104,9 @@ class PrefixWindow(Generic[T]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._rows)
+
     @property
     def is_full(self) -> bool:
         """Whether the window holds `size` rows or more."""

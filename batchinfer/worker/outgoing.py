@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 _MAX_WRITING = 4
 """Largest number of segments that are written at the same time. Each takes a background thread. If storage does not
 answer, some threads must be left for other work."""
-_SEGMENT_BYTES = 32 << 20
+_SEGMENT_BYTES = 8 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
-whole."""
+whole, when it is written and when it is read, twice for a moment."""
 _LOG_SECONDS = 60.0
 """Seconds between two log lines about checkpoints."""
 _NO_ROWS = -1

@@ -289,7 +289,7 @@ class _Start:
             encoder,
             self.telemetry,
             self.config.limits,
-            max_in_flight=info.max_in_flight,
+            info=info,
         )
 
     def _answer(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:

@@ -17,17 +17,20 @@ called on the main thread, by two callers that take turns:
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from batchinfer.core.codec import raw
-from batchinfer.core.records import Completion, Failure, Request, RowKey
+from batchinfer.core.records import Completion, EngineInfo, Failure, Request, RowKey
 from batchinfer.formats import Encoder
 from batchinfer.ledger.checkpoints import FinishedRow
-from batchinfer.prompts import Code, Prepared, PromptBuilder
+from batchinfer.prompts import Code, Prepared, PromptBuilder, RawRow
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
@@ -45,6 +48,8 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
 
     chunk: OpenChunk
     prepared: Prepared
+    num_bytes: int
+    """Bytes of memory that the row takes, about."""
     attempts: int = 0
 
 
@@ -54,7 +59,16 @@ def _request_of(flight: _Flight) -> Request:
     return request
 
 
-Batch = list[tuple[OpenChunk, list[Prepared]]]
+class BuiltRows(NamedTuple):
+    """Rows of one chunk whose prompts were built, and the bytes of memory that each row takes."""
+
+    chunk: OpenChunk
+    rows: list[Prepared]
+    num_bytes: list[int]
+
+
+_TOKEN_BYTES = 36
+"""Bytes of memory that a token takes: a number, and its place in a list."""
 
 
 class RowStream:
@@ -69,7 +83,7 @@ class RowStream:
         telemetry: Telemetry,
         limits: Limits,
         *,
-        max_in_flight: int,
+        info: EngineInfo,
     ) -> None:
         self._clock = environment.clock
         self._background = environment.background
@@ -78,8 +92,11 @@ class RowStream:
         self._encoder = encoder
         self._telemetry = telemetry
         self._limits = limits
-        self._max_in_flight = max_in_flight
-        self._building: Pending[Batch] | None = None
+        self._max_in_flight = info.max_in_flight
+        self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
+        self._num_bytes = 0
+        """Bytes of memory that the rows take which wait or are in flight, about."""
+        self._building: Pending[list[BuiltRows]] | None = None
         self._is_building_suspects = False
         self._num_building = 0
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
@@ -94,7 +111,6 @@ class RowStream:
         self._rate_since: tuple[float, int] | None = None
         self._active_seconds = 0.0
         self._ticked = self._clock.monotonic()
-        self._tokens_per_row = 0.0
 
     # -- the engine
 
@@ -119,6 +135,8 @@ class RowStream:
                 flight = queues.pop(index)
                 if self._open_chunks.open.get(flight.chunk.name) is flight.chunk:
                     requests.append(self._send(flight))
+                else:
+                    self._num_bytes -= flight.num_bytes
         return requests
 
     def wait(self, timeout_seconds: float) -> None:
@@ -140,6 +158,7 @@ class RowStream:
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 continue  # another worker has published the row's chunk meanwhile
+            self._num_bytes -= flight.num_bytes
             failure = completion.failure
             if failure is not None and failure.is_engine_death:
                 killed.append(flight)
@@ -150,8 +169,7 @@ class RowStream:
                 and flight.attempts + 1 < self._limits.row_attempts
             ):
                 logger.info("%s line %d: %s; trying again", *key, failure.message)
-                again = _Flight(flight.chunk, flight.prepared, flight.attempts + 1)
-                self._put_back(again)
+                self._put_back(msgspec.structs.replace(flight, attempts=flight.attempts + 1))
                 continue
             finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
@@ -193,6 +211,8 @@ class RowStream:
         }
         for waiting in (self._ready, self._suspects, self._window):
             waiting.keep(lambda flight: flight.chunk.name not in names)
+        rows = itertools.chain(self._ready, self._suspects, self._window, self._in_flight.values())
+        self._num_bytes = sum(flight.num_bytes for flight in rows)
 
     def prepare(self) -> None:
         """Begin to build the prompts of the next rows.
@@ -252,6 +272,7 @@ class RowStream:
 
     def _put_back(self, flight: _Flight) -> None:
         """Let a row wait again that came back from the engine unfinished. A suspect waits with its group."""
+        self._num_bytes += flight.num_bytes
         (self._suspects if self._is_isolating else self._ready).put_back(flight)
 
     def _send(self, flight: _Flight) -> Request:
@@ -296,16 +317,17 @@ class RowStream:
             return
         if self._window.is_full and self._num_waiting >= self._max_in_flight:
             return
-        if self._num_waiting * self._tokens_per_row >= self._limits.max_waiting_tokens:
+        num_bytes_left = self._max_bytes - self._num_bytes
+        if num_bytes_left <= 0:
             return
         chunks = [chunk for chunk in self._open_chunks.open.values() if chunk.num_unread]
         if not chunks:
             return
         limits, builder = self._limits, self._builder
         self._num_building = min(limits.max_build_rows, sum(chunk.num_unread for chunk in chunks))
+        max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, limits.max_build_rows, limits.max_build_bytes),
-            urgent=True,
+            lambda: build(builder, chunks, limits.max_build_rows, max_bytes), urgent=True
         )
 
     def _build_suspects(self) -> bool:
@@ -355,17 +377,16 @@ class RowStream:
         self._num_building = 0
         is_isolating, self._is_building_suspects = self._is_building_suspects, False
         suspects: list[_Flight] = []
-        for chunk, prepared_rows in building.result():
+        for chunk, prepared_rows, num_bytes in building.result():
             flights = [
-                _Flight(chunk, prepared)
-                for prepared in prepared_rows
+                _Flight(chunk, prepared, size)
+                for prepared, size in zip(prepared_rows, num_bytes, strict=True)
                 if prepared.request is not None and not chunk.is_culprit(prepared.key[1])
             ]
+            self._num_bytes += sum([flight.num_bytes for flight in flights])
             if is_isolating:
                 suspects += flights
-            elif flights:
-                tokens = sum([len(_request_of(flight).token_ids or ()) for flight in flights])
-                self._tokens_per_row = tokens / len(flights)
+            else:
                 self._window.extend(flights)
             failed = [
                 self._encode_failed(chunk, prepared)
@@ -408,16 +429,18 @@ class RowStream:
             self._rate_since = (now, self._num_finished)
 
 
-def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int) -> Batch:
+def build(
+    builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int
+) -> list[BuiltRows]:
     """Read the next rows of the chunks and build their requests. Runs on a background thread.
 
     No more rows are read once `max_rows` rows or `max_bytes` bytes of rows have been read.
     """
-    batch: Batch = []
+    batch: list[BuiltRows] = []
     for chunk in chunks:
         rows = chunk.read_rows(max_rows, max_bytes)
         if rows:
-            batch.append((chunk, builder.build(chunk.name, chunk.ref.first_row, rows)))
+            batch.append(_build(builder, chunk, rows))
             max_rows -= len(rows)
             max_bytes -= sum(len(row.data) for row in rows)
         if max_rows <= 0 or max_bytes <= 0:
@@ -425,9 +448,31 @@ def build(builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_by
     return batch
 
 
-def build_suspects(builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]]) -> Batch:
+def build_suspects(
+    builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]]
+) -> list[BuiltRows]:
     """Read the rows of these lines of each chunk and build their requests. Runs on a background thread."""
-    return [
-        (chunk, builder.build(chunk.name, chunk.ref.first_row, chunk.read_lines(lines)))
-        for chunk, lines in parts
+    return [_build(builder, chunk, chunk.read_lines(lines)) for chunk, lines in parts]
+
+
+def _build(builder: PromptBuilder, chunk: OpenChunk, rows: list[RawRow]) -> BuiltRows:
+    prepared_rows = builder.build(chunk.name, chunk.ref.first_row, rows)
+    num_bytes = [
+        _num_bytes_of(row, prepared) for row, prepared in zip(rows, prepared_rows, strict=True)
     ]
+    return BuiltRows(chunk, prepared_rows, num_bytes)
+
+
+def _num_bytes_of(row: RawRow, prepared: Prepared) -> int:
+    """Return the bytes of memory that a row takes while it waits and while it is in the engine, about."""
+    request = prepared.request
+    if request is None:
+        return 0
+    if request.text is not None:
+        return max(sys.getsizeof(request.text), len(row.data))
+    num_tokens = len(request.token_ids or ())
+    is_text_held = any(
+        part is not None
+        for part in (request.messages, prepared.source, prepared.body, prepared.prompt)
+    )
+    return _TOKEN_BYTES * num_tokens + (len(row.data) if is_text_held else 0)

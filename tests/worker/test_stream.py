@@ -10,7 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from batchinfer.core.records import Choice, Completion, Failure, Request, RowKey, Sampling
+from batchinfer.core.records import (
+    Choice,
+    Completion,
+    EngineInfo,
+    Failure,
+    Request,
+    RowKey,
+    Sampling,
+)
 from batchinfer.formats import Encoder, encoder_for, read_line
 from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
@@ -55,7 +63,7 @@ class ChunksPutByHand:
         path.write_text("".join(f'{{"q":"{text}","note":[1]}}\n' for text in each))
         ref = ChunkRef(name=name, root="job", key=f"{name}.jsonl")
         spool = Spool(self._folder / f"{name}.spool", num_rows)
-        local = LocalChunk(path, num_rows, "")
+        local = LocalChunk(path, num_rows, "", path.stat().st_size)
         self.open[name] = OpenChunk(ref, local, spool, num_rows=num_rows, started=0.0)
         return self.open[name]
 
@@ -83,7 +91,12 @@ def chunks(tmp_path: Path) -> Iterator[ChunksPutByHand]:
 
 
 def stream_over(
-    chunks: ChunksPutByHand, encoder: Encoder | None = None, *, prefix_window: int = 0
+    chunks: ChunksPutByHand,
+    encoder: Encoder | None = None,
+    *,
+    prefix_window: int = 0,
+    max_in_flight: int = 4,
+    max_row_memory: int = 256,
 ) -> RowStream:
     environment = SimpleNamespace(clock=FakeClock(), background=AtOnce())
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
@@ -93,8 +106,8 @@ def stream_over(
         PromptBuilder(PROMPT, Sampling(), None, None, None),
         encoder or encoder_for(PROMPT),
         cast("Telemetry", telemetry),
-        Limits(row_attempts=3, prefix_window=prefix_window),
-        max_in_flight=4,
+        Limits(row_attempts=3, prefix_window=prefix_window, max_row_memory=max_row_memory),
+        info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
     )
 
 
@@ -197,6 +210,69 @@ def test_rows_of_an_engine_that_died_are_tried_again_among_the_others(
     for _ in range(2):
         stream.handle([Completion(key=("first", 0), failure=busy)])
         assert [request.key for request in take(stream)] == [("first", 0)]
+
+
+MIB = 1 << 20
+
+
+def take_all(stream: RowStream, rounds: int = 50) -> list[Request]:
+    """All rows that an engine without a limit of its own gets."""
+    found = []
+    for _ in range(rounds):
+        keep_books(stream)
+        found += stream.take(1000) or []
+    return found
+
+
+def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
+    """Rows of a megabyte took 420 MB with 512 sequences."""
+    chunks.put("first", 40, texts=["x" * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
+    held = take_all(stream)
+    assert len(held) == 8
+    stream.handle([answer(request) for request in held[:3]])
+    more = take_all(stream)
+    assert len(more) == 3
+    rest = held[3:] + more
+    while rest:
+        stream.handle([answer(request) for request in rest])
+        rest = take_all(stream)
+        assert len(rest) <= 8
+    assert len(chunks.finished) == 40
+
+
+def test_rows_that_failed_or_went_with_their_chunk_take_no_memory_any_more(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 8, texts=["x" * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
+    busy = Failure(code="engine_busy", message="busy", transient=True)
+    dead = Failure(code="engine_crash", message="killed", transient=True)
+    for failure in (busy, dead, busy):
+        held = take_all(stream)
+        assert len(held) == 8
+        stream.handle([Completion(key=request.key, failure=failure) for request in held])
+    assert len(chunks.finished) == 0
+    take_all(stream)
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    chunks.put("second", 8, texts=["x" * MIB])
+    assert len(take_all(stream)) == 8
+
+
+def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3, texts=["x" * 3 * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=1)
+    for _ in range(3):
+        [request] = take_all(stream)
+        stream.handle([answer(request)])
+    assert len(chunks.finished) == 3
+
+
+def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3000, texts=["word " * 400])
+    stream = stream_over(chunks, max_in_flight=1536)
+    assert len(take_all(stream)) >= 1536
 
 
 def test_a_row_that_is_too_deep_to_be_written_is_an_error_row(chunks: ChunksPutByHand) -> None:

@@ -1,0 +1,41 @@
+"""The memory that a real worker takes, with rows that are large."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchinfer.cli.main import main
+
+ROW_BYTES = 1 << 20
+NUM_ROWS = 120
+MEASURE = """
+import resource, subprocess, sys
+done = subprocess.run([sys.executable, "-m", "batchinfer", *sys.argv[1:]], stdout=subprocess.DEVNULL)
+assert done.returncode == 0
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_large_rows_take_the_memory_that_is_allowed(tmp_path: Path) -> None:
+    """They took as much as the engine had sequences, and segments of them took 128 MB more."""
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for row in range(NUM_ROWS):
+            file.write(json.dumps({"prompt": f"{row} " * (ROW_BYTES // len(f"{row} "))}) + "\n")
+    job, run = str(tmp_path / "job"), str(tmp_path / "run")
+    assert main(["split", str(tmp_path / "a.jsonl"), "--output", job, "--num-chunks", "2"]) == 0
+    options = ["--engine", "echo", "--max-num-seqs", "512", "--echo-latency-seconds", "5"]
+    options += ["--prompt-column", "prompt", "--max-row-memory", "16", "--checkpoint-seconds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, "worker", "--job", job, "--output", run, *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # The worker alone takes some 45 MB, and what is built or written at a moment some 50.
+    assert int(done.stdout.split()[-1]) < 45_000_000 + (16 << 20) + 80_000_000
