@@ -242,7 +242,7 @@ class Scenario:
             with (
                 mock.patch.object(survey, "_FEW", self.plot.few),
                 mock.patch.object(opening, "secrets", names),
-                cleaning.in_virtual_time(self.seed),
+                cleaning.in_virtual_time(self.seed, self.scheduler),
                 tracked_files(lambda name: self.has_room is None or self.has_room(name)),
             ):
                 self._play()

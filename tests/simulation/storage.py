@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -30,7 +30,9 @@ T = TypeVar("T")
 EPOCH = 1_700_000_000.0
 """Unix time at which every simulation begins."""
 LONGEST_LAG_SECONDS = 100.0
-WRITES = ("put_object", "delete_objects")
+ALL_WHOLE = 1 << 40
+"""As Network.multipart_bytes: no file goes up in parts."""
+WRITES = ("put_object", "delete_objects", "upload_part", "complete_multipart_upload")
 
 
 class _Moment(float):
@@ -55,6 +57,14 @@ class Held(NamedTuple):
     data: bytes
     etag: str
     modified: _Moment
+
+
+class Unfinished(NamedTuple):
+    """An upload in parts that has not been completed. Nobody sees it in a listing of objects."""
+
+    key: str
+    started: _Moment
+    parts: dict[int, bytes]
 
 
 class Watcher(Protocol):
@@ -84,6 +94,7 @@ class Server:
 
     def __init__(self, *, is_safe: bool, page_keys: int, has_content_etags: bool) -> None:
         self.objects: dict[str, Held] = {}
+        self.uploads: dict[str, Unfinished] = {}
         self.watcher: Watcher | None = None
         self.clock: Callable[[], float] = lambda: 0.0
         self.is_safe = is_safe
@@ -170,6 +181,57 @@ class Server:
             answer |= {"IsTruncated": True, "NextContinuationToken": page[-1]}
         return answer
 
+    def _create_multipart_upload(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
+        self._version += 1
+        upload = f"upload-{self._version}"
+        self.uploads[upload] = Unfinished(Key, _Moment(EPOCH + self.clock()), {})
+        return {"UploadId": upload}
+
+    def _upload_part(
+        self,
+        _process: Process,
+        Key: str,  # noqa: N803
+        UploadId: str,  # noqa: N803
+        PartNumber: int,  # noqa: N803
+        Body: bytes,  # noqa: N803
+    ) -> dict[str, Any]:
+        self._require_upload(Key, UploadId).parts[PartNumber] = bytes(Body)
+        return {"ETag": hashlib.md5(Body, usedforsecurity=False).hexdigest()}
+
+    def _complete_multipart_upload(
+        self,
+        process: Process,
+        Key: str,  # noqa: N803
+        UploadId: str,  # noqa: N803
+        MultipartUpload: dict[str, Any],  # noqa: N803
+        IfNoneMatch: str = "",  # noqa: N803
+    ) -> dict[str, Any]:
+        parts = self._require_upload(Key, UploadId).parts
+        if self.is_safe and IfNoneMatch and Key in self.objects:
+            raise PreconditionFailed(f"{Key}: exists")
+        body = b"".join(parts[part["PartNumber"]] for part in MultipartUpload["Parts"])
+        del self.uploads[UploadId]
+        return {"ETag": self.put(Key, body, process)}
+
+    def _abort_multipart_upload(self, _process: Process, Key: str, UploadId: str) -> dict[str, Any]:  # noqa: N803
+        self._require_upload(Key, UploadId)
+        del self.uploads[UploadId]
+        return {}
+
+    def _list_multipart_uploads(self, _process: Process, Prefix: str) -> dict[str, Any]:  # noqa: N803
+        return {
+            "Uploads": [
+                {"Key": upload.key, "UploadId": name, "Initiated": upload.started}
+                for name, upload in sorted(self.uploads.items(), key=lambda item: item[1].key)
+                if upload.key.startswith(Prefix)
+            ]
+        }
+
+    def _require_upload(self, key: str, upload_id: str) -> Unfinished:
+        if upload_id not in self.uploads:
+            raise ObjectNotFound(f"{key}: no such upload")
+        return self.uploads[upload_id]
+
     def _delete_objects(self, process: Process, Delete: dict[str, Any]) -> dict[str, Any]:  # noqa: N803
         for item in Delete["Objects"]:
             self.delete(item["Key"], process)
@@ -253,6 +315,8 @@ class Network:
         self.refuse: Callable[[str, str], BatchinferError | None] = lambda _method, _key: None
         """Returns the error with which a request is answered before it has any effect."""
         self.num_requests = 0
+        self.multipart_bytes = ALL_WHOLE
+        self.part_bytes = ALL_WHOLE
         self.attempts = 3
         self.pause_seconds = 0.3
 
@@ -367,6 +431,35 @@ class Network:
         return str(arguments.get("Key") or arguments.get("Prefix") or "")
 
 
+class _Turns:
+    """A lock for greenlets: who finds it taken looks again a little later."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._is_taken = False
+
+    def __enter__(self) -> None:
+        while self._is_taken:
+            self._process.sleep(0.05)
+        self._is_taken = True
+
+    def __exit__(self, *_error: object) -> None:
+        self._is_taken = False
+
+
+class OneAfterTheOther:
+    """Takes the place of the threads that upload parts."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+    def map(self, work: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
+        return map(work, items)
+
+    def shutdown(self, **_options: Any) -> None:
+        pass
+
+
 class SimStore(S3Store):
     """S3Store over a simulated line. Nothing but the sending of requests is replaced; some verbs tell the watcher."""
 
@@ -374,7 +467,8 @@ class SimStore(S3Store):
         self.bucket, _, root = url.removeprefix("s3://").strip("/").partition("/")
         self.url = f"s3://{self.bucket}/{root}"
         self._root = f"{root}/"
-        self._multipart_bytes = 1 << 40
+        self._are_parts_safe: bool | None = None
+        self._parts_lock = _Turns(process)  # type: ignore[assignment]
         self._is_bucket_seen = True
         self._network = network
         self._process = process
@@ -407,6 +501,8 @@ class SimStore(S3Store):
         return super().create(key, data)
 
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
+        self._multipart_bytes = self._network.multipart_bytes
+        self._part_bytes = self._network.part_bytes
         if self._network.server.watcher is not None:
             self._network.server.watcher.creating(key, self._process)
         return super().create_file(key, path, is_final=is_final)
@@ -436,13 +532,11 @@ class SimStore(S3Store):
 
 
 class CleanStore(SimStore):
-    """The store of `batchinfer clean`. Small objects go up whole, so that no upload is left unfinished."""
+    """The store of `batchinfer clean`. It looks for unfinished uploads only where files go up in parts."""
 
     def list_multipart_uploads(self) -> Iterator[Any]:
-        return iter(())
-
-    def abort_multipart_uploads(self, older_than_seconds: float) -> int:
-        return 0
+        has_parts = self._network.multipart_bytes != ALL_WHOLE
+        return super().list_multipart_uploads() if has_parts else iter(())
 
 
 class StillStore(S3Store):

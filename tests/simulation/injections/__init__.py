@@ -16,6 +16,7 @@ from .chunks import EditedChunks
 from .clocks import SteppingClocks
 from .disks import FullDisks
 from .listings import LaggingListings
+from .parts import UploadsInParts
 from .records import WorkerRecords
 from .refusals import Denials, FullOutput
 from .stopping import Stops
@@ -27,6 +28,7 @@ KINDS: dict[str, type[Injection]] = {
         EditedChunks,
         Denials,
         FullOutput,
+        UploadsInParts,
         LaggingListings,
         FullDisks,
         SteppingClocks,
