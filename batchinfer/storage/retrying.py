@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
         BatchinferError: Any other error that `action` raises; it is not tried again.
     """
     tries = 0
+    begin = time.monotonic()
     try:
         for attempt in stamina.retry_context(
             on=TransientError,
@@ -63,17 +65,18 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
         ):
             with attempt:
                 tries = attempt.num
-                return _logged(action, tries, policy.attempts, attempt.next_wait)
+                try:
+                    return action()
+                except TransientError as error:
+                    has_next = (
+                        tries < policy.attempts and time.monotonic() - begin < policy.total_seconds
+                    )
+                    then = f", the next in about {attempt.next_wait:.0f} s" if has_next else ""
+                    logger.warning(
+                        "%s (attempt %d of %d%s)", error.message, tries, policy.attempts, then
+                    )
+                    raise
     except TransientError as error:
         times = f"{tries} attempts" if tries > 1 else "1 attempt"
         raise StorageError(f"{error.message} (after {times})", hint=error.hint) from error
     raise AssertionError("a retry loop ends by returning or raising")  # pragma: no cover
-
-
-def _logged(action: Callable[[], T], number: int, attempts: int, pause_seconds: float) -> T:
-    try:
-        return action()
-    except TransientError as error:
-        then = f", the next in {pause_seconds:.0f} s" if pause_seconds >= 1 else ""
-        logger.warning("%s (attempt %d of %d%s)", error.message, number, attempts, then)
-        raise

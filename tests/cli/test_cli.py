@@ -178,7 +178,7 @@ def test_a_retried_request_leaves_only_our_own_line_on_stderr() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [line.split(" ", 1)[1] for line in done.stderr.splitlines()] == [
-        "WARNING x: no answer (attempt 1 of 7)"
+        "WARNING x: no answer (attempt 1 of 7, the next in about 0 s)"
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.core.errors import StorageError
 from batchinfer.storage import waits
-from batchinfer.storage.retrying import RetryPolicy
+from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from batchinfer.storage.waits import LINE_SECONDS, WAIT_SECONDS, Waits
 
 
@@ -70,6 +70,21 @@ def test_bytes_that_come_end_the_wait(caplog: pytest.LogCaptureFixture) -> None:
             watch.look()
             has_come()
     assert lines(caplog) == []
+
+
+def test_each_failed_try_says_how_long_the_pause_is(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise TransientError("s3://bucket/k: the store answered 503")
+
+    policy = RetryPolicy(attempts=3, first_pause_seconds=0.01, longest_pause_seconds=0.01)
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        retried(policy, fail)
+    said = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
+    assert [line.partition(" (")[2] for line in said if line.startswith("s3")] == [
+        "attempt 1 of 3, the next in about 0 s)",
+        "attempt 2 of 3, the next in about 0 s)",
+        "attempt 3 of 3)",
+    ]
 
 
 def test_every_store_of_the_network_says_for_what_it_waits(
