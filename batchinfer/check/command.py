@@ -173,7 +173,7 @@ def command(**options: Any) -> dict[str, Any]:
     if result["errors"]:
         error = ConfigError(
             f"would not work: {units.many(result['errors'], 'error')}, listed above",
-            hint="mend them and check again; nothing was started",
+            hint="fix them and check again; nothing was started",
         )
         error.attach_result(result)
         raise error

@@ -44,7 +44,7 @@ WANTED_CODES = (33, 34, 75)
 """Exit codes with which a worker says that a restart on a new machine may help."""
 _HOPELESS_CODES = {
     0: "the worker is done",
-    2: "the configuration is wrong, which no restart mends",
+    2: "the configuration is wrong, which no restart changes",
     3: "a rule stopped the worker on purpose",
     137: "an out-of-memory kill would come back for ever",
 }

@@ -46,7 +46,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
     ),
     "verify": CommandEntry(
-        "batchinfer.runs.verify", "Prove that a run is complete and sound, or say what mends it."
+        "batchinfer.runs.verify", "Prove that a run is complete and sound, or say how to fix it."
     ),
     "clean": CommandEntry("batchinfer.runs.clean", "Remove what dead workers left under a run."),
     "stop": CommandEntry("batchinfer.runs.stop", "Stop every worker of a run, or let it go on."),

@@ -157,7 +157,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
     if not config.partial:
         raise RunUnsound(
             f"{config.run}: {what}",
-            hint="add --partial to collect the others; `batchinfer verify` says what mends these",
+            hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
         )
 
 

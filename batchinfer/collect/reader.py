@@ -37,7 +37,7 @@ _SOURCE_BYTES = 8 << 20
 """Bytes of the source's rows after which a block ends. It limits memory where rows are longer than their answers."""
 _FETCHERS = 2
 _LOG_SECONDS = 10.0
-_ASK_VERIFY = "`batchinfer verify` says what mends it"
+_ASK_VERIFY = "`batchinfer verify` says how to fix it"
 _MEMORY_BYTES = 8 << 20
 """Size in bytes up to which an output is kept in memory. Larger outputs are copied to the scratch folder."""
 CHUNKS, OUTPUTS = "chunks", "outputs"
@@ -292,7 +292,7 @@ class Reader:
         if not self._is_partial:
             raise RunUnsound(
                 f"{gap.chunk}: {gap.problem}",
-                hint="`batchinfer verify --deep` says what mends it; --partial leaves it out",
+                hint="`batchinfer verify --deep` says how to fix it; --partial leaves it out",
             )
 
     def _fetch(

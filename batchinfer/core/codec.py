@@ -30,7 +30,7 @@ def encode_pretty(record: Any) -> bytes:
 
 
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` tells what mends it"
+_DAMAGED = "if nobody edited it by hand, it is damaged: `batchinfer verify` says how to fix it"
 
 
 def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:

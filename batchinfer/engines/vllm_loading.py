@@ -45,7 +45,7 @@ def prepare_process() -> bool:
         raise EngineLoadError(
             f"vllm: cannot be imported ({type(error).__name__}: {last_line(error)})",
             hint="python -c 'import vllm.v1.engine.llm_engine' shows why; "
-            "`pip uninstall torchvision torchaudio torchcodec` mends a common cause",
+            "`pip uninstall torchvision torchaudio torchcodec` removes a common cause",
         ) from error
     is_cpu = bool(current_platform.is_cpu())
     if is_cpu:

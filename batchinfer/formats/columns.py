@@ -228,7 +228,7 @@ def out_of_order(first_row: int) -> InputError:
     """Return the error for lines from `first_row` on whose row numbers do not fit their places."""
     return InputError(
         f"output lines from row {first_row} on: of other rows, or out of order",
-        hint="`batchinfer verify --deep` says what mends it",
+        hint="`batchinfer verify --deep` says how to fix it",
     )
 
 

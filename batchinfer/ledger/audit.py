@@ -161,7 +161,7 @@ class Audit:
         """Say in words how far a chunk without a marker has come: claimed, checkpointed or untouched."""
         owner = self._inventory.claims.get(name)
         if owner is not None and owner.is_alive:
-            return f"not done yet: worker {owner.claim.worker} is at it"
+            return f"not done yet: worker {owner.claim.worker} is working on it"
         num_segments = len(self._inventory.segments.get(name, ()))
         return f"not done; {num_segments} checkpoint segments" if num_segments else "not done"
 

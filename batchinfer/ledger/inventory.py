@@ -460,7 +460,7 @@ class RunReader:
         shown = ", ".join(foreign[:_SHOWN]) + (", …" if len(foreign) > _SHOWN else "")
         note = (
             f"made with two configurations: at least {len(foreign)} chunks were done before run.json was replaced, "
-            f"with other options ({shown}); workers refuse to go on, and `batchinfer verify` tells what mends it"
+            f"with other options ({shown}); workers refuse to go on, and `batchinfer verify` says how to fix it"
         )
         return [note]
 

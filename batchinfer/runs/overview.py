@@ -524,6 +524,6 @@ def _clock_notes(views: list[WorkerView]) -> list[str]:
         for view in off[:3]
     )
     return [
-        f"the clocks of {units.many(len(off), 'worker')} are off, their times here are mended ({shown}"
+        f"the clocks of {units.many(len(off), 'worker')} are off, their times are corrected here ({shown}"
         + (", …)" if len(off) > 3 else ")")
     ]

@@ -86,7 +86,7 @@ class Verdict(NamedTuple):
                 yield one_line(f"{kind}: {finding.subject}: {finding.problem}")
             if len(found) > _SHOWN:
                 yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
-            yield f"  mend: {fix_command(fix, (f.subject for f in found), self.run, self.worker)}"
+            yield f"  fix: {fix_command(fix, (f.subject for f in found), self.run, self.worker)}"
             if fix == "redo":
                 yield f"  then: {self.worker}"
 

@@ -340,7 +340,7 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending:
     raise ErrorRateExceeded(
         f"{rate:.1%} of {telemetry.tally.rows} rows failed, --max-error-rate allows {config.max_error_rate:.1%}:\n"
         + "\n".join(lines),
-        hint="mend the prompts or the data, or raise --max-error-rate; rows done so far are kept",
+        hint="fix the prompts or the data, or raise --max-error-rate; rows done so far are kept",
     )
 
 
@@ -358,7 +358,7 @@ def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: i
     if count >= most:
         raise ErrorRateExceeded(
             f"{count} of the first {tally.rows} rows failed with {code}{_example(telemetry, code)}",
-            hint="mend the prompt options or the data; --max-error-rate 1 goes on in spite of it; "
+            hint="fix the prompt options or the data; --max-error-rate 1 goes on in spite of it; "
             "rows done so far are kept",
         )
 
@@ -373,7 +373,7 @@ def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
     raise ErrorRateExceeded(
         "every row of the run failed"
         + (f", most with {code}{_example(telemetry, code)}" if code else ""),
-        hint="mend the prompt options or the data; `batchinfer status` counts the errors, and "
+        hint="fix the prompt options or the data; `batchinfer status` counts the errors, and "
         "--max-error-rate 1 accepts such a run",
     )
 

@@ -589,7 +589,7 @@ class _Start:
     def _save_more(self, open_chunks: OpenChunks) -> bool:
         """Do one round of saving. An error is only logged, so that a later round can save the other chunks.
 
-        Returns False after an error that time does not mend.
+        Returns False after an error that does not pass with time.
         """
         is_hopeful = True
         try:
@@ -623,7 +623,7 @@ class _Start:
         raise StorageError(
             f"{len(open_chunks.failures)} chunks could not be done; all others are:\n"
             + "\n".join(lines),
-            hint="mend them, then start the same command again",
+            hint="fix them, then start the same command again",
         )
 
 

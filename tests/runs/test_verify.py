@@ -427,7 +427,7 @@ def test_leftovers_are_named_and_do_no_harm(run: Store, left: str) -> None:
     verdict = verify(run)
     assert kinds(verdict) == {("leftover", key)}
     assert verdict.is_sound
-    assert any("mend: " in line for line in verdict.lines())
+    assert any("fix: " in line for line in verdict.lines())
 
 
 @pytest.mark.parametrize("left", sorted(LEFTOVERS.keys() - {"probe"}))
@@ -440,7 +440,7 @@ def test_the_command_named_for_a_leftover_removes_it(local_job: str, left: str) 
     for path in Path(run.url).rglob("*.*"):
         os.utime(path, (old, old))
     for line in verify(run).lines():
-        _, marked, text = line.partition("  mend: ")
+        _, marked, text = line.partition("  fix: ")
         if marked:
             subprocess.run(in_bash(text), check=True, capture_output=True)
     assert not verify(run).findings
@@ -452,7 +452,7 @@ def test_an_output_whose_marker_cannot_be_read_is_no_leftover(run: Store, job: s
     verdict = verify(run)
     assert kinds(verdict) == {("corrupt", CHUNK)}
     assert [line for line in verdict.lines() if line.startswith("  ")] == [
-        f"  mend: batchinfer clean {run.url} --redo {CHUNK} --yes",
+        f"  fix: batchinfer clean {run.url} --redo {CHUNK} --yes",
         f"  then: {verdict.worker}",
     ]
 
