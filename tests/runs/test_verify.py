@@ -479,11 +479,15 @@ def test_a_stopped_run_goes_on_before_its_workers_are_started(run: Store, job: s
     assert verify(run).is_sound
 
 
-def test_a_worker_record_that_cannot_be_read_does_matter(run: Store, job: str) -> None:
+def test_a_worker_record_that_cannot_be_read_does_matter(local_job: str) -> None:
+    run = open_store(f"{local_job}/runs/a")
+    run_worker_here(local_job, run.url)
     put_raw(run, layout.worker_key("w9"), b"{")
     verdict = verify(run)
     assert kinds(verdict) == {("corrupt", layout.worker_key("w9"))}
-    mend(verdict, job)
+    old = time.time() - 2 * DEFAULT_AGE_SECONDS  # `clean` leaves a young one alone
+    os.utime(Path(run.url) / layout.worker_key("w9"), (old, old))
+    mend(verdict, local_job)
     assert not verify(run).findings
 
 
@@ -641,7 +645,7 @@ OPTIONS: dict[str, list[str]] = {
         "--stop-token-ids",
         "1,2",
         "--sampling",
-        'logit_bias={"5": -1.5},min_tokens=2,bad_words=["a,b=c"],odd=it\'s',
+        'logit_bias={"5": -1.5},min_tokens=2,bad_words=["a,b=c","it\'s"]',
     ],
     "continued": ["--as-chat", "--continue-final", HARD, "--chat-template-kwargs", '{"a": "b\'c"}'],
     "engine": [
@@ -668,6 +672,8 @@ def test_the_worker_command_goes_on_with_the_run_as_it_is(local_job: str, option
     run_worker_here(local_job, run, *OPTIONS[options])
     _, _, *arguments = shlex.split(_undo_a_chunk(run), comments=True)
     assert "--trust-remote-code" not in arguments
+    if "--trust-remote-code" in OPTIONS[options]:
+        arguments.append("--trust-remote-code")  # as the comment after the command says
     worker_command.main(arguments, standalone_mode=False)
     assert verify(run).is_sound
 
