@@ -51,7 +51,7 @@ class Collected(Record, frozen=True, kw_only=True):
     missing: list[str]
     files: list[CollectedFile]
     kept_as_text: dict[str, int] = {}
-    """Number of the source's values that only JSON text can hold, by column of the table; the columns are JSON text."""
+    """Number of the source's values that no type can hold as they are, by column of the table."""
 
 
 class Destination(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.collect.source_rows import LINE
+from batchinfer.collect.source_rows import LINE, escape_surrogates
 
 Kind = Any
 """A type of values: NULL, "bool", "int", LONG, "float", "str", JSON, ("list", Kind) or ("struct", {name: Kind}).
@@ -38,6 +38,13 @@ _SCALARS: dict[type, Kind] = {
     float: "float",
     str: "str",
 }
+_NUMBERS: dict[tuple[str, str], Kind] = {
+    ("int", "float"): "float",
+    ("float", "int"): "float",
+    ("int", LONG): LONG,
+    (LONG, "int"): LONG,
+}
+"""Kind that can hold the numbers of two kinds. Floats cannot hold every LONG."""
 _INT64 = range(-(1 << 63), 1 << 63)
 _EXACT = range(-(1 << 53), (1 << 53) + 1)
 """Integers that a float can hold exactly."""
@@ -65,7 +72,7 @@ def kind_of(value: Any, unfit: list[Any] | None = None, level: int = 0) -> Kind:
         return kind
     elif type(value) in (list, dict) and level < MAX_LEVELS:
         if isinstance(value, list):
-            return ("list", merge_all(kind_of(item, unfit, level + 1) for item in value))
+            return ("list", merge_all([kind_of(item, unfit, level + 1) for item in value]))
         if 0 < len(value) <= MAX_FIELDS:
             kinds = {name: kind_of(item, unfit, level + 1) for name, item in value.items()}
             return ("struct", kinds)
@@ -94,9 +101,7 @@ def merge(left: Kind, right: Kind) -> Kind:
     if left == NULL:
         return right
     if isinstance(left, str) and isinstance(right, str):
-        return {frozenset({"int", "float"}): "float", frozenset({"int", LONG}): LONG}.get(
-            frozenset({left, right}), JSON
-        )
+        return _NUMBERS.get((left, right), JSON)
     if isinstance(left, tuple) and isinstance(right, tuple) and left[0] == right[0]:
         if left[0] == "list":
             return ("list", merge(left[1], right[1]))
@@ -134,7 +139,7 @@ class KindObserver:
         self.num_lines = 0
         """Number of lines that are no JSON object."""
         self.num_unfit: dict[str, int] = {}
-        """Number of values of each column that only JSON text can hold. Columns without such values are absent."""
+        """Number of values of each column that no type can hold as they are. Columns without such values are absent."""
         self.examples: dict[str, str] = {}
         """The beginning of the first such value, or part of a value, of each of these columns."""
 
@@ -144,11 +149,13 @@ class KindObserver:
         self.num_lines += LINE in row
         for name, value in row.items():
             known = kinds.get(name)
-            # The most frequent case is tested first, because the test is fast.
+            # The most frequent cases are tested first, because the tests are fast.
             if known == "str" and type(value) is str:
                 continue
-            unfit: list[Any] = []
-            kind = kind_of(value, unfit)
+            if known == "float" and type(value) is float:
+                continue
+            unfit: list[Any] = [value] if type(value) is msgspec.Raw else []
+            kind = kind_of(escape_surrogates(value), unfit)
             kinds[name] = kind if known is None else merge(known, kind)
             if unfit:
                 self.num_unfit[name] = self.num_unfit.get(name, 0) + 1

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.collect.kinds import JSON, Kind
+from batchinfer.collect.source_rows import escape_surrogates
 from batchinfer.formats.columns import LISTS, Shape
 
 LINE_COLUMN = "source_line"
@@ -108,4 +109,8 @@ def json_text(value: Any) -> str | None:
 
 def as_column(values: list[Any], kind: Kind) -> list[Any]:
     """Return the values of a source's column, encoded as JSON text if the column's kind is JSON."""
-    return list(map(json_text, values)) if kind == JSON else values
+    if kind == JSON:
+        return list(map(json_text, values))
+    if msgspec.Raw in map(type, values):
+        return list(map(escape_surrogates, values))
+    return values

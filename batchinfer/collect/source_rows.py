@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
 
-from batchinfer.core.json_text import read_object
+from batchinfer.core.json_text import is_deep, read_object
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 
 LINE = "\udc00"
@@ -43,6 +45,34 @@ def make_row_reader(
         return _pick(row, columns)
 
     return read
+
+
+def escape_surrogates(value: Any) -> Any:
+    r"""Return a value with every surrogate that has no partner as an escape such as \ud800 in its text.
+
+    Only a `msgspec.Raw` can hold such a surrogate. A value that Python cannot hold for another reason is not changed.
+
+    >>> escape_surrogates(msgspec.Raw(b'["half: \\ud800", 1]'))
+    ['half: \\ud800', 1]
+    """
+    if not isinstance(value, msgspec.Raw) or is_deep(bytes(value)):
+        return value
+    try:
+        return _escaped(json.loads(bytes(value)))
+    except ValueError:
+        return value
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("the number is no float")
+    return value
 
 
 def _pick(row: SourceRow, columns: Sequence[str] | None) -> SourceRow:

@@ -208,7 +208,7 @@ class Collection:
         if LINE in kinds:
             own_names[LINE] = LINE_COLUMN
         names = table_names(own_names, [*self._shape.names, "chunk"])
-        return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names))
+        return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names, kinds))
 
     def _types_of_job(self) -> dict[str, Kind]:
         """Return the types of the columns that job.json knows."""
@@ -322,10 +322,12 @@ class Collection:
         )
 
 
-def _say_kept_as_text(observer: KindObserver, names: dict[str, str]) -> dict[str, int]:
-    """Log which columns of the source become JSON text, and return the number of values that are the reason, by column.
+def _say_kept_as_text(
+    observer: KindObserver, names: dict[str, str], kinds: dict[str, Kind]
+) -> dict[str, int]:
+    """Log which columns of the source become JSON text or hold escapes, and return the number of such values by column.
 
-    `names` are the columns' names in the table.
+    `names` and `kinds` are the columns' names and types in the table.
     """
     counts = {}
     if LINE in names:
@@ -337,12 +339,13 @@ def _say_kept_as_text(observer: KindObserver, names: dict[str, str]) -> dict[str
         )
     for column, count in observer.num_unfit.items():
         counts[names[column]] = count
+        if kinds[column] == JSON:
+            what = "numbers too large, nested too deep or half a surrogate pair, so it is JSON text"
+        else:
+            what = "half a surrogate pair, which is now an escape"
+        example = observer.examples[column]
         logger.warning(
-            "column %r is JSON text: %d of its values are numbers too large for a column, no Unicode, or nested too "
-            "deep; the first is %s",
-            names[column],
-            count,
-            observer.examples[column],
+            "column %r: %d values have %s; the first is %s", names[column], count, what, example
         )
     for column in observer.without_common_type():
         logger.info("column %r is JSON text: its values have no type in common", names[column])

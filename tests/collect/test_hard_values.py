@@ -76,7 +76,28 @@ def test_a_value_that_no_type_holds_is_text_and_its_row_keeps_the_others(
     assert [row["x"] for row in rows] == ["1.50", HARD[kind], None]
     assert [(row["prompt"], row["y"]) for row in rows] == [("a", 1), ("b", 2), ("c", 3)]
     assert result["kept_as_text"] == {"x": 1}
-    assert "column 'x' is JSON text: 1 of its values" in caplog.text
+    assert "column 'x': 1 values have numbers too large" in caplog.text
+
+
+def test_half_a_surrogate_pair_is_an_escape_and_the_column_keeps_its_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One such text among many made texts and conversations of a whole column JSON."""
+    rows = [
+        {"prompt": "a", "x": "plain", "turns": [{"role": "user", "content": "hi", "n": 1}]},
+        {
+            "prompt": "b",
+            "x": "half \ud83d!",
+            "turns": [{"role": "user", "content": "\udc00", "n": 1}],
+        },
+    ]
+    job = answer(list(map(json.dumps, rows)), tmp_path)
+    result = collect(job, tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
+    assert [row["x"] for row in rows] == ["plain", "half \\ud83d!"]
+    assert rows[1]["turns"] == [{"role": "user", "content": "\\udc00", "n": 1}]
+    assert result["kept_as_text"] == {"x": 1, "turns": 1}
+    assert "column 'x': 1 values have half a surrogate pair, which is now an escape" in caplog.text
 
 
 def test_integers_that_a_float_cannot_hold_are_not_rounded(tmp_path: Path) -> None:
