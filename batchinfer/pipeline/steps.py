@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 COLLECTING = "collecting.json"
 """Key, in the work folder, of the record of what is collected to DEST."""
-_CHUNKS = 16
-_CHUNK_ROWS = 5000
 
 
 class PipelineConfig(Record, frozen=True, kw_only=True):
@@ -81,6 +79,8 @@ class WorkFolder:
     def split(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
         """Make the job, unless it is there, and return the options of the run with what the data say.
 
+        With --limit, a new job's first chunk ends there, so that it can be done by itself.
+
         Before a new job is made, everything is checked, so that nothing is written for a command that cannot work.
 
         Raises:
@@ -94,15 +94,20 @@ class WorkFolder:
         existing = load_job(self.job_url, self._open_store)
         if existing is None:
             self._check(options, world)
-        shape = existing[0].shape if existing else self._shape(counted.rows)
+        limit = config.limit
         split = SplitConfig(
             sources=config.sources,
             output=self.job_url,
-            first_rows=shape.get("first_rows"),
-            num_chunks=shape.get("num_chunks"),
-            chunk_rows=shape.get("chunk_rows"),
+            first_rows=limit if limit is not None and limit < counted.rows else None,
         )
-        run_split(split, store=self._open_store(self.job_url))
+        try:
+            run_split(split, store=self._open_store(self.job_url))
+        except InputError as error:
+            if existing is None:
+                raise
+            raise InputError(
+                error.message, hint=f"name another DEST, or remove {config.work}"
+            ) from error
         return options
 
     def _as_chat(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
@@ -119,16 +124,6 @@ class WorkFolder:
             "each prompt is sent as a user's message: %s (--plain sends it as it is)", reason
         )
         return {"as_chat": True}
-
-    def _shape(self, rows: int) -> dict[str, int]:
-        """Choose how large chunks are. With --limit the first chunk ends there, so that it can be done by itself."""
-        shape: dict[str, int] = {}
-        if self.config.limit is not None and self.config.limit < rows:
-            shape["first_rows"] = self.config.limit
-            rows -= self.config.limit
-        if rows > _CHUNKS * _CHUNK_ROWS:
-            return shape | {"chunk_rows": _CHUNK_ROWS}
-        return shape | {"num_chunks": min(rows, _CHUNKS)}
 
     def _check(self, options: dict[str, Any], world: CheckWorld) -> None:
         result = run_check(self._asked(options), world)

@@ -195,7 +195,10 @@ class TestAgain:
         write_lines(rows, ROWS[:-1])
         capsys.readouterr()
         assert run(rows, "-o", tmp_path / "a.jsonl") == 2
-        assert "differs in the source's files" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "differs in the source's files" in error
+        assert "name another DEST" in error
+        assert "--overwrite" not in error
 
 
 class TestWhatIsRefused:
