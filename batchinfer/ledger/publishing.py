@@ -236,7 +236,6 @@ class Publisher:
             StorageError: The chunk's marker was made from another file or text with this chunk's name. This happens
                 only with lists of files. Nothing was deleted.
         """
-        self._require_lease()
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
         file = self._put_output(built, chunk, marker.generation)
         marker = msgspec.structs.replace(
@@ -246,7 +245,6 @@ class Publisher:
             output_sha256=built.sha256,
             nonce=self._nonce,
         )
-        self._require_lease()
         logger.debug("%s: publishing its marker", chunk, extra=event("publish_marker", chunk=chunk))
         current = self._put_marker(marker, chunk)
         logger.debug("%s: tidying up", chunk, extra=event("publish_tidy", chunk=chunk))
@@ -278,14 +276,18 @@ class Publisher:
         if self._is_safe and generation == 0 and not is_fixing:
             file = layout.output_file(chunk)
             try:
-                self._store.create_file(layout.output_key(file), built.path, is_final=True)
+                self._create_output(file, built)
             except AlreadyExists:
                 logger.info("%s: another output lies there; ours gets a name of its own", file)
             else:
                 return file
         file = layout.output_file(chunk, self._nonce)
-        self._store.create_file(layout.output_key(file), built.path, is_final=True)
+        self._create_output(file, built)
         return file
+
+    def _create_output(self, file: str, built: Built) -> None:
+        self._require_lease()  # before every write, since the one before it may have taken long
+        self._store.create_file(layout.output_key(file), built.path, is_final=True)
 
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
         """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
@@ -301,6 +303,7 @@ class Publisher:
             if key in self._damaged:
                 self._store.delete([key])
         while True:
+            self._require_lease()
             try:
                 self._store.create(key, data)
                 if self._is_safe:
@@ -315,6 +318,7 @@ class Publisher:
 
     def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
         """Replace a damaged marker with ours. Return False if another worker has replaced it first."""
+        self._require_lease()
         try:
             self._store.replace(key, data, etag)
         except PreconditionFailed:

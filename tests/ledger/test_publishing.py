@@ -63,6 +63,40 @@ def test_the_marker_vouches_for_the_output(store: MemoryStore, tmp_path: Path) -
     assert (marker.output_bytes, marker.output_sha256) == (len(data), codec.sha256(data))
 
 
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize("marker", [b"", b"damaged"])
+def test_the_lease_is_asked_for_right_before_every_write(
+    store: MemoryStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marker: bytes,
+    *,
+    is_safe: bool,
+) -> None:
+    """An output took long, its name was taken, and it was written again by a start that had been superseded."""
+    store.create(layout.output_key("part-00000.jsonl"), b"somebody else's")
+    if marker:
+        store.create(layout.marker_key(CHUNK), marker)
+    events: list[str] = []
+    for name in ("create", "create_file", "replace"):
+        write = getattr(store, name)
+
+        def recorded(
+            *arguments: object, write: Callable[..., str] = write, **options: object
+        ) -> str:
+            events.append("write")
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(store, name, recorded)
+    ours = Publisher(
+        store, is_safe=is_safe, nonce="n1", require_lease=lambda: events.append("lease")
+    )
+    published = ours.publish(built(tmp_path), marker_record(), chunk=CHUNK, leftovers=[])
+    assert published.is_ours
+    assert events.count("write") >= 2
+    assert events == ["lease", "write"] * (len(events) // 2)
+
+
 @pytest.mark.parametrize("failing", ["create_file", "create"])
 def test_a_failure_at_any_write_leaves_no_marker_without_its_output(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str

@@ -245,7 +245,7 @@ def stop_forgets_rows() -> Defect:
     """A worker that is asked to stop writes no last checkpoint."""
     from batchinfer.worker.start import _Start
 
-    def save(self: Any, chunks: open_chunks.OpenChunks) -> None:
+    def save(self: Any, chunks: open_chunks.OpenChunks, **_: Any) -> None:
         chunks.close()
         chunks.release_all(self.clock.monotonic() + 5)
 
