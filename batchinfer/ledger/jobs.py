@@ -118,7 +118,7 @@ def check_columns(
     """Refuse columns that the rows of a job do not have, before a GPU is paid to make nothing but error rows.
 
     Of JSON Lines `split` has looked only at the first rows, and later ones may have more columns. An optional column
-    that is missing there only causes a warning.
+    that is missing there only causes a warning. A column that `split` renamed causes one, too.
 
     Args:
         job: The content of job.json.
@@ -132,9 +132,15 @@ def check_columns(
         return
     is_certain = all(source.format in _TABLES for source in job.sources)
     known = {*job.columns, "_row", "_id"}
+    names_in_rows = {source_name: name for name, source_name in job.source_names.items()}
     columns = ", ".join(job.columns[:_MAX_SHOWN]) + (", …" if len(job.columns) > _MAX_SHOWN else "")
     for option, names in [*needed.items(), *optional.items()]:
         for name in names:
+            if name in names_in_rows:
+                logger.warning(
+                    "%s %s: is the %s that `split` gave the row; the source's own column is named %s in the rows",
+                    *(option, name, name, names_in_rows[name]),
+                )
             if not name or name == "*" or name in known:
                 continue
             meant = near(name, job.columns)

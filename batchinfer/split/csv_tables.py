@@ -117,7 +117,7 @@ def count(found: FoundFile, delimiter: str = "") -> CountedFile:
                 raise InputError(
                     f"{found.url}: record {rows + 1} has {units.many(len(record), 'field')}, expected the header's "
                     f"{len(header)}, with {show_delimiter(delimiter)} between fields",
-                    hint="quote fields that hold the delimiter or a line break, or say --delimiter",
+                    hint="quote fields that hold it or a line break; to name another: batchinfer split --delimiter …",
                 )
     if len(set(header)) != len(header):
         twice = next(name for name in header if header.count(name) > 1)
@@ -157,7 +157,7 @@ def _find_delimiter(found: FoundFile, head: bytes) -> str:
     if _EXCEL_LINE.match(text):
         raise InputError(
             f"{found.url}: its first line names a delimiter ({text[:5]!r}), expected the names of the columns",
-            hint="remove that line, and say --delimiter where needed",
+            hint="remove that line, and name the delimiter: batchinfer split --delimiter …",
         )
     is_whole = len(head) < _SAMPLE_BYTES
     widths = {one: _widths(text, one, is_whole=is_whole) for one in _DELIMITERS}
@@ -167,7 +167,7 @@ def _find_delimiter(found: FoundFile, head: bytes) -> str:
         names = " and ".join(map(show_delimiter, fitting))
         raise InputError(
             f"{found.url}: {names} each divide every record into equally many fields, expected one delimiter",
-            hint="name the right one with --delimiter",
+            hint="name the right one: batchinfer split --delimiter …",
         )
     # If none fits, the header decides, and the error for the record that does not fit follows.
     dividing = fitting or [one for one in _DELIMITERS if widths[one] and widths[one][0] > 1]
@@ -185,7 +185,7 @@ def _refuse_rare_delimiter(found: FoundFile, text: str, *, is_whole: bool) -> No
         if len(widths) > 1 and _are_even(widths):
             raise InputError(
                 f"{found.url}: looks divided by {one!r}, expected a comma, a semicolon, a tab or a bar",
-                hint=f"say --delimiter {shlex.quote(one)}, or --delimiter , if the file has one column",
+                hint=f"name it: batchinfer split --delimiter {shlex.quote(one)} (or , if the file has one column)",
             )
 
 

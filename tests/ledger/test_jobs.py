@@ -202,6 +202,17 @@ def test_a_limit_without_a_job_is_refused(tmp_path: Path) -> None:
         read(str(tmp_path / "list.txt"), limit=3)
 
 
+def test_a_column_that_split_renamed_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    job = job_of("parquet")
+    check_columns(job, {"--prompt-column": ["_id"]}, {})
+    assert caplog.text == ""
+    job = msgspec.structs.replace(job, renamed={"_id": "_source_id"})
+    check_columns(job, {"--prompt-column": ["_id"]}, {"--keep": ["_row", "prompt"]})
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("--prompt-column _id: is the _id that `split` gave the row")
+    assert message.endswith("named _source_id in the rows")
+
+
 @pytest.mark.parametrize("source_format", ["parquet", "csv"])
 def test_a_column_that_no_row_has_is_refused_with_the_nearest(source_format: str) -> None:
     job = job_of(source_format)
