@@ -113,6 +113,11 @@ class PromptBuilder:
         """Columns without which no row becomes a request as the options ask. Keys are the options."""
         return self._reader.needed_columns
 
+    @property
+    def rows_at_once(self) -> int:
+        """Most rows that `build` should get at once for now; few if each of them may take seconds."""
+        return self._reader.rows_at_once
+
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
         """Return one result for each row, in the order of `rows`. The result of a bad row holds a failure.
 

@@ -12,7 +12,7 @@ from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Failure
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
-from batchinfer.prompts.render_process import RenderProcess
+from batchinfer.prompts.render_process import MANY_ROWS, RenderProcess
 from batchinfer.prompts.templates import examples_text, named_template
 from batchinfer.prompts.types import (
     Code,
@@ -123,6 +123,11 @@ class RowsReader:
         blank = self._config.blank_columns
         columns = self._template.needed_columns if self._template is not None else []
         return [name for name in columns if name not in blank]
+
+    @property
+    def rows_at_once(self) -> int:
+        """See `RowReader.rows_at_once`."""
+        return MANY_ROWS if self._template is None else self._template.rows_at_once
 
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
         """Read rows. See `RowReader.fill`."""

@@ -13,6 +13,7 @@ from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.from_columns import token_ids
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.parameters import RequestLimits, RequestOptions, read_parameters
+from batchinfer.prompts.render_process import MANY_ROWS
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -76,6 +77,9 @@ class RequestsReader:
             f"--request-format {self._config.request_format}: the field": fields,
             "--id-column": [self._config.id_column],
         }
+
+    rows_at_once = MANY_ROWS
+    """See `RowReader.rows_at_once`."""
 
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
         """Read requests. See `RowReader.fill`."""

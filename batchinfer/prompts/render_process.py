@@ -32,12 +32,16 @@ from batchinfer.prompts.types import Code
 
 logger = logging.getLogger(__name__)
 
-ROW_SECONDS = 5.0
+ROW_SECONDS = 2.0
 """Seconds of CPU time that one row may take, and the template's compilation."""
 MEMORY_BYTES = 1 << 30
 """Bytes of address space that the process may have, its own 30 MB included."""
 MEMORY_STATUS = 71
 """Exit status of the process when memory could not be had."""
+
+FEW_ROWS = 16
+"""Number of rows to render at once with a template that has ended its process, or has not rendered any row yet."""
+MANY_ROWS = 1 << 30
 
 _HEADER = struct.Struct("<I")
 
@@ -124,6 +128,9 @@ class RenderProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._has_warned = False
+        self.rows_at_once = FEW_ROWS
+        """Most rows that `render` should get at once. Few where rows may take seconds each, so that a caller who waits
+        for the results of a bad template soon sees them."""
         with self._lock:
             ready = self._start()
         self.variables = ready.variables
@@ -132,6 +139,7 @@ class RenderProcess:
     def render(self, lines: Sequence[bytes]) -> list[RenderedText]:
         """Return the prompt text of every row, in order. Each of `lines` is a JSON object."""
         with self._lock:
+            self.rows_at_once = MANY_ROWS
             if len(lines) > 1:
                 texts = self._ask_for(lines)
                 if texts is not None:
@@ -209,6 +217,7 @@ class RenderProcess:
     def _note_end(self) -> int:
         """Wait for the end of a process that has closed its pipe, and return its exit status."""
         assert self._process is not None
+        self.rows_at_once = FEW_ROWS
         status = self._process.wait()
         self._end()
         self._process = None

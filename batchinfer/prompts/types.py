@@ -210,6 +210,11 @@ class RowReader(Protocol):
         """Columns without which no row becomes a request as the options ask. Keys are the options."""
         ...
 
+    @property
+    def rows_at_once(self) -> int:
+        """Most rows that `fill` should get at once for now; few if each of them may take seconds."""
+        ...
+
     def fill(self, drafts: Sequence[Draft], lines: Sequence[bytes]) -> None:
         """Read each line into its draft. The draft of a bad row gets a failure and keeps what was filled before it."""
         ...

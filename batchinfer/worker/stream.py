@@ -324,10 +324,11 @@ class RowStream:
         if not chunks:
             return
         limits, builder = self._limits, self._builder
-        self._num_building = min(limits.max_build_rows, sum(chunk.num_unread for chunk in chunks))
+        num_rows = min(limits.max_build_rows, builder.rows_at_once)
+        self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, limits.max_build_rows, max_bytes), urgent=True
+            lambda: build(builder, chunks, num_rows, max_bytes), urgent=True
         )
 
     def _build_suspects(self) -> bool:

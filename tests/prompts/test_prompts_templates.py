@@ -229,6 +229,19 @@ def test_only_the_rows_that_go_over_a_limit_fail():
         assert [item.source for item in built] == [{"i": i} for i in range(9)]
 
 
+@pytest.mark.usefixtures("low_limits")
+def test_few_rows_are_asked_for_at_once_until_a_template_has_rendered_some_and_after_each_kill():
+    """A template that is bad for every row would keep 512 rows from the worker's counts for a quarter of an hour."""
+    config = PromptConfig(prompt_template="{{ 10 ** (n | int) }}")
+    builder = PromptBuilder(config, Sampling(), None, None, None)
+    found = [builder.rows_at_once]
+    for power in ("1", "100000000", "2"):
+        builder.build("c", 0, [RawRow(i, b'{"n": "%s"}' % power.encode()) for i in range(2)])
+        found.append(builder.rows_at_once)
+    many = PromptBuilder(PromptConfig(prompt_column="p"), Sampling(), None, None, None).rows_at_once
+    assert found == [16, many, 16, many]
+
+
 def children(pid: int) -> list[int]:
     return [
         int(child)
