@@ -162,6 +162,8 @@ class Collection:
                 "%d lines of the source are no JSON objects; their columns are null",
                 self._num_lines,
             )
+        if (self._selection.run.config.get("sampling") or {}).get("prompt_logprobs") is not None:
+            logger.warning("log-probabilities of prompts are left out; --format lines has them")
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
         return make_record(

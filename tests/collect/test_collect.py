@@ -302,6 +302,29 @@ def test_other_output_formats_give_the_same_columns(output_format: str, tmp_path
     assert good["id"] == ("r2" if output_format == "openai-batch" else "2")
 
 
+@pytest.mark.parametrize("output_format", ["openai-batch", "completions", "native"])
+def test_log_probabilities_that_only_a_request_asks_for_have_a_column(
+    output_format: str, tmp_path: Path
+) -> None:
+    job = str(tmp_path / "job")
+    rows = [{"prompt": "a b", "max_tokens": 5, "logprobs": 1}, {"prompt": "a b", "max_tokens": 5}]
+    make_job(job, rows=2, per_chunk=2, make_row=lambda row: rows[row])
+    options = ("--prompt-column", "", "--request-format", "completions")
+    run_worker_here(job, f"{job}/runs/a", *options, "--output-format", output_format)
+    collect(f"{job}/runs/a", tmp_path / "out", explode=True)
+    with_them, without = (row["logprobs"] for row in read_table(tmp_path / "out"))
+    assert "logprob" in with_them
+    assert without is None
+
+
+def test_log_probabilities_of_prompts_are_said_to_be_left_out(
+    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_worker_here(job, f"{job}/runs/a", "--sampling", "prompt_logprobs=1")
+    collect(f"{job}/runs/a", tmp_path / "out")
+    assert "log-probabilities of prompts are left out" in caplog.text
+
+
 def test_embeddings_are_float32_lists_of_one_length(run: str, store: Store, tmp_path: Path) -> None:
     from pyarrow import parquet
 
