@@ -154,7 +154,8 @@ class Oracle:
     def deleted(self, key: str, data: bytes, process: Process | None) -> None:
         """Check one deletion."""
         name = key.removeprefix(RUN)
-        if name == layout.RUN_KEY or (layout.parse_marker(name) and self._is_safe):
+        is_ours = process is not None
+        if (name == layout.RUN_KEY and is_ours) or (layout.parse_marker(name) and self._is_safe):
             self.fail(f"P3: {name} is deleted")
         elif name.startswith(layout.OUTPUTS):
             for chunk in layout.chunks_of_output(name):
@@ -308,8 +309,9 @@ class Oracle:
         if (len(held.data), digest) != (marker["output_bytes"], marker["output_sha256"]):
             self.fail(f"P2: {name} vouches for other bytes than {marker['output']} holds")
             return
-        run = msgspec.json.decode(self._server.objects[RUN + layout.RUN_KEY].data)
-        if self._is_safe and marker["fingerprint"] != run["fingerprint"]:
+        run = self._server.objects.get(RUN + layout.RUN_KEY)
+        fingerprint = None if run is None else msgspec.json.decode(run.data)["fingerprint"]
+        if self._is_safe and fingerprint is not None and marker["fingerprint"] != fingerprint:
             self.fail(f"P6: {name} is of another configuration than run.json")
         if marker["fingerprint"] not in self._temperatures:
             self.fail(f"P6: {name} is of a configuration that no run.json has had")

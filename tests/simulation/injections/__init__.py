@@ -19,6 +19,7 @@ from .listings import LaggingListings
 from .parts import UploadsInParts
 from .records import WorkerRecords
 from .refusals import Denials, FullOutput
+from .runs import RemovedRuns
 from .stopping import Stops
 
 KINDS: dict[str, type[Injection]] = {
@@ -26,6 +27,7 @@ KINDS: dict[str, type[Injection]] = {
     for kind in (
         WorkerRecords,
         EditedChunks,
+        RemovedRuns,
         Denials,
         FullOutput,
         UploadsInParts,
