@@ -296,6 +296,7 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
         for span in worker.open_spans:
             key = layout.segment_key(span.chunk, 1, f"{worker.id}.n", 1, span.rows)
             run.create(key, b"finished rows")
+    done = {span.chunk: span for worker in workers for span in worker.spans}
     names = chunk_names(shape)
     for index, name in enumerate(names[: int(len(names) * shape.done_share)]):
         body = output_lines(name, shape)
@@ -306,7 +307,15 @@ def write_big_run(job: Store, run: Store, shape: Shape | None = None) -> None:
                 for i in range(shape.rows_in_outputs)
             )
             job.create(layout.chunk_file(name, "none"), rows.encode())
-        changes: dict[str, Any] = {"fingerprint": written.fingerprint}
+        span = done[name]
+        changes: dict[str, Any] = {
+            "fingerprint": written.fingerprint,
+            "epoch": span.epoch,
+            "start": iso_utc(span.start),
+            "end": iso_utc(span.end),
+            "prompt_tokens": 250 * span.rows,
+            "completion_tokens": 450 * span.rows,
+        }
         if index < shape.num_outputs:
             changes["rows_ok"] = shape.rows_in_outputs
         marker = make_marker(name, workers[index % len(workers)].id, body, shape, **changes)
