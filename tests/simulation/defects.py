@@ -274,6 +274,15 @@ def no_checkpoint_on_time() -> Defect:
     return mock.patch.object(open_chunks.OpenChunks, "checkpoint", checkpoint)
 
 
+def row_condemned_in_company() -> Defect:
+    """A row becomes an error after three engine deaths, though it never ran alone."""
+
+    def is_culprit(self: OpenChunk, line: int) -> bool:
+        return line in self.deaths and self.deaths[line].number >= 3
+
+    return mock.patch.object(OpenChunk, "is_culprit", is_culprit)
+
+
 def lost_reply_is_a_loss() -> Defect:
     """A renewal whose reply was lost counts as somebody else's."""
 
@@ -451,6 +460,7 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         stop_forgets_rows,
         another_seed_formula,
         no_checkpoint_on_time,
+        row_condemned_in_company,
         lost_reply_is_a_loss,
         clean_takes_every_orphan,
         clean_goes_by_its_own_clock,
