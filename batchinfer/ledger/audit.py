@@ -1,7 +1,7 @@
-"""Proof that a run is complete and sound: its markers, outputs and chunks compared with each other. Read-only.
+"""Proof that a run is complete and sound: job.json, markers and outputs are compared with each other. Read-only.
 
-A sound run keeps promises P1 to P4 and P6. Every chunk of the job then has a marker. The marker can be read, belongs to
-this run and this chunk, counts exactly the chunk's rows, and names an output of the right size. `verify --deep` also
+A sound run keeps promises P1 to P4 and P6. Every chunk to do then has a marker. The marker can be read, belongs to this
+run and this chunk, counts exactly the rows to do, and names an output of the right size. `verify --deep` also
 reads the outputs: it compares their sha256, and checks that the lines answer the right rows in order, with the right
 ids.
 """
@@ -227,7 +227,7 @@ class Audit:
 
 
 def leftovers(inventory: Inventory, known: Collection[str] | None) -> Iterator[Finding]:
-    """Yield a finding for each object that nobody needs. Removing such an object changes nothing for readers.
+    """Yield a finding for each object that the run's outputs do not need, such as an orphan output or a stop request.
 
     A worker's record that is damaged is reported as CORRUPT, not as LEFTOVER: the numbers that `status` and `report`
     read from it are lost.
@@ -302,7 +302,7 @@ def counts_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
     return counts
 
 
-# --------------------------------------------------------------------------- what a run is of
+# --------------------------------------------------------------------------- the job and the chunks of a run
 
 
 class RunTarget(NamedTuple):
@@ -316,7 +316,7 @@ class RunTarget(NamedTuple):
     job_url: str
     job_sha256: str
     expected: dict[str, ChunkRef]
-    """The chunks that must be done, by name, in input order. With --limit, only chunks with rows below the limit."""
+    """The chunks that must be done, by name. With --limit, only chunks with rows below the limit."""
 
     def audit(self, inventory: Inventory) -> Audit:
         """Return an `Audit` that compares this run with the objects in `inventory`."""
@@ -349,8 +349,9 @@ def find_target(
         manifests: Lists of chunks, for a run made from a list without a job.json.
 
     Raises:
-        InputError: The store holds no run, the run has a newer format version, or its job cannot be found. A job.json
-            with another checksum than the run's is not refused here; the audit reports it.
+        InputError: The store holds no run or one without run.json, the job cannot be found, or run.json, job.json or a
+            manifest is damaged or of a newer format version. A job.json with another checksum than the run's is not
+            refused here; the audit reports it.
     """
     run = _read_run(store, inventory)
     limit = run.config.get("limit")

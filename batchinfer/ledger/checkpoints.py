@@ -2,7 +2,7 @@
 
 A segment is an object that is written once and whole, under a key of its own. It is removed once the chunk has its
 marker. Segments of several workers may hold the same row: every copy is right, and the first copy that is read is
-taken. A worker's local spool file holds the same records, so a checkpoint is a copy of a slice of the spool.
+taken. A worker's local spool file holds the same records, so the rows of a segment are a copy of a slice of the spool.
 
 A segment's first line holds the sha256 of the chunk and the fingerprint of the run. The sha256 keeps rows that answer
 an old text out of a chunk that was edited. The fingerprint keeps rows of an old configuration out of a run whose
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 2 << 20
-"""Bytes of rows in one batch; the memory that a batch takes is about four times that."""
+"""Bytes of output after which a batch ends; the memory that a batch takes is about four times that."""
 
 
 class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
@@ -63,7 +63,7 @@ class Deaths(NamedTuple):
     """Smallest number of rows, this row included, that were in the engine at one of these deaths."""
 
     def plus(self, other: Self) -> Self:
-        """Return the deaths of both."""
+        """Return both as one: the sum of the numbers, and the smaller of the two `fewest_rows`."""
         return self._replace(
             number=self.number + other.number, fewest_rows=min(self.fewest_rows, other.fewest_rows)
         )
@@ -137,9 +137,9 @@ class Segments:
 
     Iterate over `rows()` once. The attributes are complete when the iteration has ended.
 
-    A record that cannot be read is left out with a warning, and its row is generated again. A record whose line number
-    is outside the chunk is left out with a warning too. A segment that does not begin with this chunk's sha256 and the
-    run's fingerprint is left out as a whole.
+    A record that cannot be read, or whose line number is outside the chunk, is left out with a warning. A segment that
+    does not begin with this chunk's sha256 and the run's fingerprint is left out as a whole. A row that is in no other
+    record is then generated again.
 
     Args:
         store: The run's store.
@@ -171,7 +171,7 @@ class Segments:
         self.num_outdated = 0
         """Number of segments that were left out because their first line has another sha256 or fingerprint."""
         self.has_vanished = False
-        """Whether a listed segment was gone when it was to be read. Another worker has then published the chunk."""
+        """Whether a listed segment was gone when it was to be read, as after another worker published the chunk."""
 
     def rows(self) -> Iterator[FinishedRow]:
         """Yield every finished row. A row that is in several segments comes several times.
@@ -279,8 +279,8 @@ def write_segment(
 ) -> None:
     """Create one segment: the header line, then `records`.
 
-    The store may safely repeat the create after a lost reply, because no other segment ever gets the same key: the key
-    contains the nonce of this start of the worker.
+    The store may safely repeat the create after a lost reply, because no other segment gets the same key: the key
+    contains the nonce of this start of the worker and the segment's number.
     """
     header = _encoder.encode(_Header(chunk_sha256=chunk_sha256, fingerprint=fingerprint))
     store.create(key, b"".join((header, b"\n", records)))

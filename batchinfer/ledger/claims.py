@@ -1,7 +1,7 @@
-"""Leases and claims: who may work on which chunk, without clocks or a coordinator.
+"""Leases and claims: who may work on which chunk, without a coordinator and without a clock that workers share.
 
 * A worker's record (workers/<id>.json) is the worker's lease. The worker takes it at its start, with the next epoch,
-  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer epoch
+  and renews it from a thread by if-match. An earlier start of the same worker may still run: it finds the newer start
   in the record, and stops.
 * A claim (claims/<chunk>.json) names a worker and its epoch. It is valid as long as that worker's lease. A claim lapses
   in four cases: the worker's record did not change for the length of a lease (by the observer's own monotonic clock),
@@ -44,16 +44,16 @@ ENDED_STATES = ("done", "stopped", "failed")
 
 # --------------------------------------------------------------------------- when a worker is gone
 #
-# All limits that decide when a worker counts as gone or stuck are in this section, most of them in lengths of a lease.
+# The limits that decide when a worker counts as gone or stuck are in this section, most of them in lengths of a lease.
 
 HEARTBEATS_PER_LEASE = 4
-"""Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. Three heartbeats in
-a row may fail or be late before the lease lapses."""
+"""Heartbeats in one lease: so often a worker renews its record, and so often other workers read it. If three heartbeats
+in a row fail, the lease lapses about when the fourth is due."""
 LEASES_WITHOUT_STORAGE = 10.0
 """Number of leases without a heartbeat after which a worker ends itself, since it cannot store anything. The number is
 higher than LEASES_UNTIL_GONE, because loading an engine again costs more than waiting some minutes for a bucket."""
 LAPSES_WITHOUT_STORAGE = 3
-"""Number of late heartbeats in a row after which a worker goes on, however long they took. A machine that sleeps during
+"""Number of late heartbeats in a row that never end a worker, however long they took. A machine that sleeps during
 a heartbeat makes that heartbeat late, which is no sign of a slow bucket."""
 LEASES_UNTIL_GONE = 1.0
 """Number of leases without a heartbeat after which other workers may take a worker's chunks. The time is measured by
@@ -141,7 +141,7 @@ class Lease:
         """Write this worker's record with the next epoch. Return the record that was there before, None if none was.
 
         A damaged record is replaced, as if there had been none. If an earlier start of this worker still runs, it finds
-        another start's record at its next renewal, and stops.
+        another start's record at its next renewal, and stops. A store without preconditions does not show it that.
         """
         while True:
             before, self._etag = self._read()
@@ -153,7 +153,7 @@ class Lease:
     def renew(self, record: Worker) -> None:
         """Write the record again, as a heartbeat.
 
-        If storage fails, the error is kept in `error`, and the next renewal tries again.
+        A StorageError is kept in `error`, and the next renewal tries again.
 
         Raises:
             Superseded: A newer epoch of this worker exists. Its record is left as it is.
@@ -207,7 +207,7 @@ class Lease:
 
         Raises:
             Superseded: A newer epoch of this worker exists.
-            LeaseLapsed: The heartbeat was not renewed in time, because the machine was frozen or the bucket is away.
+            LeaseLapsed: The heartbeat was not renewed in time, as when the machine was frozen or the bucket is away.
                 Until the next renewal, other workers may take this worker for gone, and `clean` may take its outputs
                 without a marker for orphans. The caller may try again after the next renewal.
         """
@@ -224,7 +224,7 @@ class Lease:
     def confirm(self) -> str:
         """Check that no other start of this worker has replaced this worker's record. Sends one request.
 
-        A record that is gone or damaged was not replaced by another start. The next renewal writes it again.
+        A record that is gone or damaged does not count as replaced. The next renewal writes it again.
 
         Returns:
             The record's etag; "" if it is gone.
@@ -251,7 +251,10 @@ class Lease:
             return None, etag
 
     def _write(self, record: Worker) -> bool:
-        """Write the record unless somebody else has changed it. Return whether it was written."""
+        """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
+
+        On a store without preconditions it is always written.
+        """
         try:
             if not self._is_safe:
                 # A store without preconditions ignores etags, or refuses even the right one. So the record is written
@@ -331,7 +334,7 @@ class Claims:
     """Takes, watches and releases claims in one worker's name, from any thread.
 
     Two threads that look at one owner at the same time may see its record's versions in the wrong order. The owner's
-    claims then lapse too late for these threads, but never too early.
+    claims then lapse too late for this worker, but not too early.
     """
 
     def __init__(
@@ -370,7 +373,7 @@ class Claims:
                 return taken
 
     def take_over(self, name: str, held: Held) -> Taken | None:
-        """Replace a claim that was read by this worker's. Return None if the claim has changed since it was read.
+        """Replace a stored claim with a claim of this worker. Return None if it has changed since `held` was read.
 
         Raises:
             Superseded: The claim is in this worker's name, and a newer start of this worker exists.
@@ -400,10 +403,10 @@ class Claims:
         """Read the record of a claim's owner. Return the record if the claim is valid, None if it has lapsed.
 
         Callers look only at claims of chunks that this process has not opened. Such a claim in this worker's own name
-        was left by an earlier start, or by a write that seemed to fail. It counts as lapsed, without a request.
+        is of another start, or of a write that seemed to fail. It counts as lapsed, without a request.
 
-        Callers repeat this about `HEARTBEATS_PER_LEASE` times a lease. An owner counts as gone once its record did not
-        change between two of these calls for the length of a lease, by this machine's clock.
+        Callers repeat this about `HEARTBEATS_PER_LEASE` times a lease. An owner counts as gone once these calls have
+        seen no change of its record for the length of a lease, by this machine's clock.
         """
         if held.claim.worker == self._lease.worker_id:
             return None
@@ -426,8 +429,8 @@ class Claims:
             seen = _Sighting(etag, self._clock.monotonic(), record)
             self._sightings[key] = seen
         record = seen.record
-        # A claim that was read before the record shows an epoch above the record's only if the worker has lost its
-        # record since, and has started again with a lower epoch.
+        # The claim was read before the record. So its epoch is above the record's only if the worker's record was lost
+        # after the claim was made, and the worker started again with a lower epoch.
         if record.epoch != held.claim.epoch or record.state in ENDED_STATES:
             return None
         is_gone = has_lapsed(asked - seen.since, record.lease_seconds, self._lease.lease_seconds)

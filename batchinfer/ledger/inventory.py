@@ -1,8 +1,8 @@
-"""Lists and reads the objects that are stored under a run, for all commands that look at runs. Read-only.
+"""Lists and reads the objects that are stored under a run, for the commands that look at runs. Read-only.
 
 `take_inventory` lists everything and reads each marker, claim and worker's record. `verify`, `clean` and `collect` use
-it. `RunReader` lists outputs/, checkpoints/ and workers/, and reads the workers' records, as often as it is called.
-`status` and `check` use it, because they must not send a request for each chunk; `report` adds `read_newest_markers`.
+it. `RunReader` lists outputs/, checkpoints/ and workers/ at each look, but reads few markers and no claims. `status`
+and `check` use it, because they must not send a request for each chunk; `report` adds `read_newest_markers`.
 
 The memory needed grows with the number of chunks, but not with the size of the data. Other processes may create, change
 and remove objects while they are read here.
@@ -47,7 +47,7 @@ class Damaged(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A stored claim, and whether the worker that it names is alive."""
+    """A stored claim, and whether the worker that it names is alive and made it in its present epoch."""
 
     info: ObjectInfo
     claim: Claim
@@ -71,7 +71,7 @@ class Listing:
     worker_infos: dict[str, ObjectInfo] = field(default_factory=dict)
     probes: list[ObjectInfo] = field(default_factory=list)
     foreign: list[ObjectInfo] = field(default_factory=list)
-    """Objects that batchinfer did not write."""
+    """Objects whose keys are not of a kind that batchinfer writes."""
 
     def add(self, infos: Iterable[ObjectInfo]) -> None:
         """Add listed objects, each to the field for its kind."""
@@ -140,7 +140,7 @@ class Inventory(Listing):
         return marker if marker is not None and marker.output in self.outputs else None
 
     def orphans(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Yield (chunk, output) for each output that no marker of any generation names."""
+        """Yield (chunk, output) for each output that no readable marker of any generation names."""
         named = {
             marker.output
             for generations in self.markers.values()
@@ -203,7 +203,8 @@ def take_inventory(store: Store, *, now: float, patience_seconds: float = 0.0) -
     Args:
         store: The run's store.
         now: The time now, in Unix seconds.
-        patience_seconds: Seconds since its last heartbeat for which a worker counts as alive, whatever its lease.
+        patience_seconds: Seconds since its last heartbeat for which a worker counts as alive, even if its lease is
+            shorter.
     """
     found = Inventory(now=now, patience_seconds=patience_seconds)
     found.add(store.list(""))
@@ -293,7 +294,7 @@ def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:
         return error.message.removeprefix(f"{key}: "), etag
 
 
-# --------------------------------------------------------------------------- a look without the markers
+# --------------------------------------------------------------------------- looks that do not read every marker
 
 
 class SeenMarker(NamedTuple):
@@ -307,8 +308,9 @@ def suspect_markers(store: Store, markers: Mapping[str, SeenMarker]) -> dict[str
     """Return the markers that may be of another configuration than run.json: their generations, by chunk.
 
     Workers write run.json before the first marker. So a marker that is older than run.json was written while another
-    run.json stood there, if the run was not copied. A marker of the same time is suspect too, since buckets cut times
-    to whole seconds. Without run.json, and in a store that gives no times, all markers are suspect. Costs one request.
+    run.json stood there, if the run was not copied. A marker of the same time is suspect too, since buckets may cut
+    times to whole seconds. Without run.json, and in a store that gives no times, all markers are suspect. Costs one
+    request.
     """
     try:
         made = store.stat(layout.RUN_KEY).modified or float("inf")
@@ -320,7 +322,8 @@ def suspect_markers(store: Store, markers: Mapping[str, SeenMarker]) -> dict[str
 class SeenWorker(NamedTuple):
     """A worker's record.
 
-    `modified`: Unix seconds at which the record was last written, by storage's clock; 0 if unknown. `age_seconds`:
+    `modified`: Unix seconds at which the record was last written, by storage's clock; 0 if unknown. If the record was
+    rewritten between the listing and the reading, this process's clock may give the time instead. `age_seconds`:
     Seconds since this process saw the record change; None if this process has not seen it change.
     """
 
@@ -403,8 +406,8 @@ class RunReader:
         """Look at the run.
 
         Raises:
-            InputError: There is no run, the run or its job has a newer format version, or --job names another job than
-                the run's.
+            InputError: There is no run, run.json is damaged or was edited, the run or its job has a newer format
+                version, or the job that --job names cannot be read or is not the run's.
         """
         notes: list[str] = []
         if self._run is None:
@@ -447,7 +450,7 @@ class RunReader:
         return True
 
     def _compare(self, markers: dict[str, SeenMarker], fingerprint: str) -> list[str]:
-        """Return a note if chunks were done with another configuration than run.json, which was removed or replaced."""
+        """Return a list with one note if chunks were done with another configuration than that of run.json."""
         suspects = list(suspect_markers(self._store, markers).items())[:_MOST_COMPARED]
         unread = [each for each in suspects if each not in self._fingerprints]
         found = in_parallel(lambda each: marker_fingerprint(self._store, *each), unread)
@@ -504,8 +507,12 @@ class RunReader:
     def _find_job(self, notes: list[str]) -> tuple[Job | None, str]:
         """Return the job and its URL. Return None and "" if the job is not found.
 
-        The user may have named the job's URL. Otherwise the job is searched for: its job.json must have the checksum
-        that run.json records, if there is one. Each job.json that cannot be read adds a sentence to `notes`.
+        The user may have named the job's URL. Otherwise the job is searched for, and each job.json that cannot be read
+        adds a sentence to `notes`. A job.json is refused if it lacks the checksum that run.json records, if any.
+
+        Raises:
+            InputError: The job that the user named cannot be read or is not the run's, or a job.json has a newer format
+                version.
         """
         if self._job is not None:
             return self._job
@@ -534,7 +541,7 @@ class RunReader:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
             return None, ""
         if asked or self._run is not None:
-            # run.json is never replaced, so the run keeps this job.
+            # This object reads run.json only once, so the job stays the same.
             self._job = (
                 found.job,
                 found.url,

@@ -1,7 +1,7 @@
 """job.json and manifests: which chunks a worker has to do, and where they are stored.
 
-A manifest may come from a bucket that other people can write to. So the paths in it must not lead out of one root
-folder, unless the user allows absolute paths.
+A manifest may come from a bucket that other people can write to. So no path in it may have a "..", and absolute paths
+in it need the user's permission. A manifest in a local folder may name absolute paths.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def check_columns(
 ) -> None:
     """Refuse columns that the rows of a job do not have, before a GPU is paid to make nothing but error rows.
 
-    Of JSON Lines `split` has looked only at the first rows, and later ones may have more columns. An optional column
-    that is missing there only causes a warning. A column that `split` renamed causes one, too.
+    Of JSON Lines `split` may have looked only at the first rows, and later ones may have more columns. An optional
+    column that is missing there only causes a warning. So does a name that `split` has taken for a column of its own.
 
     Args:
         job: The content of job.json.
@@ -215,8 +215,9 @@ def read_assignment(
     """Read manifests (paths or URLs), and find the chunk that each of their lines names. Read-only.
 
     Raises:
-        InputError: A manifest is missing or empty. Or a line leads out of its root folder, names a chunk that does not
-            exist, or names a chunk whose output would have the same name as another line's.
+        InputError: A manifest is missing, empty or not a list of paths; or a line of it is absolute without permission,
+            has a "..", names a chunk that does not exist, or would have the same output name as another line. Or
+            job.json is damaged, or it is missing although `job_url` or `limit` needs it.
     """
     base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
     found = load_job(base, open_store) if base else None

@@ -1,10 +1,10 @@
 """Publishing one chunk: first its output, then the marker that names the output, then leftovers are deleted.
 
 This order keeps promises P2 to P4. A crash between two steps leaves an orphan output, or segments and a claim of a
-finished chunk. Readers ignore these objects, and `clean` removes them. Outputs and markers are only created. The first
-marker of a chunk wins; a worker that comes second discards its own output. A marker that was damaged from outside (it
-cannot be read, or its output is gone) does not count: the chunk is done again, and the new marker replaces the damaged
-one by if-match, so that only one of two workers can do so.
+finished chunk. Readers ignore these objects, and `clean` removes them. Outputs and markers are created, and not changed
+later. The first marker of a chunk wins; a worker that comes second discards its own output. There is one exception: a
+marker that was damaged from outside (it cannot be read, or its output is gone) does not count. The chunk is done again,
+and the new marker replaces the damaged one by if-match, so that only one of two workers can do so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 17
 SMALLEST_MARKER_BYTES = sum(
     len(f'"{field.name}":0,') for field in msgspec.structs.fields(Marker) if field.required
 )
-"""Bytes of the smallest possible marker. A shorter object is empty or was cut off."""
+"""Bytes that every marker has at least. A shorter object is no whole marker."""
 
 
 class Built(NamedTuple):
@@ -184,13 +184,13 @@ def repair_generation(
 ) -> int:
     """Return the generation that ``--retry-errors`` repairs chunks up to.
 
-    It is the highest generation so far, as long as a chunk with error rows is below it; then one more than the highest.
-    Some rows fail every time, so a chunk may have error rows even after a repair. Without this limit, a worker that is
-    often stopped would repair the first chunks again after each start, and never reach the last chunks.
+    It is the highest generation so far, as long as one of `chunks` with error rows is below it; then one more. Some
+    rows fail every time, so a chunk may have error rows even after a repair. Without this limit, a worker that is often
+    stopped would repair the first chunks again after each start, and never reach the last chunks.
 
     Args:
         chunks: Names of the chunks of this worker's manifests.
-        done: Chunks that have a marker, with their highest generation.
+        done: All chunks that have a marker, with their highest generation.
         have_errors: Takes (chunk, generation) pairs, and tells whether any of these markers counts error rows.
     """
     highest = max(done.values(), default=0)
@@ -208,8 +208,8 @@ def repair_generation(
 class Publisher:
     """Publishes outputs to one run.
 
-    `is_safe`: The store really honours preconditions (see `storage.opening.probe`). `nonce` belongs to this process and
-    stays the same, so a second try after a failure writes the same bytes to the same keys.
+    `is_safe`: The store really honours preconditions (see `storage.opening.probe`). `nonce` belongs to this start of
+    the worker. If a marker has this nonce, an earlier try of this process wrote it, although its times may differ.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class Publisher:
         call may be repeated after a failure: the chunk still gets exactly one marker.
 
         Raises:
-            Superseded: A newer epoch of this worker exists. This call has not written the chunk's marker.
-            LeaseLapsed: This worker's lease was not renewed in time. This call has not written the chunk's marker.
-            StorageError: The chunk's marker was made from another file or text with this chunk's name. This happens
-                only with lists of files. Nothing was deleted.
+            Superseded: Before a write, a newer epoch of this worker was found.
+            LeaseLapsed: Before a write, this worker's lease was found not renewed in time.
+            StorageError: Storage failed; or, with lists of files, the chunk's marker was made from another file or text
+                with this chunk's name. `leftovers` were not deleted.
         """
         logger.debug("%s: publishing its output", chunk, extra=event("publish_output", chunk=chunk))
         file = self._put_output(built, chunk, marker.generation)
@@ -292,7 +292,8 @@ class Publisher:
     def _put_marker(self, marker: Marker, chunk: str) -> Marker:
         """Create the marker unless the chunk has one already. Return the marker that the chunk now has.
 
-        On a store without preconditions: look for a marker, create ours if there is none, then read it back.
+        A damaged marker is replaced. On a store without preconditions: look for a marker, create ours if there is none,
+        then read it back.
         """
         key = layout.marker_key(chunk, marker.generation)
         data = codec.encode(marker)
@@ -317,7 +318,7 @@ class Publisher:
                 return marker
 
     def _has_replaced(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace a damaged marker with ours. Return False if another worker has replaced it first."""
+        """Replace a damaged marker with ours. Return False if it has changed since it was read."""
         self._require_lease()
         try:
             self._store.replace(key, data, etag)

@@ -1,6 +1,6 @@
 """run.json, which gives each run one configuration (promise P6) and its fingerprint, and the search for a run's job.
 
-The first worker creates run.json. Every later worker must have a configuration with the same fingerprint.
+The first worker creates run.json. Every later worker must have the same configuration.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def join_run(
     is_safe: bool,
     marked: Mapping[str, str] | None = None,
 ) -> Run:
-    """Create run.json, or check that the existing one has the same fingerprint.
+    """Create run.json, or check that the existing one has the same configuration.
 
     It is not created if there are markers of another configuration. `marked`: The fingerprints in markers, by chunk.
 
@@ -159,7 +159,8 @@ def join_run(
 
     Raises:
         RunMismatch: The run, or a chunk that is done, has another configuration. The message names each difference, or
-            the chunks.
+            the first chunks.
+        InputError: run.json is damaged, was edited, has a newer format version, or vanished meanwhile.
     """
     config = _plain(config)
     mine = Run(
@@ -289,7 +290,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-# --------------------------------------------------------------------------- the job that a run is of
+# --------------------------------------------------------------------------- finding the job that a run was made from
 
 
 def job_sha256_of(run: Run | None) -> str:
@@ -357,7 +358,7 @@ def find_job(
             URL. By default the error is raised.
 
     Raises:
-        InputError: There is no job.json at `asked_url`.
+        InputError: There is no job.json at `asked_url`; or one is damaged, and there is no `on_error`.
     """
     others: list[FoundJob] = []
     for url in [asked_url.rstrip("/")] if asked_url else job_places(run, run_url):

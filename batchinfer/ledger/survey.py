@@ -1,4 +1,4 @@
-"""A survey of a run for one worker: which chunks are done, and which are claimed by other workers. Needs few requests.
+"""A survey of a run for one worker: which chunks are done, and which are claimed by other workers.
 
 Read-only, except for `release_given_up`. For each chunk the marker is looked up first, then the claim, then the record
 of the claim's owner.
@@ -20,11 +20,11 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Largest number of chunks that are looked up with one request for each. More chunks are looked up in a listing."""
+"""Largest number of chunks that are looked up one by one. More chunks are looked up in a listing."""
 
 
 class Survey(NamedTuple):
-    """Result of one look at a run: the state of each chunk that was asked for."""
+    """Result of one look at a run. A chunk that this worker has open is only in `done`, or in no field."""
 
     done: set[str]
     """Chunks that have their marker."""
@@ -86,7 +86,7 @@ def look_at_owners(
     Args:
         store: The run's store.
         claims: Tells which claims are valid. None on a store that cannot keep claims; only `done` is then filled.
-        generations: The chunks to look up, by name. A chunk is done once it has a marker of the generation given here.
+        generations: Generation of the wanted marker for each chunk to look up, by name. A chunk with it is done.
         own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
