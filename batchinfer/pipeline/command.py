@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,8 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     from batchinfer.pipeline.steps import PipelineConfig
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_handlers_put_back())
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: scratch files go
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-run-")))
         dest = options.pop("dest")
         answers = scratch / "answers.jsonl" if dest == STDOUT else None
@@ -134,17 +138,20 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     work = WorkFolder(config, open_store, clock)
     rows_there = work.claim_dest()
     options = work.split(options, world)
-    if rows_there:
+    if rows_there and not options["retry_errors"]:
         work.refuse_other_options(options)
         return {"status": "UNCHANGED", "dest": config.dest, "rows": rows_there, "work": config.work}
     options |= {"job": work.job_url, "output": work.run_url, "manifests": (work.manifest(),)}
     options["steal"] = config.limit is None
     try:
-        answered = run_worker(options, dict(os.environ))
+        with _handlers_put_back():
+            answered = run_worker(options, dict(os.environ))
     except BatchinferError as error:
         if error.exit_status in _RESUMABLE and not error.hint:
             error.hint = "run the same command again: finished rows are kept"
         raise
+    if options["max_error_rate"] is not None:
+        work.refuse_errors(options["max_error_rate"], at_least=options["min_errors"])
     collected = work.collect()
     names = ("status", "run", "dest", "format", "rows", "rows_error", "files", "bytes")
     return {
@@ -152,6 +159,17 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
         "work": config.work,
         "worker": answered,
     }
+
+
+@contextlib.contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """Put the handlers of SIGINT and SIGTERM back at the end. The worker's own would let no signal end `collect`."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _default_work(dest: str, scratch: Path) -> str:

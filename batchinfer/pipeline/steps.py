@@ -14,12 +14,14 @@ from batchinfer.check.steps import CheckConfig, CheckWorld, differences
 from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of
+from batchinfer.collect.reader import select
 from batchinfer.collect.table import CollectConfig
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
     AlreadyExists,
     ConfigError,
+    ErrorRateExceeded,
     InputError,
     ObjectNotFound,
     RunMismatch,
@@ -186,6 +188,27 @@ class WorkFolder:
         key = f"{layout.MANIFESTS}first-{rows}.txt"
         store.create(key, b"".join(lines[:count]))
         return join_url(self.job_url, key)
+
+    def refuse_errors(self, rate: float, *, at_least: int) -> None:
+        """Refuse to call a run done of which a larger share failed than `rate`.
+
+        The worker judges only the rows of its own start. A start that finds all rows done has none to judge.
+
+        Args:
+            rate: The value of --max-error-rate.
+            at_least: With fewer failed rows nothing is raised.
+
+        Raises:
+            ErrorRateExceeded: More rows of the run failed.
+        """
+        store = self._open_store(self.run_url)
+        found = select(store, self._open_store, now=self._clock.now(), job_url=self.job_url)
+        failed, done = sum(marker.rows_error for _, marker in found.sound), found.num_rows
+        if failed >= at_least and failed > rate * done:
+            raise ErrorRateExceeded(
+                f"{failed / done:.1%} of {done} rows failed, --max-error-rate allows {rate:.1%}; DEST was not written",
+                hint="raise --max-error-rate to take these answers, or answer the failed rows again: --retry-errors",
+            )
 
     # -- collect
 

@@ -255,6 +255,43 @@ class TestWhatIsRefused:
         assert "--work" in capsys.readouterr().err
 
 
+class TestWhatStopsIt:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_ends_it_while_it_collects_too(
+        self, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    ) -> None:
+        def collect(*_: object, **__: object) -> None:
+            signal.raise_signal(number)
+            raise AssertionError("the signal did nothing")
+
+        monkeypatch.setattr("batchinfer.pipeline.steps.run_collect", collect)
+        before = signal.getsignal(number)
+        assert run(rows, "-o", tmp_path / "a.jsonl") == 75
+        assert signal.getsignal(number) == before
+
+    def test_too_many_failed_rows_stay_too_many_for_the_same_command(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
+        source, dest = write_lines(tmp_path / "rows.jsonl", half), tmp_path / "a.jsonl"
+        for _ in range(2):
+            assert run(source, "-o", dest, "--max-error-rate", 0.1) == 3
+            assert "--max-error-rate allows 10.0%" in capsys.readouterr().err
+            assert not dest.exists()
+        assert run(source, "-o", dest, "--max-error-rate", 0.5) == 0
+        assert len(dest.read_text().splitlines()) == 60
+
+    def test_failed_rows_of_a_finished_run_are_answered_again_when_asked(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = write_lines(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"prompt": None}])
+        dest = tmp_path / "a.jsonl"
+        assert run(source, "-o", dest) == 0
+        capsys.readouterr()
+        assert run(source, "-o", dest, "--retry-errors") == 0
+        assert last(capsys)[0]["worker"]["request_count"] == 1
+
+
 @pytest.mark.chaos
 class TestKills:
     COMMAND = ("--engine", "echo", "--echo-latency-seconds", "0.02", "--max-num-seqs", "8")
