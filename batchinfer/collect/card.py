@@ -17,7 +17,8 @@ _LONGEST = 2000
 class CardFacts(Record, frozen=True, kw_only=True):
     """Facts for the card that are not in run.json.
 
-    `lines` is the number of rows of the table. `rows` is the number of rows of the job. They differ with --explode.
+    `lines` is the number of rows of the table, `rows` the number of rows of the job in it. Only --explode makes them
+    differ.
     """
 
     name: str
@@ -146,7 +147,7 @@ def _cut(text: str, mark: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """A value as text on one line, cut and escaped, so that a Markdown table shows it unchanged."""
+    """A value as text on one line, cut, and escaped so that Markdown shows its signs as they are."""
     cut = _cut(str(value), "…")
     for sign in "\\`*_[]<>|#":
         cut = cut.replace(sign, f"\\{sign}")

@@ -38,21 +38,23 @@ logger = logging.getLogger(__name__)
 _SHOWN = 10
 _LISTED = 1000
 _OTHER_FILES = (".json", ".ndjson", ".txt", ".tsv", ".pq", ".arrow", ".xlsx", ".gz", ".zst", ".zip")
-"""Endings of file formats that `collect` cannot write.
+"""Endings of names that look like files, but that `collect` does not write.
 
 A DEST with such an ending is refused. Otherwise it would be taken for the name of a folder.
 """
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
-    """Collect a run. Nothing in the run is changed. Data at DEST is replaced only if `overwrite` is set.
+    """Collect a run. Nothing in the run is changed.
 
-    Every file at DEST is whole or absent. A crash leaves finished files in a folder without `_COLLECTED`, and nothing
-    on the Hub. The same command can then be run again. The same run and options give the same bytes.
+    Data at DEST is replaced only if `overwrite` is set, or if an unfinished `collect` left it there. Every file at DEST
+    is whole or absent. A crash may leave finished files in a folder without `_COLLECTED`, but nothing on the Hub. The
+    same command can then be run again. The same run, options and version give the same bytes.
 
     Raises:
+        ConfigError: the options do not fit together, or DEST is inside the run or the job.
         InputError: there is no such run, or DEST holds other data.
-        RunUnsound: chunks are missing or damaged, and `partial` is not set.
+        RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
     """
     started = clock.monotonic()
     kind = check_options(config)
@@ -92,7 +94,7 @@ def check_options(config: CollectConfig) -> str:
     """Check that the options fit together, and return the format to write.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: The options contradict each other, or do not fit DEST.
     """
     suffix = suffix_of(config.dest)
     if not suffix and config.dest.lower().endswith(_OTHER_FILES):
@@ -186,7 +188,7 @@ def _open_dest(
 
 
 def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
-    """Return a hash of everything that decides the bytes of the files: the outputs, the options and the version."""
+    """Return a hash of what decides the bytes of the files: the outputs, the options and batchinfer's version."""
     return codec.fingerprint(
         {
             "version": __version__,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RECORD_KEY = "_COLLECTED"
 """Key of the record of a collection, which is the last object that is written to a folder.
 
-Programs that read data sets skip names that begin with an underscore.
+Many programs that read data sets skip names that begin with an underscore.
 """
 _OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 _REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
@@ -42,7 +42,7 @@ class Collected(Record, frozen=True, kw_only=True):
     """
 
     key: str
-    """Hash of everything that decides the files' bytes."""
+    """Hash of what decides the files' bytes: the outputs, the options and batchinfer's version."""
     fingerprint: str
     format: str
     rows: int
@@ -55,12 +55,12 @@ class Collected(Record, frozen=True, kw_only=True):
 
 
 class Destination(Protocol):
-    """A place that stores the files of a collection one after the other, then the record that lists them."""
+    """A place that stores the files of a collection one after the other. A folder then gets a record of them."""
 
     def prepare(self, key: str) -> Collected | None:
-        """Check that the place may be written to.
+        """Raise InputError unless the place may be written to.
 
-        If the place already holds a collection with the same key, return the record of that collection, else None.
+        If a folder holds a collection with the same key, the record of that collection is returned, else None.
         """
         ...
 
@@ -217,9 +217,9 @@ class HubDestination:
         self.commit = ""
 
     def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub itself skips unchanged files
-        """See Destination. A repository that holds data is refused.
+        """See Destination. A repository that holds data files is refused.
 
-        With `overwrite`, files that an earlier `collect` wrote may be there. They are replaced.
+        With `overwrite`, it may hold files that an earlier `collect` wrote. They are replaced.
         """
         there = self._dataset.files()
         self._has_card = CARD in there

@@ -32,7 +32,7 @@ A group is written earlier if it has _GROUP_ROWS rows before it reaches this siz
 """
 _FEW_VALUES = ("status", "finish_reason", "error_code", "chunk")
 _FORMULA = re.compile("\\A([=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20])")
-"""Beginning of a text that a spreadsheet runs as a formula. The last four signs are =, +, - and @ in full width."""
+"""Beginning of a text that spreadsheets may run as a formula. The last four signs are =, +, - and @ in full width."""
 _HASH_BLOCK_BYTES = 1 << 20
 _encoder = msgspec.json.Encoder()
 
@@ -78,7 +78,7 @@ class Writer(Protocol):
 
 
 class ShardWriter:
-    """Cuts a stream of columns into files of `shard_rows` rows each.
+    """Cuts a stream of rows into files of `shard_rows` rows each. The last file may have fewer.
 
     Args:
         kind: Format of the files: parquet, jsonl, csv or lines. With lines, the only column is LINES: output lines.

@@ -22,14 +22,14 @@ A column whose type job.json holds has that pyarrow type as its kind, instead of
 NULL = "null"
 JSON = "json"
 LONG = "long"
-"""Integers of 64 bits that a float cannot hold exactly."""
+"""Integers of 64 bits beyond the range in which a float holds every integer exactly."""
 MAX_FIELDS = 100
 """Largest number of fields of a struct.
 
 An object with more fields is probably a map with arbitrary keys. It becomes JSON text.
 """
 MAX_LEVELS = 32
-"""Largest number of lists and structs within each other. Readers of parquet refuse types that are nested deeper."""
+"""Largest number of lists and structs within each other. Some readers of parquet refuse deeper types."""
 
 _SCALARS: dict[type, Kind] = {
     type(None): NULL,
@@ -47,7 +47,7 @@ _NUMBERS: dict[tuple[str, str], Kind] = {
 """Kind that can hold the numbers of two kinds. Floats cannot hold every LONG."""
 _INT64 = range(-(1 << 63), 1 << 63)
 _EXACT = range(-(1 << 53), (1 << 53) + 1)
-"""Integers that a float can hold exactly."""
+"""Range in which a float holds every integer exactly."""
 
 
 def kind_of(value: Any, unfit: list[Any] | None = None, level: int = 0) -> Kind:
@@ -55,8 +55,8 @@ def kind_of(value: Any, unfit: list[Any] | None = None, level: int = 0) -> Kind:
 
     Args:
         value: The value. A `msgspec.Raw` is JSON that Python cannot hold exactly.
-        unfit: A list to which the parts that only JSON text can hold are added: numbers that are too large, texts that
-            are no Unicode, and values that are nested deeper than MAX_LEVELS.
+        unfit: A list to which the parts that no type can hold are added: integers beyond 64 bits, every `msgspec.Raw`,
+            and values that are nested deeper than MAX_LEVELS.
         level: Number of lists and objects around the value.
 
     >>> kind_of({"role": "user", "turns": [1, 2.5]})
@@ -115,7 +115,7 @@ def merge(left: Kind, right: Kind) -> Kind:
 def settle(kind: Kind) -> Kind:
     """Return the final kind of a column, after all of its values have been seen.
 
-    If values differ in type at any depth, the whole column becomes JSON text. A column of nulls only becomes text.
+    If values at any depth have no common type, the whole column becomes JSON text. A column of nulls becomes text.
 
     >>> settle(("struct", {"a": "json"})), settle(("list", "null")), settle("null")
     ('json', ('list', 'str'), 'str')
@@ -139,9 +139,9 @@ class KindObserver:
         self.num_lines = 0
         """Number of lines that are no JSON object."""
         self.num_unfit: dict[str, int] = {}
-        """Number of values of each column that no type can hold as they are. Columns without such values are absent."""
+        """Number of values that no type can hold as they are, by column. Columns without such values are absent."""
         self.examples: dict[str, str] = {}
-        """The beginning of the first such value, or part of a value, of each of these columns."""
+        """Text that shows the first value counted in `num_unfit`, or the part of it that does not fit, by column."""
 
     def see(self, row: dict[str, Any]) -> None:
         """Look at one row."""

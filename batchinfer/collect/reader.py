@@ -91,7 +91,7 @@ def select(
         store: Store of the run.
         open_store: Opens the store of the job.
         now: The present time in Unix seconds.
-        job_url: URL of the job. Default: the job in whose folder the run is, else the job that run.json names.
+        job_url: URL of the job. Default: see `job_places`.
         manifests: Manifests that list the chunks, for a run over a list of files without a job.json.
 
     Raises:
@@ -220,7 +220,7 @@ class Reader:
         as_text: Container[str] = (),
         doing: str = "read",
     ) -> Iterator[Block]:
-        """Yield every row once, in input order.
+        """Yield every row once, in input order. Rows of damaged chunks are left out.
 
         Args:
             shape: Columns of the answers.
@@ -230,7 +230,8 @@ class Reader:
             doing: Word for the log lines, as in "500 of 1000 rows written".
 
         Raises:
-            InputError: a line cannot be read although the output's checksum is right.
+            InputError: an output has a line that cannot be read or too few or many lines, although its checksum is
+                right; or a chunk of the job is missing or damaged.
             RunUnsound: a chunk is damaged, and `is_partial` is not set.
         """
         is_plain = can_read(shape) and source_from != OUTPUTS

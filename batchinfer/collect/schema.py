@@ -68,7 +68,7 @@ class Schema:
 
 
 def arrow_type(kind: Kind) -> Any:
-    """The pyarrow type for a kind of a source's column, whose values have all been seen."""
+    """The pyarrow type for the final kind of a source's column, see `settle`."""
     import pyarrow as pa
 
     if isinstance(kind, pa.DataType):
@@ -108,7 +108,7 @@ def json_text(value: Any) -> str | None:
 
 
 def as_column(values: list[Any], kind: Kind) -> list[Any]:
-    """Return the values of a source's column, encoded as JSON text if the column's kind is JSON."""
+    """Return the values of a source's column: as JSON text if its kind is JSON, else with lone surrogates escaped."""
     if kind == JSON:
         return list(map(json_text, values))
     if msgspec.Raw in map(type, values):

@@ -1,4 +1,8 @@
-"""Decodes lines of the source to rows. No value is lost: what Python cannot hold exactly stays JSON text."""
+"""Decodes lines of the source to rows.
+
+Numbers beyond the range of floats, very deep values, and texts with half a surrogate pair stay JSON text. Other numbers
+with a fraction or an exponent become floats, which may round them. Of a repeated key, the last value counts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from batchinfer.core.json_text import is_deep, read_object
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 
 LINE = "\udc00"
-"""Key of the text of a line that is no JSON object. No column has this name, because it is no Unicode."""
+"""Key of the text of a line that is no JSON object. No column has this name, because it is not valid Unicode."""
 
 SourceRow = dict[str, Any]
 """Values of a row by column. A `msgspec.Raw` is JSON text. A line that is no JSON object becomes {LINE: its text}."""
@@ -29,7 +33,7 @@ def make_row_reader(
 
     Args:
         columns: Columns to read; None reads all but `_row` and `_id`. Columns that a row lacks are absent.
-        as_text: Columns whose values are given as `msgspec.Raw`.
+        as_text: Columns whose values may be given as `msgspec.Raw`. Ignored if `columns` is None.
     """
     decode = _decode_all if columns is None else _make_decoder(columns, as_text)
 
@@ -50,7 +54,8 @@ def make_row_reader(
 def escape_surrogates(value: Any) -> Any:
     r"""Return a value with every surrogate that has no partner as an escape such as \ud800 in its text.
 
-    Only a `msgspec.Raw` can hold such a surrogate. A value that Python cannot hold for another reason is not changed.
+    In rows, only a `msgspec.Raw` has such a surrogate. A Raw that is nested too deep, or has
+    a number beyond the range of floats, is returned unchanged.
 
     >>> escape_surrogates(msgspec.Raw(b'["half: \\ud800", 1]'))
     ['half: \\ud800', 1]

@@ -1,6 +1,7 @@
-"""Turns the JSON values of a source's column back into the Arrow array that `split` read them from.
+"""Turns the JSON values of a source's column back into an Arrow array of the type that `split` read them from.
 
 This is the reverse of split/arrow_values.py, whose table lists the JSON form of each type. job.json holds the types.
+NaN and infinite values, which became null, stay null.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def build_array(values: Sequence[Any], kind: Any) -> Any:
     """Return an Arrow array of type `kind` from the decoded JSON values of a column.
 
     Raises:
-        ValueError, TypeError, OverflowError, pyarrow.ArrowException: a value is not the JSON form of this type.
+        ValueError, TypeError, OverflowError, pyarrow.ArrowException: a value is not the JSON form of this type, or the
+            type is not known.
     """
     import pyarrow as pa
 

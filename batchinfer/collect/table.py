@@ -175,12 +175,12 @@ class Collection:
             kept_as_text=source.kept_as_text,
         )
 
-    # -- what is known before the first row
+    # -- columns, types and the length of embeddings
 
     def _find_source(self) -> _SourceColumns:
         """Find the source's columns and their types, which all files then have.
 
-        The types of parquet sources are those in job.json.
+        The types are those in job.json. Where it has none, they are found from the values.
         """
         kept: list[str] = (self._selection.run.config.get("prompt") or {}).get("keep") or []
         place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
@@ -213,7 +213,7 @@ class Collection:
         return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names, kinds))
 
     def _types_of_job(self) -> dict[str, Kind]:
-        """Return the types of the columns that job.json knows."""
+        """Return the types of columns that job.json holds, by the name in the rows; none if they cannot be read."""
         job = self._selection.job
         if job is None or isinstance(job.schema, msgspec.UnsetType):
             return {}
@@ -224,9 +224,9 @@ class Collection:
             return {}
 
     def _observe(self, place: str, columns: list[str] | None) -> KindObserver:
-        """Find the types of columns, or of all columns, by reading every value of them.
+        """Find the types of `columns`, or of all columns if it is None, by looking at every value.
 
-        This takes one pass over the data before the first row is written.
+        Unless `columns` is empty, this reads all rows once.
         """
         observer = KindObserver()
         if columns is not None and not columns:
@@ -327,9 +327,11 @@ class Collection:
 def _say_kept_as_text(
     observer: KindObserver, names: dict[str, str], kinds: dict[str, Kind]
 ) -> dict[str, int]:
-    """Log which columns of the source become JSON text or hold escapes, and return the number of such values by column.
+    """Log which columns of the source become JSON text or hold escapes.
 
-    `names` and `kinds` are the columns' names and types in the table.
+    Returns the number of values that no column type can hold as they are, by column of the table.
+
+    `names` and `kinds` are the names in the table and the types, by a column's name in the rows.
     """
     counts = {}
     if LINE in names:
@@ -355,8 +357,8 @@ def _say_kept_as_text(
 
 
 def _public(url: str) -> str:
-    """Return a source's URL if it is public, else only its last part.
+    """Return a source's URL if it begins with hf:// or https://, else only its last part.
 
-    Strangers read the card, and a private URL may tell them about the user's machines or buckets.
+    Strangers may read the card, and other URLs may tell them about the user's machines or buckets.
     """
     return url if url.startswith(("hf://", "https://")) else url.rstrip("/").rpartition("/")[2]

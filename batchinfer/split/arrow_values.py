@@ -1,4 +1,4 @@
-"""Converts Arrow columns to Python values whose JSON form loses nothing.
+"""Converts Arrow columns to Python values for JSON, in one fixed form for each type.
 
 =========================== ==========================================================================
 Arrow                       JSON
@@ -12,14 +12,15 @@ date, time                  a string: 2024-02-29, 23:59:59.123456 (as many digit
 timestamp                   a string: 2024-02-29T23:59:59.123456, with Z or an offset where it has a zone
 duration                    a string: ISO 8601 in seconds, PT-1.5S
 list kinds, struct          an array, an object
-map                         an object; with keys that are not strings an array of [key, value]
+map                         an object; with keys that are not strings an array of [key, value] pairs
 dictionary, run-end, ext.   as the values or the storage below (arrow.uuid: its usual text)
 =========================== ==========================================================================
 
-Other types (unions, intervals), invalid UTF-8, and values that these forms cannot hold raise `ColumnError`.
+Other types (unions, intervals) and values that these forms cannot hold raise `ColumnError`. Invalid UTF-8 raises
+UnicodeDecodeError.
 
-Columns are converted as a whole, not value by value, and objects become structs instead of dicts: `split` must take at
-most half the CPU of `datasets` (docs/performance.md), and pyarrow's `to_pylist` is too slow for that.
+Nested columns are converted level by level, and objects become structs instead of dicts: `split` should take at most
+half the CPU of `datasets` (docs/performance.md), and pyarrow's `to_pylist` of nested columns is too slow for that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _compute() -> Any:
 
 
 class ColumnError(Exception):
-    """A value, or every value of a type, has no exact JSON form. Callers add the column's name to the message."""
+    """A column, or a value in it, cannot be written as JSON. Callers add the column's name to the message."""
 
 
 class NullFloats:
@@ -72,7 +73,7 @@ def make_converter(kind: Any, nulls: NullFloats) -> Convert:
         nulls: A counter. The returned function adds the NaN and infinite values that it meets.
 
     Raises:
-        ColumnError: The type has no exact JSON form.
+        ColumnError: The type has no exact JSON form, or is a struct with a field name twice.
     """
     for is_kind, make in _MAKERS:
         if is_kind(kind):
@@ -92,7 +93,7 @@ def holds_bytes(kind: Any) -> bool:
 
 
 def make_nullable(kind: Any) -> Any:
-    """Return the Arrow type with nullable fields at every depth, because NaN becomes null in lists and structs too."""
+    """Return the Arrow type with nullable values in lists, maps and structs, because NaN becomes null there too."""
     types = pa.types
     if types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
@@ -152,7 +153,7 @@ def _make_integers(kind: Any, _nulls: NullFloats) -> Convert:
 
 
 def _numbers(array: Any, *, code: str) -> list[Any]:
-    """Return the numbers of an array, read directly from Arrow's memory: five times as fast as `to_pylist`."""
+    """Return the numbers of an array. Without nulls they are read from Arrow's memory: faster than `to_pylist`."""
     if array.null_count or not len(array):
         return _plain(array)
     width = array.type.bit_width // 8

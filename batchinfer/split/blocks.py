@@ -32,9 +32,10 @@ class CountedFile(Record, frozen=True, kw_only=True):
     rows: int
     columns: list[str]
     marks: list[tuple[int, int]]
-    """Places to start reading: (row, byte offset) of some rows in JSON Lines, (row, 0) of each row group in parquet."""
+    """Places to start reading: (row, byte offset) of some rows in JSON Lines, (row, 0) of each row group in parquet,
+    (0, 0) in CSV."""
     digest: str
-    """sha256 of the content (JSON Lines, CSV) or of the footer (parquet)."""
+    """sha256 of the decompressed content (JSON Lines, CSV) or of the footer (parquet)."""
     byte_columns: list[str] = []
     """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
     delimiter: str = ","
@@ -64,20 +65,20 @@ class ColumnChoice(Record, frozen=True, kw_only=True):
 class RowBlock(Protocol):
     """Some consecutive rows.
 
-    `ids` holds the id of each row that the source gives, or None for a row without. If no row has an id of its own,
-    `ids` itself is None.
+    `ids` holds the `_id` that each row gets from a column of the source (see `id_text`), or None for a row that gets
+    none. If no row gets one, `ids` itself is None.
     """
 
     ids: Sequence[str | None] | None
     num_rows: int
 
     def encode(self, start: int, stop: int) -> bytes:
-        """Return rows `start` to `stop` (exclusive) of the block as JSON lines, each with its newline."""
+        """Return rows `start` to `stop` (exclusive) of the block as lines, each with its newline."""
         ...
 
 
 class EncodedBlock:
-    """A block of rows that are JSON lines already, each with its newline."""
+    """A block of rows that are encoded lines already, each with its newline."""
 
     def __init__(self, lines: list[bytes], ids: Sequence[str | None] | None) -> None:
         self.ids = ids
@@ -110,15 +111,15 @@ class Oddities:
     nulls: Counter[str] = field(default_factory=Counter)
     """Number of NaN and infinite values that became null, by column."""
     broken_lines: int = 0
-    """Number of lines that are not a JSON object."""
+    """Number of rows whose line is not a JSON object."""
     first_broken: str = ""
     """File and line number of the first line that is no JSON object, or ""."""
     encodings: Counter[str] = field(default_factory=Counter)
-    """Number of those lines that are not UTF-8 and would be JSON objects in another encoding, by this encoding."""
+    """Number of lines that are not UTF-8 but would be JSON objects in another encoding, by this encoding."""
     first_encoded: str = ""
-    """File and line number of the first of these, or ""."""
+    """File and line number of the first line in another encoding, or ""."""
     renamed: set[str] = field(default_factory=set)
-    """Those of the names `_row` and `_id` that a kept column has in its source."""
+    """Those of the names `_row` and `_id` that kept columns have in their source."""
 
     def add(self, later: Oddities) -> None:
         """Add the counts of rows that come after those counted here."""
@@ -173,7 +174,7 @@ def id_text(value: Any, row: int) -> str:
 
 
 def no_such_column(name: str, columns: Sequence[str], *, where: str, option: str) -> InputError:
-    """Return the error for a column that a file lacks. It suggests the most similar names among the file's columns."""
+    """Return the error for a column that is missing. It suggests similar names among `columns`, if there are any."""
     near = difflib.get_close_matches(name, columns, n=3, cutoff=0.5)
     known = ", ".join(columns[:30]) + (", …" if len(columns) > 30 else "")
     return InputError(

@@ -1,6 +1,7 @@
 """Builds chunk files in a local folder, in this process or in several. Computes their sha256 while writing.
 
-A chunk's bytes depend on its rows alone: neither on the number of processes nor on how readers group rows into blocks.
+A chunk's bytes depend on its rows and the compression, not on the number of processes or on how readers group rows into
+blocks.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 FRAME_ROWS = 1000
 FRAME_BYTES = 8 << 20
-"""Largest number of rows in a zstd frame, and bytes at which a frame ends. Each frame can be decompressed alone."""
+"""Largest number of rows in a zstd frame, and uncompressed bytes at which a frame ends."""
 _ZSTD_LEVEL = 3
 _TURN_ROWS = 20_000
 """Fewest rows of a turn (see `build_in_processes`). The last turn may have fewer."""
 _USUAL_ROWS, _USUAL_BYTES = 5000, 16 << 20
-"""Most rows of a chunk, and about its most bytes in the sources, if no option says its size. A worker on one GPU does
-some ten to fifty rows in a second, fewer if they are long."""
+"""Largest number of rows of a chunk, and about its largest size in bytes of the sources, if no option says its size. A
+worker on one GPU does some ten to fifty rows in a second, fewer if they are long."""
 _CHUNKS_PER_WORKER = 4
 _MOST_CHUNKS = 10_000
 _HASH_BYTES = 8
@@ -75,8 +76,9 @@ class BuildSettings(NamedTuple):
 def usual_num_chunks(counted: CountedSources, rows: int, num_workers: int) -> int:
     """Return the number of chunks for `rows` rows if no option says it.
 
-    A chunk then takes some minutes: it gets at most `_USUAL_ROWS` rows and about `_USUAL_BYTES` of the sources. Each
-    worker gets several chunks. There are at most `_MOST_CHUNKS` unless workers are very many, and never more than rows.
+    A chunk of usual size has at most `_USUAL_ROWS` rows and about `_USUAL_BYTES` of the sources. Chunks are larger if
+    there would be more than `_MOST_CHUNKS`, and smaller if a worker would get fewer than `_CHUNKS_PER_WORKER`. There
+    are never more chunks than rows.
     """
     all_rows = sum(item.rows for item in counted.files)
     all_bytes = sum(item.found.bytes for item in counted.files)
@@ -88,9 +90,9 @@ def usual_num_chunks(counted: CountedSources, rows: int, num_workers: int) -> in
 def even_chunk_starts(
     rows: int, *, num_chunks: int | None = None, chunk_rows: int | None = None
 ) -> list[int]:
-    """Divide rows evenly into chunks: return the first row of each chunk, followed by the number of all rows.
+    """Divide rows into chunks: return the first row of each chunk, followed by the number of all rows.
 
-    Exactly one of `num_chunks` and `chunk_rows` is given.
+    Exactly one of `num_chunks` (nearly equal chunks) and `chunk_rows` (equal chunks but the last) is given.
 
     Raises:
         ConfigError: There would be more chunks than rows.
@@ -112,7 +114,7 @@ def even_chunk_starts(
 
 
 def group_chunk_starts(counted: CountedSources, column: str, starts: Sequence[int]) -> list[int]:
-    """Move the first row of each chunk forward, to a row where the value of `column` changes. Reads that column once.
+    """Move each chunk's start forward, if necessary, to the next row at which the value of `column` changes.
 
     Neighbouring rows with the same value are a group, which is never divided between chunks. A value that comes back
     later starts a new group. A group that is longer than a chunk makes one large chunk, so there may be fewer chunks
@@ -213,7 +215,7 @@ def _build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bu
                 left -= count
             built = writer.finish(odd.take())
         yield built
-    # All rows have been read. The loop lets the reader run to its end, where it checks that no file has changed.
+    # All rows have been read. The loop lets the reader run to its end, where it checks that the file has not changed.
     for _ in blocks:
         pass
 
@@ -224,11 +226,12 @@ def build_in_processes(
     """Build consecutive chunks in several processes, and yield them in order.
 
     The chunks are divided into turns. A turn is a series of consecutive chunks that one process builds. It ends with
-    the chunk that brings it to `_TURN_ROWS` rows and past the end of a row group. At most two turns for each process
-    are submitted at a time, so that the local folder never holds many chunks.
+    the chunk that brings it to `_TURN_ROWS` rows and to or past the end of a row group. At most two turns for each
+    process are submitted at a time, to limit the space that finished chunks take in the local folder.
 
     Raises:
         InputError: See `CountedSources.read`.
+        ScratchFull: The local folder is full.
         StorageError: A process was killed.
     """
     import multiprocessing
@@ -386,7 +389,7 @@ def _split_lines(lines: bytes) -> list[bytes]:
 
 
 def count_duplicates(id_paths: Sequence[Path]) -> int:
-    """Count the rows whose id an earlier row has. The memory that this takes does not grow with the number of rows.
+    """Count the rows whose id an earlier row has. Memory holds about `_SORTED_HASHES` hashes, more if many are equal.
 
     `id_paths` are the files with the 64-bit hashes of ids. Only hashes are compared. Among a billion different ids the
     chance that any two have the same hash is a few per cent.

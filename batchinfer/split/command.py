@@ -44,7 +44,7 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     sources: list[str]
     output: str
     first_rows: int | None = None
-    """Rows of a first chunk of its own, before the others; no option of `split`, but `run` asks for it."""
+    """Number of rows of an extra chunk before the others. `batchinfer run` sets it; `split` has no such option."""
     num_chunks: int | None = None
     chunk_rows: int | None = None
     num_workers: int = 1
@@ -62,9 +62,9 @@ class SplitConfig(Record, frozen=True, kw_only=True):
 def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     """Split the sources into a job at the store's root.
 
-    If the store holds a finished job of the same sources and shape, nothing is changed. After a split that was killed
-    before it wrote job.json, this one replaces the objects whose bytes differ. Two splits must not write to one place
-    at the same time.
+    If the store holds a finished job of the same sources and shape, nothing is changed, unless `overwrite` is set.
+    After a split that was killed before it wrote job.json, this one replaces the objects whose bytes differ. Two splits
+    must not write to one place at the same time.
 
     Args:
         config: The options.
@@ -75,7 +75,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
 
     Raises:
         ConfigError: Options contradict each other, or ask for more chunks or workers than the rows allow.
-        InputError: A source cannot be used, or the output holds another job.
+        InputError: A source cannot be used, or the output holds another job or runs.
     """
     from batchinfer.split import chunk_files
     from batchinfer.split.job_writer import read_job, refuse_newer, remove_job
@@ -180,7 +180,7 @@ def _check_workers(config: SplitConfig, num_chunks: int) -> None:
 
 
 def _draft_job(config: SplitConfig, counted: CountedSources, num_chunks: int | None) -> Job:
-    """Return the part of job.json that is known before any row is read: everything except chunks and counts."""
+    """Return job.json without the chunks, and without what is counted while they are built."""
     shape = {
         "first_rows": config.first_rows,
         "num_chunks": num_chunks,
@@ -207,8 +207,9 @@ def _draft_job(config: SplitConfig, counted: CountedSources, num_chunks: int | N
 
 
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
-    """Raise InputError unless `existing` is the job that this split would make. Files are compared by content.
+    """Raise InputError unless `existing` is the job that this split would make.
 
+    Files are compared by size, number of rows and digest, not by name.
     If no option says the size of chunks, any size will do.
     """
     differences = []
@@ -251,7 +252,7 @@ def _shown(value: Any) -> str:
 def _check_no_runs(store: Store, config: SplitConfig) -> None:
     """Raise InputError if any run is below the job, because its outputs belong to the chunks that are there now.
 
-    Everything is listed only where chunks are: any folder may be the place of a new job.
+    All objects are listed only if there are chunks. A place without chunks may be any folder, with many other files.
     """
     key = next((item.key for item in store.list(layout.RUNS)), "")
     folder: str | None = layout.RUNS if key else None
@@ -314,7 +315,7 @@ def _write(
 
 @contextlib.contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the finished rows. It moves a bar on a terminal, or logs every ten seconds."""
+    """Yield a function to call with the number of finished rows. It moves a bar on a terminal, or logs now and then."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 

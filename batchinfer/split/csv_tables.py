@@ -44,7 +44,7 @@ _DELIMITERS = (",", ";", "\t", "|")
 _NO_DELIMITERS = " _-.\"'\r\n"
 _EXCEL_LINE = re.compile(r"sep=.\r?\n", re.IGNORECASE)
 _SAMPLE_BYTES, _SAMPLE_RECORDS = 1 << 18, 100
-"""Size of the part of a file in which the delimiter is looked for."""
+"""Largest part of a file in which the delimiter is looked for: bytes, and records."""
 
 
 class _Hashing(io.RawIOBase):
@@ -67,7 +67,7 @@ class _Hashing(io.RawIOBase):
 
 @contextlib.contextmanager
 def _records(found: FoundFile, delimiter: str) -> Iterator[tuple[Iterator[list[str]], _Hashing]]:
-    """Open a file. Yields its records and the stream with its sha256. An empty line is an empty record."""
+    """Open a file. Yields its records, and the stream that computes its sha256. An empty line is an empty record."""
     csv.field_size_limit(_LONGEST_FIELD)
     with source_files.open_stream(found) as stream:
         raw = _Hashing(stream)
@@ -138,7 +138,7 @@ def count(found: FoundFile, delimiter: str = "") -> CountedFile:
 
 
 def usual_delimiter(url: str) -> str:
-    """Return the delimiter that the file's name tells: a tab for .tsv, else a comma."""
+    """Return the delimiter that a file's URL suggests: a tab if it contains .tsv, else a comma."""
     return "\t" if url.lower().partition(".tsv")[1] else ","
 
 
@@ -148,10 +148,13 @@ def show_delimiter(delimiter: str) -> str:
 
 
 def _find_delimiter(found: FoundFile, head: bytes) -> str:
-    """Return the delimiter of a file that begins with `head`: it divides each record into equally many fields.
+    """Return the delimiter of a file that begins with `head`.
+
+    It divides the records into equally many fields. If none does, it divides the header; else it is the usual one.
 
     Raises:
-        InputError: Several delimiters do that, or the first line is no header but names the delimiter for Excel.
+        InputError: Several delimiters fit, an unusual one seems to be used, or the first line is no header but names
+            the delimiter for Excel.
     """
     text = head.decode("utf-8-sig", errors="replace")
     if _EXCEL_LINE.match(text):
@@ -169,7 +172,7 @@ def _find_delimiter(found: FoundFile, head: bytes) -> str:
             f"{found.url}: {names} each divide every record into equally many fields, expected one delimiter",
             hint="name the right one: batchinfer split --delimiter …",
         )
-    # If none fits, the header decides, and the error for the record that does not fit follows.
+    # If none fits, the header decides, and `count` refuses the record that does not fit.
     dividing = fitting or [one for one in _DELIMITERS if widths[one] and widths[one][0] > 1]
     if not dividing:
         _refuse_rare_delimiter(found, text, is_whole=is_whole)
@@ -194,7 +197,7 @@ def _are_even(widths: list[int]) -> bool:
 
 
 def _widths(text: str, delimiter: str, *, is_whole: bool) -> list[int]:
-    """Return the numbers of fields of the first records. `is_whole` tells that the text is not cut off at its end."""
+    """Return how many fields each of the first records has. `is_whole` tells that the text is not cut off."""
     widths: list[int] = []
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:

@@ -1,6 +1,6 @@
-"""Finds the files that a SOURCE argument names: a file, a folder, a glob, or a data set of the Hub, on any filesystem.
+"""Finds the files that a SOURCE argument names: a file, a folder, a glob, or a data set of the Hub, local or remote.
 
-Files are sorted by their address as text, so the same source always gives the same rows in the same order.
+Files are sorted by their address as text, so the same files give the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _choose(
     """Return the format to read and the files that have it.
 
     Args:
-        url: The SOURCE argument, for error messages.
+        url: The source, for messages.
         files: The files that were found.
         is_whole: Whether all files must have the same format, because the user's pattern chose each of them.
     """

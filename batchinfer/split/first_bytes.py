@@ -9,7 +9,7 @@ from batchinfer.core.errors import InputError
 from batchinfer.split.source_files import MAGIC_PARQUET, FoundFile
 
 HEAD_BYTES = 64
-"""Number of bytes that are enough to tell a format."""
+"""Number of bytes that are read to tell a format."""
 PACKED = (".gz", ".zst", ".zstd")
 """Endings of files that are decompressed while they are read."""
 _MAGIC = {MAGIC_PARQUET: "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -46,7 +46,7 @@ def check_start(found: FoundFile, head: bytes, kind: str) -> None:
 
     Raises:
         OtherFormat: The file has another format that `split` reads.
-        InputError: The file is compressed without a name that tells so, or is UTF-16 or UTF-32.
+        InputError: The content is compressed, is parquet inside a compressed file, or is UTF-16 or UTF-32 text.
     """
     actual = format_of(head)
     name = found.url.rsplit("/", 1)[-1]

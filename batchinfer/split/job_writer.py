@@ -81,7 +81,7 @@ class JobWriter:
                 yield finish()
 
     def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
-        """Write all.txt and one manifest of consecutive chunks for each worker.
+        """Write all.txt and one manifest of consecutive chunks for each worker. Remove other manifests.
 
         The numbers of chunks of any two workers differ by at most one.
         """
@@ -96,7 +96,7 @@ class JobWriter:
         self._store.delete(stale)
 
     def finish(self, job: Job) -> None:
-        """Check that all chunks exist, remove what an unfinished split left, and write job.json.
+        """Remove chunks that are not of the job, check that all of the job exist, and write job.json.
 
         Raises:
             InputError: Another split wrote to the same place meanwhile.

@@ -1,9 +1,10 @@
 r"""Counts and reads JSON Lines files, plain, gzip or zstd. Lines are copied, with `_row` and `_id` added at the end.
 
 Numbers, escapes and key order stay byte for byte. A line is encoded anew only if columns are chosen or if it has a
-`_row` or `_id` of its own, which get other names; even then the values stay as they are. NaN and infinite values, which
-Python's json module writes and JSON lacks, become null. A line that is no JSON object is copied unchanged, and the
-worker makes an error row of it. Lines end at the byte "\n" alone; a blank line is no row.
+`_row` or `_id` of its own, which get other names. Even then values keep their text, except in lines that are nested
+very deep. NaN and infinite values, which Python's json module writes and JSON lacks, become null. A line that is no
+JSON object is copied unchanged, and the worker makes an error row of it. Lines end at the byte "\n" alone; a blank line
+is no row.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from batchinfer.split.source_files import FoundFile
 
 _BLOCK_BYTES = 1 << 20
 _MARK_BYTES = 8 << 20
-"""Fewest bytes between two remembered positions. At each of them a row starts, so a reader can begin there."""
+"""Fewest bytes between two remembered positions. At each of them a line starts, so a reader can begin there."""
 _SAMPLE_LINES = 100
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -54,7 +55,7 @@ def count(found: FoundFile) -> CountedFile:
 
     Raises:
         OtherFormat: The file is parquet.
-        InputError: The file is a JSON array, UTF-16, or a damaged compressed file.
+        InputError: The file is a JSON array, UTF-16 or UTF-32, or is compressed and damaged or wrongly named.
     """
     is_seekable = not found.url.lower().endswith(first_bytes.PACKED)
     digest = hashlib.sha256()
@@ -182,10 +183,10 @@ def _line_lists(stream: BinaryIO, offset: int, *, has_blank: bool) -> Iterator[l
 class _Decoded(NamedTuple):
     """A decoded line. `value` is its object, or None if the line is no JSON object in UTF-8.
 
-    In a line that is nested too deep for Python, the values that are hard to decode are `msgspec.Raw`.
+    In a line that is nested too deep for Python, the deep values are `msgspec.Raw`.
 
     `line` is the line, with null in place of NaN and infinite values; `nulls` counts these by column. If the line is
-    not UTF-8 and an object in another encoding, `encoding` names this one.
+    not UTF-8 but an object in another encoding, `encoding` names that one.
     """
 
     value: dict[str, Any] | None
@@ -205,14 +206,14 @@ def _decode_object(line: bytes) -> _Decoded:
 
 
 class _Constant:
-    """The value of NaN, Infinity and -Infinity while a line is looked at."""
+    """Stands for NaN, Infinity and -Infinity in a decoded line."""
 
 
 def _decode_odd(line: bytes) -> _Decoded:
     """Decode a line that msgspec refuses.
 
-    msgspec refuses lone surrogates, numbers too large for a float, and what is no JSON: NaN and infinities, which
-    Python's json module writes and reads.
+    msgspec refuses lone surrogates, numbers too large for a float, and text that is no JSON, such as NaN and
+    infinities, which Python's json module writes and reads.
     """
     constants: list[str] = []
 
@@ -254,7 +255,7 @@ def _num_constants(value: Any) -> int:
 
 
 def _other_encoding(line: bytes) -> str:
-    """Return the encoding in which a line that is not UTF-8 is a JSON object, or "" if it is none."""
+    """Return the likely encoding of a line that is not UTF-8 if it is a JSON object in that encoding, else ""."""
     encoding = first_bytes.guess_encoding(line)
     try:
         is_object = isinstance(json.loads(line.decode(encoding)), dict)
@@ -376,7 +377,7 @@ class _Splicer:
         return _encoder.encode({new: raw[name] for name, new in names.items()})[:-1]
 
     def _rename(self, names: dict[str, str], row: int) -> dict[str, str]:
-        """Return the names that a row's columns get, by their names in the source: others for `_row` and `_id`."""
+        """Return the names that a row's columns get, by their names in the source: new ones for `_row` and `_id`."""
         for name in OWN_FIELDS.intersection(names):
             self._odd.renamed.add(name)
             new_name = self._choice.name_in_rows(name)

@@ -40,15 +40,15 @@ from batchinfer.storage.opening import local_path
 
 _TAIL_BYTES = 64 << 10
 _BATCH_BYTES = 512 << 10
-"""Most uncompressed bytes of a batch: of the rows that are decoded together. A larger row is a batch of its own. Larger
-batches were not faster overall, because page faults cost what decoding saved, and they need more memory.
+"""About the most uncompressed bytes of a batch, which is the rows that are decoded together. Larger batches were not
+faster overall, because page faults cost what decoding saved, and they need more memory.
 """
 _BATCH_ROWS = 1000
 _WHOLE_GROUP_BYTES = 32 << 20
-"""Bytes of a row group up to which each of its columns is read in one piece. If a file has a larger row group, its
-columns are read through buffers, to limit memory."""
+"""Compressed bytes of a row group up to which each of its columns is read in one piece. If a larger row group is to be
+read, columns are read through buffers, to limit memory."""
 _BUFFERS_BYTES = 64 << 20
-"""Bytes that the buffers of all columns may take together."""
+"""Bytes that the buffers of all columns share. Each gets at least 64 KiB."""
 
 
 def count(found: FoundFile) -> CountedFile:
@@ -89,7 +89,7 @@ def count(found: FoundFile) -> CountedFile:
 def common_schema(
     files: Sequence[CountedFile], choice: ColumnChoice, columns: Sequence[str]
 ) -> str:
-    """Return the schema of those columns that have the same type in all parquet files: its IPC form as base64.
+    """Return the schema of the columns that have one type in all files that hold them: its IPC form as base64.
 
     A column of nulls has the type that it has in the other files.
     """
@@ -169,7 +169,7 @@ def read(
 
 @contextlib.contextmanager
 def _open(item: CountedFile, groups: list[int]) -> Iterator[Any]:
-    """Open the file as a `pyarrow.parquet.ParquetFile`, with read buffers if its largest row group needs them."""
+    """Open the file as a `pyarrow.parquet.ParquetFile`, with read buffers if the largest of `groups` needs them."""
     with contextlib.ExitStack() as stack:
         where: Any
         if source_files.is_local(item.found.url):

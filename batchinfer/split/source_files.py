@@ -44,7 +44,7 @@ _URL = re.compile(
 
 
 class FoundFile(NamedTuple):
-    """A file: its address, its size in bytes, and a stamp that changes with its content (etag, blob id or time)."""
+    """A file: its address, its size in bytes, and a stamp by which a change is noticed (etag, blob id or time)."""
 
     url: str
     bytes: int
@@ -57,7 +57,9 @@ def is_local(url: str) -> bool:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the filesystem of `url`, in fsspec's interface, and the path of `url` in it. Listings are never cached.
+    """Return the filesystem of `url`, in fsspec's interface, and the path of `url` in it.
+
+    Only listings of the Hub are cached: its paths name a commit here, whose files never change.
 
     Raises:
         InputError: The URL's scheme is unknown or needs a package that is not installed.
@@ -99,7 +101,7 @@ class LocalFiles:
         }
 
     def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
-        """Describe all files below a folder. Links to files are followed, links to folders are not."""
+        """Describe the files below a folder. Links to files are followed; links to folders and to nothing are not."""
         assert detail
         return {
             name: self.info(name)
@@ -178,7 +180,7 @@ def changed(url: str) -> InputError:
 
 
 def open_binary(found: FoundFile) -> BinaryIO:
-    """Open a file for reading. A file that is not local is read ahead by a few MiB, never downloaded whole."""
+    """Open a file for reading. A remote file is read ahead by a few MiB, not downloaded first."""
     if is_local(found.url):
         return local_path(found.url).open("rb")
     filesystem, path = open_filesystem(found.url)
@@ -213,7 +215,7 @@ def open_stream(found: FoundFile, offset: int = 0) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Turn every error while `url` is listed or read into one of ours, whose message begins with `url`."""
+    """Turn errors of filesystems, of the network and of damaged files into ours, with messages that name `url`."""
     is_web = url.startswith(("hf://", "http://", "https://"))
     try:
         with (
@@ -326,7 +328,9 @@ class HubDataset(NamedTuple):
 
 
 def parse_hub_url(url: str) -> HubDataset:
-    """Split hf://datasets/org/name[@revision][/path]. A slash in a revision is written %2F, except in refs/….
+    """Split hf://datasets/org/name[@revision][/path]. A slash in a revision is written %2F.
+
+    Only refs/convert/… and refs/pr/… keep theirs.
 
     Raises:
         InputError: The URL does not have this form.

@@ -1,7 +1,7 @@
 """Finds, counts and reads the data sets that a job is made of. Never changes them.
 
 `count_sources` finds the files and counts their rows. It reads only the footers of parquet, but all of JSON Lines and
-CSV. Then the rows of every chunk are known, and `CountedSources.read` yields any range of rows in limited memory.
+CSV. After that, `CountedSources.read` yields any range of rows in limited memory.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class CountedSources(Record, frozen=True, kw_only=True):
     sources: list[Source]
     files: list[CountedFile]
     bases: list[str]
-    """Folders that were given as sources or that patterns search. The output must not be inside any of them."""
+    """Folders that are sources or that a pattern searches with subfolders. The output must not be in one of them."""
     choice: ColumnChoice
     rows: int
     columns: list[str]
-    """Columns of the job: those chosen, else every column of any file, in order of appearance."""
+    """Columns of the job: those chosen, else the known columns of all files, in order of appearance."""
     schema: str | msgspec.UnsetType = msgspec.UNSET
     """Field `schema` of job.json."""
 
@@ -93,7 +93,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
             first += item.rows
 
     def require_column(self, option: str, name: str) -> None:
-        """Raise InputError unless every parquet and CSV file, and at least one row of JSON Lines, has the column.
+        """Raise InputError if a parquet or CSV file lacks the column, or if no file has it.
 
         May read JSON Lines to find out.
         """
@@ -132,8 +132,8 @@ def count_sources(
 
     Raises:
         ConfigError: A delimiter is given, and no source is CSV.
-        InputError: A source has no file, an unknown format, no rows, broken lines only, or lacks a column; or a file is
-            damaged.
+        InputError: A source has no file or an unknown format, a file is damaged or lacks a column, or all sources
+            together have no rows or only broken lines.
         AccessDenied: Credentials are missing or refused.
     """
     sources, files, bases = [], [], []
@@ -209,9 +209,9 @@ def _count(found: FoundFile, kind: str, delimiter: str) -> CountedFile:
 
 
 def _format_of(files: list[CountedFile], named: str) -> str:
-    """Return the format of a source: that of its files; JSON Lines if they differ, since tables promise their columns.
+    """Return the format of a source: jsonl if any of its files has it, else csv if any has, else parquet.
 
-    `named` is the format that the names of the files tell.
+    `named` is the format that the files' names tell. It is returned if no file was counted.
     """
     formats = {item.format for item in files}
     return "jsonl" if "jsonl" in formats else min(formats, default=named)
@@ -230,7 +230,7 @@ def _warn_about_names(files: list[CountedFile], named: str) -> None:
 
 
 def _note_delimiters(files: list[CountedFile]) -> None:
-    """Log the delimiter that was found, if it is another than the one that is usual."""
+    """Log the first delimiter that is not the usual one of its file."""
     for item in files:
         if item.format == "csv":
             from batchinfer.split.csv_tables import show_delimiter, usual_delimiter
@@ -260,12 +260,12 @@ def _check_columns(files: list[CountedFile], choice: ColumnChoice) -> list[str]:
 
 
 def _known_columns(files: list[CountedFile]) -> list[str]:
-    """Return the columns of all files, in order of appearance."""
+    """Return the known columns of all files, in order of appearance."""
     return list(dict.fromkeys(itertools.chain.from_iterable(item.columns for item in files)))
 
 
 def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> None:
-    """Raise InputError if a parquet or CSV file, or every row of JSON Lines, lacks a column that an option names."""
+    """Raise InputError if a parquet or CSV file lacks a column that an option names, or if no file has it."""
     known = _known_columns(files)
     open_names = {name for _, name in asked} - set(known)
     if open_names:
