@@ -145,8 +145,8 @@ class Segments:
         store: The run's store.
         name: Name of the chunk.
         chunk_sha256: Checksum of the chunk as it is stored now.
-        fingerprint: Returns the run's fingerprint, or "" while the run has none. It is called only after a segment was
-            found. run.json is written before the first segment, so the run then has its fingerprint.
+        fingerprint: Returns the run's fingerprint. It is called only after a segment was found. run.json is written
+            before the first segment, so the run has its fingerprint then, unless run.json was removed by hand.
         num_lines: Number of rows to do, counted from the chunk's first. With --limit the chunk may have more rows.
     """
 

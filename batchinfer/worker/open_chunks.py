@@ -27,7 +27,7 @@ from batchinfer.storage import Store
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits, RunAccess
-from batchinfer.worker.opening import AlreadyDone, HeldByOther, Opened, Opener
+from batchinfer.worker.opening import AlreadyDone, AwaitsRun, HeldByOther, Opened, Opener
 from batchinfer.worker.outgoing import Checkpointer, PublishQueue
 from batchinfer.worker.schedule import Candidate, Schedule
 from batchinfer.worker.telemetry import Telemetry
@@ -116,6 +116,8 @@ class OpenChunks:
         """Names of the chunks whose marker this process has written."""
         self._is_closing = False
         self._is_saving = False
+        self._awaits_run = False
+        """Whether no chunk is opened before the worker has joined the run."""
 
     # -- state
 
@@ -162,6 +164,7 @@ class OpenChunks:
         Args:
             fingerprint: The run's fingerprint, which goes into markers and segments.
         """
+        self._awaits_run = False
         self._checkpointer.join(fingerprint)
         self._publish_queue.join(fingerprint)
 
@@ -288,7 +291,7 @@ class OpenChunks:
     # -- opening
 
     def _start_openings(self, rows_ahead: int, rows_wanted: int) -> None:
-        if self.is_closing:
+        if self.is_closing or self._awaits_run:
             return
         rows_ahead += sum(self._expected_rows(entry.candidate) for entry in self._openings)
         # A chunk stays open until its slowest row is done. If chunks are small, many must be open to keep the engine
@@ -346,6 +349,8 @@ class OpenChunks:
             if isinstance(opened, AlreadyDone):
                 self._schedule.finished(name)
                 self._telemetry.chunk_skipped(name)
+            elif isinstance(opened, AwaitsRun):
+                self._open_once_joined(entry)
             elif isinstance(opened, HeldByOther):
                 owner = opened.held.claim.worker
                 logger.info(
@@ -367,6 +372,14 @@ class OpenChunks:
                         extra=event("chunk_taken_over", chunk=name, worker=owner),
                     )
                 self._add(opened)
+
+    def _open_once_joined(self, entry: _Opening) -> None:
+        """Open a chunk again once the worker has joined the run. Until then no other chunk is opened either."""
+        self._awaits_run = not self._opener.has_joined
+        logger.info(
+            "%s: has checkpoints, and run.json is missing; opened later", entry.candidate.ref.name
+        )
+        self._retries.append(_Retry(entry.candidate, self._clock.monotonic(), entry.attempts))
 
     def _open_again_later(self, entry: _Opening, error: BatchinferError) -> None:
         attempts = entry.attempts + 1
@@ -397,7 +410,7 @@ class OpenChunks:
         self._schedule.gave_up(name)
 
     def _retry_openings(self) -> None:
-        if self.is_closing:
+        if self.is_closing or self._awaits_run:
             return
         now = self._clock.monotonic()
         for entry in [entry for entry in self._retries if entry.due <= now]:

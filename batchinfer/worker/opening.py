@@ -34,7 +34,18 @@ class HeldByOther(NamedTuple):
     held: Held
 
 
-Opened = OpenChunk | AlreadyDone | HeldByOther
+class AwaitsRun(NamedTuple):
+    """The result of opening a chunk that has checkpoints while there is no run.json.
+
+    Nothing then tells whether the checkpoints are of this run. The worker knows it once it has joined the run.
+    """
+
+
+Opened = OpenChunk | AlreadyDone | HeldByOther | AwaitsRun
+
+
+class _NoRun(Exception):
+    """There is no run.json, and the worker has not joined the run yet."""
 
 
 class Opener:
@@ -65,8 +76,15 @@ class Opener:
         A chunk that is not in this set, and that nobody had claimed before, cannot have a checkpoint. Then no request
         looks for its checkpoints.
         """
-        self.fingerprint = ""
-        """Fingerprint of the run; "" while unknown. Only segments with this fingerprint are adopted."""
+        self._joined = ""
+        """Fingerprint of the run that the worker has joined; "" before. Only its segments are adopted."""
+        self._read = ""
+        """Fingerprint in run.json, which counts until the worker has joined; "" before run.json was read."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether `join` was called."""
+        return bool(self._joined)
 
     def join(self, fingerprint: str) -> None:
         """Note the fingerprint of the run that the worker has joined.
@@ -74,12 +92,13 @@ class Opener:
         Raises:
             InputError: the worker has read another fingerprint before, so it may have adopted rows of another run.
         """
-        if self.fingerprint not in ("", fingerprint):
+        # `_joined` is set first, so that a background job that reads run.json just now either uses it or is seen here.
+        self._joined = fingerprint
+        if self._read not in ("", fingerprint):
             raise InputError(
                 f"{self._run.url}/{layout.RUN_KEY}: was replaced while this worker started",
                 hint="start it again",
             )
-        self.fingerprint = fingerprint
 
     def open(self, ref: ChunkRef, *, now: float, take_over: Held | None = None) -> Opened:
         """Claim a chunk, download it and adopt the rows that earlier starts or other workers have finished.
@@ -112,14 +131,20 @@ class Opener:
         try:
             opened = self._open_claimed(ref, claim, now=now)
         except BaseException:
-            # Release the claim. Otherwise no other worker could take the chunk as long as this worker lives.
-            with contextlib.suppress(BatchinferError):
-                self._claims.release(ref.name, claim.etag)
+            self._release(self._claims, ref, claim)
             raise
-        if isinstance(opened, AlreadyDone):
+        if isinstance(opened, AwaitsRun):
+            self._release(self._claims, ref, claim)
+        elif isinstance(opened, AlreadyDone):
             with contextlib.suppress(BatchinferError):
                 self._run.delete([layout.claim_key(ref.name)])
         return opened
+
+    @staticmethod
+    def _release(claims: Claims, ref: ChunkRef, claim: Taken) -> None:
+        """Release the claim of a chunk that was not opened. Else no other worker could take it while this one lives."""
+        with contextlib.suppress(BatchinferError):
+            claims.release(ref.name, claim.etag)
 
     def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
         """Open a chunk that a slower worker has claimed, without taking the claim.
@@ -147,6 +172,9 @@ class Opener:
             return chunk
         try:
             return self._resume(chunk)
+        except _NoRun:
+            chunk.close()
+            return AwaitsRun()
         except BaseException:
             chunk.close()
             raise
@@ -188,11 +216,18 @@ class Opener:
         return marker
 
     def _run_fingerprint(self) -> str:
-        """Return the fingerprint in run.json, "" while there is no run.json."""
-        if not self.fingerprint:
+        """Return the fingerprint of the run, from run.json as long as the worker has not joined the run.
+
+        Raises:
+            _NoRun: the worker has not joined the run, and there is no run.json.
+        """
+        if not self._joined and not self._read:
             run = read_run(self._run)
-            self.fingerprint = "" if run is None else run.fingerprint
-        return self.fingerprint
+            if run is not None:
+                self._read = run.fingerprint
+            elif not self._joined:
+                raise _NoRun
+        return self._joined or self._read
 
     def _keep_good_rows(self, chunk: OpenChunk) -> None:
         """Adopt the rows without an error from the chunk's output of the previous generation (--retry-errors).

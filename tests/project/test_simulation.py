@@ -77,8 +77,12 @@ class TestNotices:
         "clean_takes_every_orphan": 70,
         "lease_renewed_as_of_the_end": 90,
         "settle_without_the_nonce": 140,
+        "replaced_run_is_not_noticed": 100,
     }
-    INJECTED = {"settle_without_the_nonce": ["records"]}
+    INJECTED = {
+        "settle_without_the_nonce": ["records"],
+        "replaced_run_is_not_noticed": ["runs"],
+    }
     SEEDLESS = {*SCENES, "stale_row_of_a_reopened_chunk"}
     """Defects that seeds meet too seldom: scenes show them, and one a test of the stream of rows (test_stream.py)."""
 

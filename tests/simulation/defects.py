@@ -27,6 +27,7 @@ from batchinfer.runs import clean
 from batchinfer.storage import Store
 from batchinfer.worker import open_chunks, opening, schedule, stream
 from batchinfer.worker.chunk import OpenChunk
+from batchinfer.worker.joining import Membership
 from batchinfer.worker.outgoing import Checkpointer
 
 Defect = AbstractContextManager[Any]
@@ -437,6 +438,11 @@ def clean_ignores_chunks_at_work() -> Defect:
     return mock.patch.object(clean, "find_removals", find_removals)
 
 
+def replaced_run_is_not_noticed() -> Defect:
+    """A worker does not look at its end whether run.json is still the one that it joined."""
+    return mock.patch.object(Membership, "confirm", return_value=None)
+
+
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
@@ -473,5 +479,6 @@ DEFECTS: dict[str, Callable[[], Defect]] = {
         settle_without_the_nonce,
         every_claim_of_the_id_is_ours,
         clean_ignores_chunks_at_work,
+        replaced_run_is_not_noticed,
     )
 }

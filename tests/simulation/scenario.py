@@ -523,6 +523,8 @@ class Scenario:
         has_seen_all = not (self.is_retrying and self.server.has_lagged)
         if has_seen_all or start.slot.worker_id == "cleaner-retry":
             self.oracle.check_done(start.slot.chunks, process)
+        for injection in self.injections:
+            injection.check_success(start)
         return "SUCCESS"
 
     def _crashed(self, process: Process, error: Exception) -> None:
@@ -575,7 +577,8 @@ class Scenario:
             seconds = 1.0 + num_requests * self.plot.weather.latency_seconds
             self.oracle.check_killed(start.process, self.plot.checkpoint_seconds + seconds)
         self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")
-        comes_back = outcome not in ("SUCCESS", "RunMismatch", "Superseded", "StopRequested")
+        comes_back = outcome not in ("SUCCESS", "Superseded", "StopRequested")
+        comes_back &= outcome != "RunMismatch" or not self.plot.has_other_config
         chance = self.scheduler.random
         if comes_back and not self.are_mishaps_over and chance.random() < 0.8:
             delay = chance.random() * self.plot.lease_seconds * chance.choice([0.1, 1, 3])

@@ -30,7 +30,7 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import AlreadyDone, Opener
+from batchinfer.worker.opening import AlreadyDone, AwaitsRun, Opener
 from fakes import marker_record
 from simulation.machine import FLAKY, sampling
 from simulation.oracle import RUN
@@ -334,20 +334,15 @@ def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
     )
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
     opens = unjoined_opener(run, source, scratch)
-    for num_resumed in (0, 1):
-        chunk = opens.open(ref, now=0.0)
-        assert isinstance(chunk, OpenChunk)
-        assert chunk.counts.resumed == num_resumed
-        chunk.close()
-        if not num_resumed:
-            record = Run(
-                format_version=1,
-                fingerprint=codec.fingerprint({}),
-                config={},
-                recorded={},
-                nonce="n",
-            )
-            run.create(layout.RUN_KEY, codec.encode(record))
+    assert opens.open(ref, now=0.0) == AwaitsRun()
+    record = Run(
+        format_version=1, fingerprint=codec.fingerprint({}), config={}, recorded={}, nonce="n"
+    )
+    run.create(layout.RUN_KEY, codec.encode(record))
+    chunk = opens.open(ref, now=0.0)
+    assert isinstance(chunk, OpenChunk)
+    assert chunk.counts.resumed == 1
+    chunk.close()
     with pytest.raises(InputError, match="was replaced while this worker started"):
         opens.join("g")
 

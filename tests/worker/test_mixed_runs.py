@@ -10,7 +10,8 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, RunMismatch
-from batchinfer.core.records import Marker, Run
+from batchinfer.core.records import Marker, RowKey, Run
+from batchinfer.ledger.claims import decode_claim
 from simulation.machine import sampling
 from simulation.oracle import RUN
 from simulation.stage import Ending, Stage
@@ -123,6 +124,57 @@ class TestAtTheStart:
 
         assert stage.run(hook=hook).is_success
         assert RUN + layout.marker_key("part-00001") not in read
+
+
+class TestCheckpoints:
+    """run.json tells whose they are. Where it was removed, the worker knows it once its engine has loaded."""
+
+    def save_some(self, stage: Stage) -> set[RowKey]:
+        """Do some rows of the first chunk, and remove run.json. Returns the rows that are in checkpoints."""
+        stage.engine.max_in_flight = 2
+        stage.scheduler.after(3.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(checkpoint_rows=1)
+        assert not markers(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        saved = {
+            (key.split("/")[1], codec.decode(line, dict, name=key)["line"])
+            for key, data in stage.objects(layout.CHECKPOINTS).items()
+            for line in data.splitlines()[1:]
+        }
+        assert {chunk for chunk, _ in saved} == {"part-00000"}
+        stage.taken.clear()
+        stage.engine.load_seconds = 20.0
+        return saved
+
+    def test_rows_that_are_saved_are_not_done_again_after_run_json_was_removed(
+        self, stage: Stage
+    ) -> None:
+        saved = self.save_some(stage)
+        assert stage.run().is_success
+        assert len(stage.taken) == 18 - len(saved)
+        assert not saved & set(stage.taken)
+
+    def test_rows_of_another_configuration_are_not_taken_over_after_run_json_was_removed(
+        self, stage: Stage
+    ) -> None:
+        self.save_some(stage)
+        assert stage.run(**OTHER).is_success
+        assert len(stage.taken) == 18
+
+    def test_a_chunk_with_checkpoints_is_free_for_others_while_the_engine_loads(
+        self, stage: Stage
+    ) -> None:
+        self.save_some(stage)
+        stage.engine.load_seconds = 200.0
+        owners: list[str] = []
+
+        def look() -> None:
+            key = layout.claim_key("part-00000")
+            owners.append(decode_claim(stage.objects()[key], key).worker)
+
+        stage.scheduler.after(100.0, look)
+        assert stage.run().is_success
+        assert owners == [""]
 
 
 class TestAtTheEnd:

@@ -19,7 +19,7 @@ from .listings import LaggingListings
 from .parts import UploadsInParts
 from .records import WorkerRecords
 from .refusals import Denials, FullOutput
-from .runs import RemovedRuns
+from .runs import LostRuns
 from .stopping import Stops
 
 KINDS: dict[str, type[Injection]] = {
@@ -27,7 +27,7 @@ KINDS: dict[str, type[Injection]] = {
     for kind in (
         WorkerRecords,
         EditedChunks,
-        RemovedRuns,
+        LostRuns,
         Denials,
         FullOutput,
         UploadsInParts,

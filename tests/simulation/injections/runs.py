@@ -1,34 +1,81 @@
-"""A run.json that is removed by hand. Workers of the same configuration make it anew, and go on."""
+"""A run.json that is removed or replaced by hand.
+
+Where it is removed, workers of the same configuration make it anew, and go on. Where it is another run's, they end with
+exit status 2, until somebody puts it back.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from batchinfer.core import layout
-from batchinfer.core.errors import BatchinferError, InputError
-from simulation.oracle import RUN
+from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
+from simulation.oracle import FOREIGN, RUN
 
 from .base import Injection
 
+KEY = RUN + layout.RUN_KEY
 
-class RemovedRuns(Injection):
-    """Removes run.json, in runs whose workers all have one configuration."""
+
+class LostRuns(Injection):
+    """Removes run.json, or puts another run's in its place, in runs whose workers all have one configuration."""
 
     NAME = "runs"
-    SHARE = 0.0  # until a worker that opens chunks while run.json is missing takes up the rows in checkpoints, too
     MOST_STRIKES = 3
-    removed = b""
+    original = b""
+    replaced_at = float("inf")
+    """Virtual time since which run.json is another run's; infinite while it is not."""
+    has_replaced = False
 
     def strike(self) -> str:
         server = self.scene.server
-        if RUN + layout.RUN_KEY not in server.objects or self.scene.plot.has_other_config:
+        is_there = KEY in server.objects and not self._is_replaced
+        if not is_there or self.scene.plot.has_other_config:
             return ""
-        self.removed = server.objects[RUN + layout.RUN_KEY].data
-        server.delete(RUN + layout.RUN_KEY)
-        return "run.json is removed"
+        self.original = server.objects[KEY].data
+        server.delete(KEY)
+        if self.chance.random() < 0.5:
+            return "run.json is removed"
+        server.put(KEY, another_run(self.original))
+        self.replaced_at, self.has_replaced = self.scene.scheduler.now, True
+        seconds = self.chance.random() * 2 * self.scene.plot.lease_seconds
+        self.after(seconds, self._put_back)
+        return f"run.json is another run's for {seconds:.1f} s"
 
     def calm(self) -> None:
-        if self.removed and RUN + layout.RUN_KEY not in self.scene.server.objects:
-            self.scene.server.put(RUN + layout.RUN_KEY, self.removed)
+        self._put_back()
+        if self.original and KEY not in self.scene.server.objects:
+            self.scene.server.put(KEY, self.original)
 
     def explains(self, error: BatchinferError) -> bool:
+        if isinstance(error, RunMismatch):
+            return self.has_replaced
         is_about_it = layout.RUN_KEY in error.message or "no run there" in error.message
         return bool(self.num_strikes) and isinstance(error, InputError) and is_about_it
+
+    def check_success(self, start: Any) -> None:
+        scene, process = self.scene, start.process
+        # After its last look at run.json, a worker sends some requests more.
+        seconds = 1.0 + 20 * scene.plot.weather.latency_seconds
+        is_peaceful = not process.num_faults and not process.has_been_frozen
+        if is_peaceful and self.replaced_at < scene.scheduler.now - seconds:
+            scene.oracle.fail(f"P6: {process.name} is done, and run.json is another run's")
+
+    @property
+    def _is_replaced(self) -> bool:
+        return self.replaced_at != float("inf")
+
+    def _put_back(self) -> None:
+        if self._is_replaced:
+            self.replaced_at = float("inf")
+            self.scene.server.put(KEY, self.original)
+
+
+def another_run(data: bytes) -> bytes:
+    """Return the run.json of a run of the same job with another temperature."""
+    run = msgspec.json.decode(data)
+    run["config"]["sampling"]["temperature"] = 0.9
+    run["fingerprint"] = FOREIGN
+    return msgspec.json.encode(run)
