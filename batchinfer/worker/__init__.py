@@ -1,1 +1,1 @@
-"""`batchinfer worker`: one stream of rows through the engine, finished rows to storage beside it."""
+"""`batchinfer worker`: sends rows through an engine in one stream, and writes finished rows to storage meanwhile."""

@@ -1,9 +1,9 @@
 """Background work and stop requests.
 
-A real worker runs background work on threads; the simulation runs it on a deterministic scheduler. Only the main thread
-reads and writes the worker's state. Background work is a plain function of its arguments. The main thread collects the
-function's result or exception later, so nothing needs a lock. A signal handler or background work that wants the worker
-to end only sets the `Stopper`, which the main loop reads.
+A real worker runs background work on threads; the simulation runs it on a deterministic scheduler. The worker's state
+belongs to the main thread, which hands background work what it needs and collects its result or exception later. So the
+state needs no lock. A signal handler or a heartbeat that wants the worker to end only sets the `Stopper`, which the
+main loop reads.
 """
 
 from __future__ import annotations

@@ -33,13 +33,12 @@ _READ_ROWS = 16
 _BLOCK_BYTES = 1 << 16
 """Most bytes that are read from a spool at a time, to find the end of a record or to read several payloads at once."""
 DEATHS_BEFORE_SUSPICION = 2
-"""Engine deaths during a row after which the row is a suspect: it runs with other suspects only, in small groups."""
+"""Engine deaths during a row after which the row is a suspect: it runs with other suspects only, in groups."""
 DEATHS_BEFORE_ERROR = 3
 """Least number of engine deaths during a row, one of them while it ran alone, after which the row becomes an error."""
 GROUP_SHARE = 4
-"""Factor by which a suspect's group gets smaller with every death. The search for a row that kills the engine among n
-rows runs at most 2 log2(n) groups, as it would with halves. But only every fourth of them costs an engine start, where
-with halves every second one does."""
+"""Factor by which a suspect's group gets smaller with every death. To find the one row among n that kills the engine
+takes about 2 log2(n) groups at most, as with halves, but half as many engine deaths."""
 
 
 class RowState(enum.IntEnum):
@@ -110,12 +109,12 @@ class RowCounts:
         return group_lengths(self._completion_lengths)
 
     def add_resumed(self, num_rows: int) -> None:
-        """Count `num_rows` rows that an earlier worker finished. The caller counts the same rows with `add`, too."""
+        """Count `num_rows` rows that were finished before this opening. The caller counts them with `add`, too."""
         self.resumed += num_rows
 
 
 class OpenChunk:
-    """A chunk that this worker has opened and has neither published nor given back yet."""
+    """A chunk that this worker has opened and not closed yet."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class OpenChunk:
         """Keys on storage of those segments of the chunk that this worker has read or written."""
         self.num_segments_begun = 0
         self.checkpointed_bytes = 0
-        """Bytes at the beginning of the spool whose rows are already in segments on storage."""
+        """Bytes at the beginning of the spool whose rows need no further segment, because storage has them."""
         self.generation = ref.generation
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
@@ -168,7 +167,7 @@ class OpenChunk:
         while self._cursor < self.num_rows and len(rows) < max_rows and size < max_bytes:
             first = self._cursor
             count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
-            # Fewer lines at a time if they are long, so that memory does not depend on their length.
+            # Fewer lines at a time if lines are long, so that they take little more memory than `max_bytes`.
             count = max(1, min(count, (max_bytes - size) // self._bytes_per_line))
             lines = list(itertools.islice(self._reader, count))
             self._cursor += count
@@ -204,7 +203,10 @@ class OpenChunk:
         return deaths is not None and deaths.number >= DEATHS_BEFORE_SUSPICION
 
     def is_culprit(self, line: int) -> bool:
-        """Whether the row is taken for the cause of the engine's deaths: it was alone in the engine at one of them."""
+        """Whether the row counts as the cause of the engine's deaths.
+
+        It was in the engine at DEATHS_BEFORE_ERROR deaths or more, and was alone there at one of them.
+        """
         deaths = self.deaths.get(line)
         if deaths is None or deaths.number < DEATHS_BEFORE_ERROR:
             return False
@@ -271,8 +273,8 @@ class OpenChunk:
         Args:
             keys: The segments' keys.
             deaths: Engine deaths during which a row was in the engine, by the row's line.
-            holds_every_row: Whether these segments hold all rows that are in the spool now. If so, the chunk's next
-                segment starts with the first row that finishes from now on.
+            holds_every_row: Whether these segments, and the output that is repaired, hold all rows that are in the
+                spool now. If so, the chunk's next segment starts with the first row that finishes from now on.
         """
         self.segment_keys.extend(keys)
         self.deaths = deaths
@@ -295,7 +297,7 @@ class OpenChunk:
         return num_new
 
     def marker(self, *, fingerprint: str, worker: str, epoch: int, start: str, end: str) -> Marker:
-        """Make the chunk's marker. Publishing fills in the fields that are empty or 0 here: `output...` and `nonce`."""
+        """Make the chunk's marker. Publishing fills in the output's name, size and checksum, and the nonce."""
         counts = self.counts
         return Marker(
             output="",

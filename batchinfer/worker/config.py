@@ -104,7 +104,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAccess:
-    """The objects with which a worker reads and writes its run. They are made after the worker has taken its lease."""
+    """The objects with which a worker reads and writes its run, put together after it has taken its lease."""
 
     store: Store
     lease: Lease

@@ -65,7 +65,7 @@ class Heartbeat:
 
         Raises:
             NoProgress: the last `max_attempts` starts of this worker, or more, finished no new row.
-            BatchinferError: the lease could not be taken, or a stop was requested and the grace period ended first.
+            BatchinferError: the lease could not be taken, or the worker had to stop before it was taken.
         """
         telemetry = self._telemetry
         take = partial(self.lease.take, telemetry.begin)
@@ -86,7 +86,8 @@ class Heartbeat:
     def beat(self) -> None:
         """Write the record once and look for a stop request. Any thread may call it.
 
-        A storage error is only logged. Any other error becomes a stop request.
+        A storage error is only logged, unless heartbeats have failed for too long. Any other BatchinferError becomes a
+        stop request.
         """
         lease = self.lease
         try:
@@ -109,9 +110,9 @@ class Heartbeat:
             self._check_lapses()
 
     def _check_lapses(self) -> None:
-        """Request a stop if, for long enough, every heartbeat took longer to write than the lease lasts.
+        """Request a stop if, for long enough, the lease had lapsed at the end of every heartbeat.
 
-        After such a heartbeat the lease has already lapsed, so the worker can publish nothing.
+        A heartbeat that takes longer to write than the lease lasts renews it too late: the worker can publish nothing.
         """
         lease = self.lease
         now = self._clock.monotonic()

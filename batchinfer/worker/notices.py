@@ -2,8 +2,8 @@
 
 The machine asks its cloud's metadata service for the notice. AWS gives it under spot/instance-action, to requests with
 a session token (IMDSv2). Google gives it under instance/preempted. On other clouds no request is sent. A notice lets a
-worker lose less work, but nothing relies on notices: a machine may vanish without a notice, and errors of this module
-only show in the debug log.
+worker lose less work, but nothing relies on notices: a machine may vanish without a notice, and failed requests only
+show in the debug log.
 
 Sources: "Spot Instance interruption notices" in Amazon's EC2 user guide; "Preemptible VM instances" in Google's
 Compute Engine documentation.
@@ -99,7 +99,7 @@ def find_service(
 ) -> Service | None:
     """Choose the metadata service of this machine's cloud; None outside AWS and Google. Sends no request.
 
-    The cloud is the one that `host` names, else the one that made the machine according to the kernel.
+    The cloud is the one that `host` names, if that is AWS or Google, else the machine's maker as the kernel shows it.
 
     Args:
         host: The machine's description, from `describe_host` in command.py.

@@ -3,9 +3,9 @@
     schedule -> opening -> open -> (all rows done) -> publishing -> closed
 
 Background jobs open, checkpoint and publish chunks. The worker's loop calls `tick`, which collects the results of these
-jobs and starts the jobs that are due. All methods run on the main thread, and only `release_all` blocks. A chunk that
-cannot be opened or published does not hold up the other chunks: it is tried again several times, and then its error is
-kept in `failures` until the worker ends.
+jobs and starts the jobs that are due. All methods run on the main thread; only `release_all` waits for jobs. A chunk
+that cannot be opened or published does not hold up the other chunks: it is tried again several times, and then its
+error is kept in `failures` until the worker ends.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Demand(NamedTuple):
     rows_per_second: float = 0.0
     """Rows that the engine finishes per second now."""
     own_rate: float | None = None
-    """Average rows per second of this worker since its start. The worker helps much slower workers with their chunks.
+    """Average rows per second of this start; 0 before its first row. The worker helps much slower workers.
 
-    None while the rate is not known; then it helps nobody.
+    None while the engine loads; then it helps nobody.
     """
     is_building: bool = False
     """Whether a background job builds prompts. It may read files of open chunks and of chunks closed meanwhile."""
@@ -147,7 +147,8 @@ class OpenChunks:
     def _has_rows_left(self) -> bool:
         """Whether open chunks have unfinished rows.
 
-        While the engine generates them, a store that cannot be reached has time to come back, so nothing is given up.
+        While the engine generates them, a store that cannot be reached has time to come back, so no chunk is given up
+        because of storage.
         """
         return any(chunk.num_left for chunk in self.open.values())
 
@@ -214,7 +215,10 @@ class OpenChunks:
             self._publish_queue.add(chunk)
 
     def checkpoint(self) -> None:
-        """Start to checkpoint: a segment is written for each open chunk that has finished rows in no segment yet."""
+        """Start to write segments of those finished rows that are in no segment yet.
+
+        A complete chunk gets no segment if it is to be published at once.
+        """
         self._checkpointer.ask(self.open.values())
 
     def begin_saving(self) -> None:

@@ -2,8 +2,8 @@
 
 An engine keeps the computed beginnings of prompts in a prefix cache, and each replica has a cache of its own. Therefore
 `PrefixWindow` sorts rows so that prompts that begin alike are neighbours, and `ReplicaQueues` gives each replica one
-piece of neighbouring rows. If rows were dealt out one by one, every replica would compute every prefix. The order in
-which rows go to the engine changes neither the answers nor the order of the output lines.
+piece of neighbouring rows. If rows were dealt out one by one, every replica would compute every prefix. The order of
+the output lines does not depend on the order in which rows go to the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReplicaQueues(Generic[T]):
             self.extend(rows)
 
     def extend(self, rows: Sequence[T]) -> None:
-        """Append a piece of consecutive rows to each queue. Afterwards all queues are about equally long."""
+        """Append a piece of consecutive rows to each queue, so that their lengths become as equal as possible."""
         held = [len(queue) for queue in self._queues]
         shares = share_out(held, [len(rows)] * len(held), len(rows))
         begin = 0
@@ -91,7 +91,7 @@ def prefix_key(request: Request) -> bytes:
 
 
 class PrefixWindow(Generic[T]):
-    """Collects rows until it holds about `size` of them, and releases them sorted by their prefixes.
+    """Collects rows, and releases all of them at once, sorted by their prefixes. It is full with `size` rows.
 
     With size 0, rows are released in the order in which they were added.
     """

@@ -25,7 +25,7 @@ class ShowProgress(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the terminal ready for other texts. Nothing is shown any more."""
+        """Leave the terminal ready for other texts. Must be the last call."""
         ...
 
 

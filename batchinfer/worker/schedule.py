@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
     ref: ChunkRef
     take_over: Held | None = None
-    """Claim of another worker that no longer counts (it has lapsed) and is to be replaced; None without one."""
+    """Claim that was released or has lapsed, and is to be replaced; None if there is none."""
     is_backup: bool = False
     """Whether this worker does the chunk without a claim, while the owner of the claim works on it too."""
 
@@ -64,7 +64,7 @@ class Schedule:
         run: Access to the run's store and claims, to look at the other workers.
         everything: Function that returns all chunks of the job, so that this worker can help with other workers'
             chunks; None if this worker must not help.
-        earlier_rate: Average rows per second of this worker's earlier processes; 0 if unknown.
+        earlier_rate: Average rows per second of this worker's earlier starts; 0 if unknown.
         done: Names of chunks that need no more work.
     """
 
@@ -196,7 +196,8 @@ class Schedule:
     def _unsettled(self) -> set[str]:
         """Names of chunks that are neither done nor being worked on by this worker.
 
-        If this worker may help others, these are chunks of the whole job, else only its own.
+        If this worker may help others, these are chunks of the whole job, except those of others that it has helped
+        with already; else only its own.
         """
         names = self.waiting_for
         if self._everything is not None:
@@ -231,7 +232,7 @@ class Schedule:
         self._has_changed = True
         refs = {**(self._others or {}), **self._own}
         found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
-        # Each worker shuffles the unclaimed chunks in its own order, so that helpers do not compete for one claim.
+        # Each worker shuffles the unclaimed chunks in its own order, so that helpers seldom compete for one claim.
         random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
         for name, held in survey.lapsed.items():
             if name not in open_names:

@@ -2,10 +2,10 @@
 
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
-A row that was in the engine at two of its deaths is a suspect. Suspects run when no other row is left: in groups, one
-group after the other, without other rows. The groups get smaller with every death, until the row that kills the engine
-runs alone. It then becomes an error row. What a death says about its rows is written to storage at once, so the search
-goes on after a restart, and on other machines.
+A row that was in the engine at two of its deaths is a suspect. Suspects run when the open chunks have no other row
+left: in groups, one group after the other, without other rows. The groups get smaller with every death, until the row
+that kills the engine runs alone. If the engine dies then, the row becomes an error row. The rows that were in the
+engine at a death are noted on storage at once, so the search goes on after a restart, and on other machines.
 
 Rows of many chunks are in the engine at once. A finished row goes back to its chunk. All methods of `RowStream` are
 called on the main thread, by two callers that take turns:
@@ -334,7 +334,7 @@ class RowStream:
     def _build_suspects(self) -> bool:
         """Begin to build the prompts of the next group of suspects. Called when no row is in the engine.
 
-        Rows that are taken for the cause of engine deaths come before all groups; they become error rows once they are
+        Rows that count as the cause of engine deaths come before all groups; they become error rows once they are
         built. Returns False if no suspect is left.
         """
         found = [
@@ -344,7 +344,7 @@ class RowStream:
         ]
         group = [each for each in found if each[0].is_culprit(each[1].line)]
         if not group:
-            # Large groups come first. Rows in them were in the engine at fewer deaths, so that most of them finish.
+            # Large groups come first. An engine died with these rows only among many others, so most of them finish.
             limit = max((suspect.group_limit for _, suspect in found), default=0)
             group = [each for each in found if each[1].group_limit == limit][:limit]
         if not group:
@@ -407,7 +407,7 @@ class RowStream:
             num_deaths = chunk.deaths[prepared.key[1]].number
             failure = Failure(
                 code="engine_crash",
-                message=f"the engine died {num_deaths} times with this row in flight, the last time with it alone",
+                message=f"the engine died {num_deaths} times with this row in flight, at least once with it alone",
             )
         if failure is None:
             failure = Failure(code="internal_error", message="the row was not built")

@@ -16,12 +16,11 @@ from batchinfer.ledger.checkpoints import FinishedRow
 
 MAX_MINUTES = 1440
 RECENT_MINUTES = 60
-"""Number of latest minutes that are kept apart from the series, and merged into it when a new minute begins after
-them."""
+"""Number of minutes that are counted apart from the series before all of them are merged into it."""
 MAX_CODES = 50
 MAX_MESSAGE = 500
 OTHER = "other"
-"""Error code under which all codes after the first MAX_CODES are counted."""
+"""Name under which everything after the first MAX_CODES error codes, or finish reasons, is counted."""
 
 
 def length_bucket(tokens: int) -> str:
@@ -34,7 +33,7 @@ def length_bucket(tokens: int) -> str:
 
 
 def group_lengths(rows: Counter[int]) -> dict[str, int]:
-    """Group numbers of rows by exact length to numbers by histogram bucket. The shortest lengths come first.
+    """Turn numbers of rows by exact length into numbers by histogram bucket. The shortest lengths come first.
 
     >>> group_lengths(Counter([7, 3, 8]))
     {'4': 1, '8': 2}

@@ -38,17 +38,20 @@ class Telemetry:
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
         self.tally = Tally()
-        """Sums over the rows that this start finished. Rows taken over from checkpoints are not counted."""
+        """Sums over the rows that this start finished. Rows taken over from storage are not counted."""
         self.workload = Workload()
         """The chunks of this worker's manifests, and those of other workers that it does, too."""
         self.rows_resumed = 0
-        """Number of finished rows that this start took over from checkpoints."""
+        """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
         self.chunks_resumed = 0
-        """Number of chunks with rows that this start took over from checkpoints."""
+        """Number of chunks with rows that this start took over from storage."""
         self.chunks_done = 0
         """Number of chunks that this start published."""
         self.attempts = 1
-        """Number of starts since a start last finished a new row, this start included; 0 once this start does."""
+        """Number of starts in a row, this one included, that finished no new row; 0 once this start finishes one.
+
+        Starts that were asked to end, or that only waited for other workers, are not counted.
+        """
         self.stats = EngineStats()
         """Counters of the engine, as they were last read."""
         self._base = Worker(
@@ -118,7 +121,7 @@ class Telemetry:
             )
 
     def log_end(self) -> None:
-        """Log how this start ended, as the last line of the worker's log."""
+        """Log the failed rows by error code, and how this start ended."""
         if self.tally.errors:
             logger.info(
                 "failed rows: %s",
@@ -224,7 +227,7 @@ class Telemetry:
     # -- events, told on the main thread
 
     def chunk_opened(self, chunk: OpenChunk) -> None:
-        """Count a chunk that has just been opened, and its rows from checkpoints."""
+        """Count a chunk that has just been opened, and its rows that were taken over from storage."""
         self._open[chunk.name] = chunk
         self.workload.opened(chunk)
         self._has_had_a_chunk = True
@@ -282,7 +285,7 @@ class Telemetry:
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
     def rows_finished(self, rows: list[FinishedRow]) -> None:
-        """Count rows that this start finished. Rows taken over from checkpoints must not be among them."""
+        """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
         self.tally.add(rows, int(self._clock.now() // 60))
 
@@ -314,7 +317,7 @@ class Telemetry:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds since the engine became ready. After the work has ended: seconds from then until the end.
+        """Seconds from the moment the engine became ready until the work ended, or until now if it has not.
 
         0 until the engine is ready. The time to close the engine is not counted.
         """

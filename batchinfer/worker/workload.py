@@ -55,7 +55,7 @@ class Workload:
             self._num_rows_done += self._rows[name] or 0
 
     def is_done(self, name: str) -> bool:
-        """Whether a chunk has its marker."""
+        """Whether a chunk of the workload is known to have its marker."""
         return name in self._done
 
     @property
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def chunks_done(self) -> int:
-        """Number of chunks that have their marker, no matter which worker wrote it."""
+        """Number of chunks that are known to have their marker, no matter which worker wrote it."""
         return len(self._done)
 
     @property
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def rows_done(self) -> int:
-        """Number of rows of chunks that have their marker, plus the finished rows of the chunks open here."""
+        """Number of rows of chunks known to have their marker, plus the finished rows of the chunks open here."""
         is_open = sum(chunk.num_rows - chunk.num_left for chunk in self._open.values())
         return self._num_rows_done + is_open
 
