@@ -1,7 +1,7 @@
 """batchinfer: one completion for every row of a data set, on machines that may vanish.
 
 `run`, `split` and `open_run` are the Python interface (docs/python.md); the command line is `batchinfer --help`.
-Importing the package has no effect and loads nothing heavy.
+Importing the package imports none of its modules.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names of the Python interface."""
+    """Return the names of this module and of the Python interface."""
     return sorted([*globals(), *__all__])

@@ -5,8 +5,8 @@
     answered = batchinfer.run("reviews.parquet", model="Qwen/Qwen3-8B", prompt_column="text", max_tokens=64)
     table = answered.to_arrow()
 
-`run` and `split` start the command of the same name as a process of their own, so the engine shares no memory, signal
-handler or fork with the program that calls, and ends with it.
+`run` and `split` start the command of the same name as a process of its own, so the engine shares no memory and no
+signal handlers with the calling program. On Linux the command also ends when the calling program is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ die_with_parent(int(sys.argv.pop(1)))
 from batchinfer.cli.main import run
 run()
 """
-"""What the process of a command runs, so that it does not outlive the program that called."""
+"""Program of a command's process. On Linux the process does not outlive the calling program."""
 _ERRORS: dict[int, type[errors.BatchinferError]] = {
     2: errors.UsageError,
     3: errors.PolicyStop,
@@ -49,7 +49,7 @@ _ERRORS: dict[int, type[errors.BatchinferError]] = {
     34: errors.StorageError,
     75: errors.Interrupted,
 }
-"""Class of the error by the exit status of a command."""
+"""Class of the error that is raised, by the exit status of the command."""
 
 
 def run(
@@ -57,15 +57,15 @@ def run(
 ) -> RunHandle:
     """Answer every row of a data set with a model on this machine. See docs/run.md.
 
-    The call blocks until all rows have an answer. Log lines go to stderr. If it is interrupted or killed, the same call
-    goes on where it was, provided that `output` or `work` is given.
+    The call blocks until the command has ended. Log lines go to stderr. After an interruption or a kill, the same call
+    goes on where it was if `output` or `work` is given.
 
     Args:
         source: Path or URL, several of them, an Arrow table, a frame of pandas or polars, a `datasets.Dataset`, or an
             iterable of dictionaries.
-        output: File or folder for the answers, as `-o` of `batchinfer run`. None: none is written.
-        work: Folder or URL where job and run lie. None: beside `output`; without `output`, a temporary folder, which
-            goes when the result is not used any more.
+        output: File or folder for the answers, as `-o` of `batchinfer run`. With None, none is written.
+        work: Folder or URL for the job and the run. With None, it is a folder beside `output`. If `output` is None too,
+            it is a temporary folder, which is removed when the result is not used any more.
         options: Options of `batchinfer run` by their names, such as `model`, `max_tokens`, `temperature`, `limit`.
 
     Returns:
@@ -73,7 +73,7 @@ def run(
 
     Raises:
         errors.UsageError: An option, the source or the model is wrong.
-        errors.PolicyStop: A rule stopped it, such as `max_error_rate`.
+        errors.PolicyStop: A rule stopped the run, such as `max_error_rate`.
         errors.EngineError: The engine failed.
         errors.StorageError: Storage failed.
     """
@@ -124,11 +124,11 @@ def open_run(url: str | Path) -> RunHandle:
 
 
 class RunHandle:
-    """The answers of a run.
+    """A run, from which answers can be read.
 
     Attributes:
-        url: Where the run lies.
-        result: What the call that made it found out: the JSON object of `batchinfer run`. Empty after `open_run`.
+        url: Path or URL of the run.
+        result: JSON object that `batchinfer run` printed; empty after `open_run`.
     """
 
     def __init__(self, url: str, result: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class RunHandle:
         return found
 
     def verify(self, *, deep: bool = False) -> dict[str, Any]:
-        """Prove that every row has one answer, and return the result of `batchinfer verify`.
+        """Check that the run is complete and undamaged, and return the result of `batchinfer verify`.
 
         Args:
             deep: Read every output, not only its marker.
@@ -182,7 +182,7 @@ class RunHandle:
             with_source: Join the source's columns.
 
         Raises:
-            errors.RunUnsound: The run is not finished, or is damaged.
+            errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
         """
         import pyarrow.parquet as pq
 
@@ -198,7 +198,7 @@ class RunHandle:
             with_source: Join the source's columns.
 
         Raises:
-            errors.RunUnsound: The run is not finished, or is damaged.
+            errors.RunUnsound: The run is damaged, or is unfinished and not the result of `run` with `limit`.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -236,7 +236,7 @@ class RunHandle:
 
 
 def _as_sources(source: Any, folder: Path) -> list[str]:
-    """Return paths or URLs of a source. What is in memory is written to a file in `folder`.
+    """Return the paths or URLs of a source. A source in memory is written to a file in `folder`.
 
     Raises:
         errors.InputError: The source is of no known kind.
@@ -292,7 +292,7 @@ def _write_rows(rows: Iterable[Any], path: Path) -> None:
             file.write(codec.encode(dict(row)) + b"\n")
 
 
-# --------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------- running a command
 
 
 def _call(
@@ -322,7 +322,7 @@ def _call(
             assert process.stdout is not None
             output = process.stdout.read()
         except BaseException:
-            process.send_signal(signal.SIGINT)  # it saves finished rows
+            process.send_signal(signal.SIGINT)  # so that it saves finished rows and ends
             raise
         finally:
             status = process.wait()
@@ -353,7 +353,7 @@ def _check_names(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _variables(name: str) -> dict[str, str]:
-    """Environment of the command. Variables that set its options are left out: arguments of a call stand alone."""
+    """Return the environment of the command, without the variables that set its options."""
     prefix = f"BATCHINFER_{name.upper()}_"
     return {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
 

@@ -1,8 +1,8 @@
-"""Reads a file that torch.save wrote, without running any code that it names.
+"""Reads a file that torch.save wrote, and calls only functions that are known to be harmless.
 
-A checkpoint of a training run is a pickle: a list of steps that call functions by name. Here only the functions that
-put tensors together are called. Every other class or function, such as a metric, a timestamp or the state of a random
-generator, is replaced by `Inert`, which takes whatever it is given and does nothing.
+A checkpoint of a training run is a pickle: a list of steps that call functions by name. Here only functions that make
+plain values and tensors are called. A file that names a function that would run code is refused. Every other class or
+function, such as a metric or a timestamp, is replaced by `Inert`, which takes whatever it is given and does nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _RUNS_CODE = {
     *("pip", "ensurepip", "venv", "pdb", "bdb", "trace", "timeit", "cProfile", "profile", "doctest", "pydoc", "test"),
     *("pkgutil", "site", "signal", "asyncio", "multiprocessing", "http", "urllib", "httplib", "requests", "aiohttp"),
 }  # fmt: skip
-"""Modules whose functions start programs, load code or open connections. No training run stores their objects."""
+"""Modules with functions that start programs, load code, change files or open connections. A file that names anything
+of these modules is refused."""
 _RUNS_CODE_IN = {
     "builtins": {"eval", "exec", "execfile", "compile", "open", "__import__", "input", "breakpoint", "apply"},
     "types": {"CodeType", "FunctionType"},
@@ -43,7 +44,7 @@ _RUNS_CODE_IN = {
     "numpy": {"load"},
     "numpy.testing._private.utils": {"runstring"},
 }  # fmt: skip
-"""Names that count as `_RUNS_CODE` in modules with harmless ones beside them."""
+"""Further names that are refused, by module. Other names of these modules are not refused."""
 
 _KINDS = (
     (b"GGUF", "a GGUF file"),
@@ -60,7 +61,7 @@ class Inert:
     """Stands in for an object of a class that is not called. It keeps nothing that it is given."""
 
     origin = ""
-    """Module and name that the file gives."""
+    """Module and name of what this object stands for."""
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
         """Take any arguments."""
@@ -96,7 +97,7 @@ class _Unpickler(pickle.Unpickler):
     """Looks up each name that a pickle mentions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the thing itself if it only makes values, else a stand-in.
+        """Return the function or class itself if it only makes values, else a stand-in.
 
         Raises:
             _RunsCode: The name is a function that would run code.
@@ -114,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Return bytes that the pickle protocol 2 stores as a text."""
+    """Return the bytes that pickle's protocol 2 has stored as a text."""
     if encoding != "latin1":
         raise _RunsCode(f"_codecs.encode with {encoding}")
     return text.encode("latin1")
@@ -131,7 +132,7 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 _PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=_load, __name__="pickle")
-"""What torch uses in place of the module pickle."""
+"""Object that torch uses in place of the module pickle."""
 
 
 def read_checkpoint(path: Path, subject: str) -> Any:

@@ -22,8 +22,9 @@ from batchinfer.storage.opening import join_url
 def command() -> None:
     """Turn checkpoints into models, and models into other formats.
 
-    SOURCE and DEST may be paths or URLs (s3://, gs://). DEST is a folder that does not exist yet; it appears when the
-    conversion is complete, and after a kill the same command begins anew.
+    SOURCE and DEST may be paths or URLs (s3://, gs://). DEST is a folder that does not exist yet. A local folder
+    appears when the conversion is complete; in a bucket, the object _UNFINISHED stands in DEST until then. After a
+    kill the same command begins anew.
     """
 
 

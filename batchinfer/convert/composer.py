@@ -1,8 +1,9 @@
-"""`composer-to-hf`: a Composer checkpoint as a folder that transformers and vLLM load.
+"""The conversion `composer-to-hf`: a Composer checkpoint becomes a folder that transformers and vLLM load.
 
 Composer's `HuggingFaceModel` puts the config and the tokenizer's files into the checkpoint beside the weights:
 `state/integrations/huggingface/model/config/content` and `state/integrations/huggingface/tokenizer/NAME/content`. Names
-of weights begin with "model.". Layout as of Composer 0.33, older names of tokenizer files (without ending) included.
+of weights begin with "model.". This is the layout of Composer 0.33. Tokenizer files without an ending in their names,
+as older versions write them, are read as well.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SHARD_BYTES = 5_000_000_000
-"""Bytes of weights in one file, as in transformers' save_pretrained."""
+"""Most bytes of weights in one file. A single larger tensor gets a file of its own."""
 
 _PREFIX = "model."
 _PEFT_PREFIX = "base_model.model."
@@ -45,7 +46,7 @@ _MONOLITH_HINT = (
 
 
 class ComposerConfig(NamedTuple):
-    """What a conversion is asked for. `dtype`: a key of `DTYPES`, or "" to keep each tensor's type."""
+    """Options of a conversion. `dtype` is a key of `DTYPES`, or "" to keep each tensor's type."""
 
     source: str
     dtype: str = ""
@@ -54,10 +55,10 @@ class ComposerConfig(NamedTuple):
 
 
 def convert(config: ComposerConfig, work: Conversion) -> dict[str, Any]:
-    """Write the folder's files to `work.folder`, and return what the command reports about them.
+    """Write the result's files to `work.folder`, and return what the command reports about them.
 
     Raises:
-        InputError: The checkpoint is damaged, sharded, of another kind, or lacks the config or the tokenizer.
+        InputError: The checkpoint cannot be converted; the message says why.
     """
     path = work.fetch_file(config.source)
     _refuse_shards(config.source, path)
@@ -90,7 +91,7 @@ def convert(config: ComposerConfig, work: Conversion) -> dict[str, Any]:
 
 
 def _refuse_shards(source: str, path: Path) -> None:
-    """Refuse a sharded checkpoint, which is a folder with a file for each process of the training run."""
+    """Refuse a folder. A sharded checkpoint, which is such a folder, gets a hint of its own."""
     if not path.is_dir():
         return
     if (path / ".metadata").is_file() or any(path.glob("*.distcp")):
@@ -135,7 +136,7 @@ def _hugging_face(source: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(source: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights by their names in transformers."""
+    """Return the checkpoint's weights by their names, without the beginning "model." of each name."""
     weights = state["model"]
     shards = [
         name
@@ -166,11 +167,11 @@ def _is_tensor(value: Any) -> bool:
 def _without_adapter(
     tensors: Mapping[str, Any], hugging_face: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide weights into those of the model and those of the LoRA adapter that it was trained with.
+    """Divide weights into those of the model and those of the PEFT adapter that was trained with it.
 
     Returns:
-        Weights of the model, empty if the run saved only the adapter, and weights of the adapter, named as PEFT names
-        them in a file.
+        Weights of the model, and weights of the adapter by PEFT's names. If all weights outside the adapter are biases,
+        they count as the adapter's, and there are no weights of the model.
     """
     if "peft_config" not in hugging_face["model"]:
         return dict(tensors), {}
@@ -221,7 +222,7 @@ def _adapter_config(hugging_face: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_tokenizer(config: ComposerConfig, hugging_face: Mapping[str, Any], folder: Path) -> None:
-    """Write the tokenizer's files and load the tokenizer, so that a broken one is found here."""
+    """Write the tokenizer's files. Without --trust-remote-code, also load the tokenizer, to find a broken one now."""
     if config.tokenizer is not None:
         _copy_tokenizer(config.tokenizer, folder)
     else:
@@ -234,7 +235,7 @@ def _write_tokenizer(config: ComposerConfig, hugging_face: Mapping[str, Any], fo
         for name, file in files.items():
             _write_tokenizer_file(config, folder, name, file)
     if config.trust_remote_code:
-        return  # loading it would run its code, which only the user's own use should do
+        return  # the tokenizer may need its own code, which a conversion does not run
     from transformers import AutoTokenizer
 
     try:
@@ -287,30 +288,32 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# --------------------------------------------------------------------------- weights
+# --------------------------------------------------------------------------- writing weights
 
 
 class _WeightWriter:
-    """Writes weights as safetensors. Tensors that are only mapped from the file are read one after the other."""
+    """Writes weights to safetensors files. It holds the converted weights of one file at a time in memory."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
 
     def write(self, tensors: Mapping[str, Any], path: Path) -> None:
-        """Write one file."""
+        """Write weights to one file."""
         from safetensors.torch import save_file
 
         converted = {name: self._convert(name, tensor) for name, tensor in tensors.items()}
         seen: set[int] = set()
         for name, tensor in converted.items():
-            if tensor.data_ptr() in seen:  # tied weights; a file holds each of them
+            if (
+                tensor.data_ptr() in seen
+            ):  # tied weights: safetensors refuses tensors that share memory
                 converted[name] = tensor.clone()
             seen.add(tensor.data_ptr())
         with _os_errors(path):
             save_file(converted, path, metadata={"format": "pt"})
 
     def write_shards(self, tensors: Mapping[str, Any], folder: Path) -> None:
-        """Write files of at most SHARD_BYTES each, with an index if there are several."""
+        """Write weights to one file, or to several with an index if they have more than SHARD_BYTES."""
         from huggingface_hub import split_torch_state_dict_into_shards
 
         planned = {name: self._as_planned(tensor) for name, tensor in tensors.items()}
@@ -340,7 +343,7 @@ class _WeightWriter:
 
 @contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """Turn safetensors' own error for a failed write into the OSError that it reports in its text."""
+    """Raise the OSError whose number stands in the text of safetensors' error for a failed write."""
     from safetensors import SafetensorError
 
     try:
@@ -353,7 +356,10 @@ def _os_errors(path: Path) -> Iterator[None]:
 
 
 def _drop_pages(tensor: Any) -> None:
-    """Let the kernel take back the memory of a tensor that is mapped from a file; it is read again where needed."""
+    """Let the kernel take back the memory of a tensor that is mapped from a file. A later use reads the file again.
+
+    The tensor must not have been changed, since changes would be lost.
+    """
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // page * page
@@ -363,19 +369,19 @@ def _drop_pages(tensor: Any) -> None:
 
 
 def _target(tensor: Any, dtype: str) -> Any:
-    """Type that a tensor has in the result. Whole numbers keep theirs."""
+    """Return the type that a tensor has in the result. Only floating-point tensors change their type."""
     import torch
 
     return getattr(torch, DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor.dtype
 
 
-# --------------------------------------------------------------------------- the result
+# --------------------------------------------------------------------------- check of the result
 
 
 def _check_loads(asked: ComposerConfig, tensors: Mapping[str, Any], folder: Path) -> None:
     """Compare the weights with those that transformers' class for the config wants. No weight is read.
 
-    A class whose weights have other names in files than in memory is not compared.
+    Nothing is compared with --trust-remote-code, nor if the class has other names for weights in files than in memory.
 
     Raises:
         InputError: A weight is missing or has another shape.
@@ -385,7 +391,7 @@ def _check_loads(asked: ComposerConfig, tensors: Mapping[str, Any], folder: Path
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     if asked.trust_remote_code:
-        return  # the class is the model's own code, which only the user's own use should run
+        return  # the class may be the model's own code, which a conversion does not run
     config = AutoConfig.from_pretrained(folder)
     if get_checkpoint_conversion_mapping(config.model_type):
         return

@@ -1,9 +1,9 @@
-"""`mpt-to-ft`: an MPT model in the layout that FasterTransformer reads, divided over a number of GPUs.
+"""The conversion `mpt-to-ft`: an MPT model in FasterTransformer's layout, divided over a number of GPUs.
 
-A file ``model.NAME.bin`` holds one array, without a header, in little-endian order. Weights of linear layers are
-transposed; those that FasterTransformer divides over GPUs have one file a GPU, ``model.NAME.J.bin``. The layout is that
-of LLM Foundry's checkpoint_conversion_helpers.py (2024), except for one mistake there: the bias of `ffn.up_proj` was
-written beside the folder.
+A file ``model.NAME.bin`` holds one array, without a header, in little-endian order. Weight matrices of the
+transformer's blocks are transposed. Arrays that FasterTransformer divides over GPUs have one file for each GPU,
+``model.NAME.J.bin``. The layout is that of LLM Foundry's checkpoint_conversion_helpers.py (2024), except for one
+mistake there: the bias of `ffn.up_proj` was written beside the folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SPLIT_BY_ROWS = ("attn.out_proj", "ffn.down_proj")
 
 
 class MptConfig(NamedTuple):
-    """What a conversion is asked for. `dtype` is a key of `DTYPES`."""
+    """Options of a conversion. `dtype` is a key of `DTYPES`."""
 
     source: str
     gpus: int
@@ -59,7 +59,7 @@ class MptConfig(NamedTuple):
 
 
 class MptShape(NamedTuple):
-    """What an MPT's config.json says about its weights."""
+    """Sizes of an MPT model's weights, by its config.json."""
 
     width: int
     heads: int
@@ -69,15 +69,15 @@ class MptShape(NamedTuple):
     positions: int
     has_bias: bool
     has_own_head: bool
-    """Whether the output layer has weights of its own, and not those of the input's embedding."""
+    """Whether the output layer has weights of its own instead of those of the input's embedding."""
 
 
 def convert(config: MptConfig, work: Conversion) -> dict[str, Any]:
     """Write config.ini and the arrays to `work.folder`, and return what the command reports about them.
 
     Raises:
-        InputError: The model is no MPT, or its weights do not fit its config.
-        ConfigError: FasterTransformer cannot run the model as it is, or the GPUs do not divide it.
+        InputError: There is no such model, it is no MPT, or its weights do not fit its config.
+        ConfigError: FasterTransformer ignores a feature of the model, or its sizes cannot be divided by `gpus`.
     """
     folder = work.fetch_model(config.source)
     values = _read_config(config.source, folder)
@@ -188,7 +188,7 @@ def _token_id(name: str, values: dict[str, Any], folder: Path) -> int:
 
 
 def _arrays(config: MptConfig, folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the model's weights by name, one after the other, in the result's type."""
+    """Yield name and values of each of the model's weights, in the result's type."""
     import torch
     from safetensors import safe_open
 
@@ -207,12 +207,13 @@ def _arrays(config: MptConfig, folder: Path) -> Iterator[tuple[str, np.ndarray]]
 def ft_files(
     name: str, array: np.ndarray, shape: MptShape, config: MptConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield FasterTransformer's files for one weight: names, and arrays in C order.
+    """Yield the name and the array of each of FasterTransformer's files for one weight of the model.
 
-    FasterTransformer wants a bias for each weight; for one without it, zeros are yielded beside the weight.
+    FasterTransformer wants a bias for each weight of a block and of the last norm. If the model has no biases, zeros
+    are yielded for them.
 
     Raises:
-        InputError: The name or the shape is not that of an MPT's weight.
+        InputError: The weight's shape is wrong, or FasterTransformer has no such weight and `force` is not set.
     """
     if name in _OUTER_NAMES:
         if name != "lm_head.weight" or shape.has_own_head:
@@ -241,7 +242,7 @@ def ft_files(
 
 
 def _wanted(kind: str, part: str, shape: MptShape) -> tuple[int, ...]:
-    """MptShape of a layer's weight or bias in the model."""
+    """Return the shape that a block's weight or bias must have in the model."""
     rows, *columns = {
         "attn.Wqkv": (3 * shape.width, shape.width),
         "attn.out_proj": (shape.width, shape.width),
@@ -254,9 +255,11 @@ def _wanted(kind: str, part: str, shape: MptShape) -> tuple[int, ...]:
 def _pieces(
     kind: str, part: str, array: np.ndarray, shape: MptShape, gpus: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a layer's weight or bias as FasterTransformer stores it, with the end of each piece's name."""
+    """Yield the pieces of a block's weight or bias in FasterTransformer's layout, each after the end of its name."""
     adds_zeros = part == "weight" and not shape.has_bias
-    turned = array.T  # a linear layer's weight is (out, in) in torch and (in, out) here
+    turned = (
+        array.T
+    )  # a linear layer's weight is (out, in) in torch and (in, out) in FasterTransformer
     if kind in _SPLIT_BY_COLUMNS:
         if kind == "attn.Wqkv":
             turned = turned.reshape(*turned.shape[:-1], 3, shape.width)

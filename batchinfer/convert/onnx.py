@@ -1,7 +1,8 @@
-"""`hf-to-onnx`: a model as ONNX, by optimum's exporter in an environment of its own.
+"""The conversion `hf-to-onnx`: a model becomes ONNX, by optimum's exporter in an environment of its own.
 
-The exporter needs an older transformers than vLLM, so it cannot be installed beside it. `make_environment` makes a
-virtual environment with the packages of the extra `onnx`; `onnx_export.py` runs there and sees nothing of batchinfer.
+The exporter needs an older transformers than vLLM, so the two cannot share an environment. `make_environment` makes a
+virtual environment with the packages of the extra `onnx` and torch for the CPU. `onnx_export.py` runs there and imports
+nothing of batchinfer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from batchinfer.core.errors import BatchinferError, ConfigError, InputError, Sto
 logger = logging.getLogger(__name__)
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where pip finds torch without CUDA. The environment variable of the same name replaces it."""
+"""URL at which pip finds torch without CUDA. The environment variable of the same name replaces it."""
 REQUIREMENTS = ("optimum-onnx==0.1.0", "onnxruntime>=1.20")
-"""Packages of the environment, as in the extra `onnx`, beside the CPU build of torch."""
+"""Packages of the environment besides torch. The extra `onnx` lists the same packages."""
 _PACKAGES = ["torch==2.13.0+cpu", *REQUIREMENTS]
 _SCRIPT = Path(__file__).with_name("onnx_export.py")
 _READY = "batchinfer-ready"
@@ -35,7 +36,7 @@ _MESSAGE_CHARS = 500
 
 
 class OnnxConfig(NamedTuple):
-    """What a conversion is asked for. None: the exporter's own default."""
+    """Options of a conversion. None stands for the exporter's own default."""
 
     source: str
     environment: Path
@@ -46,7 +47,7 @@ class OnnxConfig(NamedTuple):
 
 
 def default_environment() -> Path:
-    """Folder of the environment if the user names none."""
+    """Return the folder of the environment that is used if the user names none."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "batchinfer" / "onnx"
 
@@ -75,7 +76,7 @@ def make_environment(folder: Path) -> None:
             "--disable-pip-version-check",
         ]
         done = _run([*pip, *_PACKAGES])
-        if done.returncode:  # pip's own index has no torch for the CPU
+        if done.returncode:  # usually because pip's own index lacks torch's CPU build
             done = _run([*pip, "--extra-index-url", index, *_PACKAGES])
         if done.returncode:
             raise StorageError(
@@ -90,8 +91,8 @@ def convert(config: OnnxConfig, work: Conversion) -> dict[str, Any]:
 
     Raises:
         ConfigError: The environment is missing.
-        InputError: The exporter cannot convert the model.
-        BatchinferError: The ONNX model does not answer as the model before.
+        InputError: There is no such model, or the exporter's process failed.
+        BatchinferError: With `verify`, the answers of the ONNX model differ from those of the original model.
     """
     if not _is_ready(config.environment):
         raise ConfigError(
@@ -150,7 +151,7 @@ def _python(folder: Path) -> Path:
 
 
 def _child_variables() -> dict[str, str]:
-    """Environment variables of the exporter's process. It finds the model on the disk and asks no server."""
+    """Return the environment variables of the exporter's process. It asks no server: the model is on this disk."""
     return os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

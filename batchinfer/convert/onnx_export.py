@@ -1,6 +1,6 @@
-"""Runs in the environment of the exporter, as a script. It must not import anything of batchinfer.
+"""A script that turns a model into ONNX. It runs in the exporter's environment and must not import batchinfer.
 
-Its argument is a JSON object: source and dest (folders), result (file for what was found, as JSON), verify, batch_size,
+Its argument is a JSON object: source and dest (folders), result (path of the JSON file to write), verify, batch_size,
 max_seq_len and opset (null: the exporter's default).
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 1e-2
-"""Largest difference of a logit with which the models count as equal, as in LLM Foundry's script."""
+"""Largest difference of a logit at which the models count as equal, as in LLM Foundry's script."""
 _TOKENS = 16
 
 
 def main() -> None:
-    """See the module."""
+    """Export the model, compare it if asked to, and write the result file."""
     asked = json.loads(sys.argv[1])
     found = export(asked)
     if asked["verify"]:
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def export(asked: dict[str, Any]) -> dict[str, Any]:
-    """Write the ONNX model with its cache of keys and values."""
+    """Write the ONNX model, which has a cache of keys and values. Returns the version of its operators."""
     import onnx
     from optimum.exporters.onnx import main_export
 
@@ -45,7 +45,7 @@ def export(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(source: str, dest: str, batch_size: int) -> dict[str, Any]:
-    """Compare logits over random tokens, and tokens that both models generate greedily from them."""
+    """Compare the two models' logits for random tokens, and the tokens that they generate greedily after these."""
     import torch
     from optimum.onnxruntime import ORTModelForCausalLM
     from transformers import AutoModelForCausalLM

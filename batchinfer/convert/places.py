@@ -1,8 +1,8 @@
-"""Where a conversion reads from and writes to: a local path or a bucket, with nothing half-written at the destination.
+"""Reads a conversion's source and puts its result at DEST, each of them a local path or a bucket.
 
-A conversion writes its files to a local scratch folder. `Conversion.publish` then makes them visible at DEST. A local
-folder appears by one rename. In a bucket the object `UNFINISHED` stands beside the others until all are there, and the
-file without which nothing loads the result comes last.
+A conversion writes its files to a local scratch folder. `Conversion.publish` then puts them at DEST. A local folder
+appears whole, by one rename. In a bucket the files appear one after the other. The object `UNFINISHED` stands beside
+them until all are there, and the files that programs read first are uploaded last.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from batchinfer.storage.scratch import Scratch, scratch_errors
 logger = logging.getLogger(__name__)
 
 UNFINISHED = "_UNFINISHED"
-"""Key of an object that says that a conversion is writing here, or was killed while it did."""
+"""Key of the object that stands in a bucket during an upload. It stays if the conversion is killed or fails."""
 _LOADED_FIRST = ("config.json", "adapter_config.json", "config.ini")
-"""Files that programs read first when they load a result."""
+"""Names of the files that programs read first when they load a result. They are uploaded last."""
 _MODEL_FILES = (
     *("*.json", "*.safetensors", "*.bin", "*.txt"),
     *("*.model", "*.jinja", "*.py"),
@@ -35,14 +35,14 @@ _MODEL_FILES = (
 
 
 class PlacedFiles(NamedTuple):
-    """What stands at DEST after a conversion."""
+    """Number of a result's files, and their bytes together."""
 
     files: int
     bytes: int
 
 
 class Conversion:
-    """One conversion into `dest`. Its files are written below `folder`, a local folder that exists and is empty."""
+    """One conversion into `dest`. The result is written below `folder`, a local folder that is empty at first."""
 
     def __init__(self, dest: str, scratch: Scratch, store: Store | None) -> None:
         self.dest = dest
@@ -54,8 +54,10 @@ class Conversion:
     def fetch_file(self, source: str) -> Path:
         """Return a local path of the file at `source`; a file in a bucket is downloaded first.
 
+        A local folder is returned as it is.
+
         Raises:
-            InputError: There is no such file, or it is a folder.
+            InputError: Nothing is at `source`.
         """
         scheme, path = split_url(source)
         if scheme == "file":
@@ -76,7 +78,7 @@ class Conversion:
         """Return a local folder of the model at `source`: a folder, a folder of a bucket, or a name on the Hub.
 
         Raises:
-            InputError: There is no such folder or model.
+            InputError: There is no such folder or model, or the bucket's folder holds no file of a model.
         """
         scheme, path = split_url(source)
         local = Path(path).expanduser()
@@ -95,7 +97,7 @@ class Conversion:
             return Path(hub.snapshot_download(source, allow_patterns=list(_MODEL_FILES)))
 
     def need_space(self, num_bytes: int) -> None:
-        """Refuse a result that the scratch folder's disk cannot hold.
+        """Check that the scratch folder's disk has room for a result of `num_bytes` bytes.
 
         Raises:
             InputError: Fewer bytes are free.
@@ -108,10 +110,10 @@ class Conversion:
             )
 
     def publish(self) -> PlacedFiles:
-        """Make the files visible at DEST.
+        """Put the result's files at DEST.
 
         Raises:
-            InputError: Somebody else has written to DEST meanwhile.
+            InputError: The local folder DEST cannot be made, for example because another program has made it meanwhile.
         """
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
@@ -125,7 +127,7 @@ class Conversion:
     def _rename(self) -> None:
         target = Path(split_url(self.dest)[1]).expanduser()
         try:
-            self.folder.rename(target)  # replaces an empty folder, and no other
+            self.folder.rename(target)  # replaces an empty folder, but no other folder
         except OSError as error:
             raise InputError(
                 f"{self.dest}: cannot be made ({error.strerror})", hint="name another DEST"
@@ -138,7 +140,7 @@ class Conversion:
             logger.info("uploading %s", name)
             try:
                 store.create_file(name, self.folder / name)
-            except AlreadyExists:  # left by a killed conversion
+            except AlreadyExists:  # left by a conversion that did not finish
                 store.delete([name])
                 store.create_file(name, self.folder / name)
         store.delete([UNFINISHED])
@@ -160,11 +162,11 @@ class Conversion:
 
 @contextmanager
 def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
-    """Begin a conversion into `dest`, after a check that the place is free and can be written.
+    """Begin a conversion into `dest`. A place where an earlier conversion did not finish counts as free.
 
     Raises:
-        ConfigError: `dest` is a place that can only be read.
-        InputError: `dest` holds something already.
+        ConfigError: `dest` is a place that can only be read, or `scratch_dir` is given for a local `dest`.
+        InputError: `dest` is not free.
     """
     check_writable(dest, option="DEST")
     scheme, path = split_url(dest)

@@ -38,7 +38,7 @@ def encoder_for(config: PromptConfig, *, model: str = "", created: int = 0) -> E
 
     Args:
         config: The prompt options. Only `output_format`, `strip` and `has_timing` are used.
-        model: The run's model. The format `openai-batch` writes it into every response body.
+        model: The run's model. The format `openai-batch` writes it into the response bodies of answered rows.
         created: Time for the response bodies of the format `openai-batch`, in Unix seconds. Every worker passes the
             time of the run, so that any worker writes the same bytes for a row.
 

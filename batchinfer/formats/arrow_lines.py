@@ -2,7 +2,7 @@
 
 `ArrowBlock` gives the same results as `OutputBlock`, but several times as fast, because it makes no Python object of a
 line. `collect` needs this for the bar "collect is not slower than `datasets`" (docs/performance.md). `can_read` tells
-which runs `ArrowBlock` can read; nearly all can.
+whether `ArrowBlock` can read a run's lines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def can_read(shape: Shape) -> bool:
 
 
 class ArrowBlock:
-    """Consecutive native lines as an Arrow table. It has the methods of `OutputBlock`, with arrays in place of lists.
+    """Consecutive native lines as an Arrow table. It has the methods of `OutputBlock` except `sources`.
 
-    Arguments and errors are those of `OutputBlock`.
+    Arguments and errors are those of `OutputBlock`. Columns are Arrow arrays instead of lists.
     """
 
     def __init__(self, data: bytes, shape: Shape, first_row: int) -> None:

@@ -16,8 +16,8 @@ from batchinfer.formats.lines import OutputChoice, OutputLine
 from batchinfer.prompts import find_request_format
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
-"""Layouts of a table: a line is a table row with its only answer, a table row with lists of its answers, or a
-table row for each answer."""
+"""Layouts of a table: each line becomes one table row with its only answer, one table row with lists of its answers, or
+a table row for each of its answers."""
 
 
 class Counts(NamedTuple):
@@ -145,7 +145,7 @@ class OutputBlock:
         return part
 
     def sources(self) -> Iterator[bytes]:
-        """Return for every line the columns that ``--keep`` named, as JSON; empty bytes for a line without them."""
+        """Yield for every line the columns that ``--keep`` named, as JSON; empty bytes for a line without them."""
         return (bytes(line.source) for line in self.lines)
 
     def num_unshown(self) -> int:

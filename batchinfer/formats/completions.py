@@ -1,4 +1,4 @@
-"""The output format `completions`: each line holds the request, unchanged, and its result."""
+"""The output format `completions`: each line holds a request and its result."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from batchinfer.core.records import Choice, Completion, Failure, Record, TokenLo
 from batchinfer.prompts import Prepared, PromptConfig
 
 LOWEST_LOGPROB = -9999.0
-"""Log-probability that is written in place of minus infinity, which JSON does not have."""
+"""Lowest log-probability that is written. It also stands for minus infinity, which JSON does not have."""
 UNANSWERED = Failure(code="internal_error", message="the row has neither an answer nor an error")
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

@@ -140,7 +140,7 @@ def _logprob(position: TokenLogprob) -> _LogprobLine:
 
 
 def _rounded(seconds: float) -> float:
-    # Times are kept to the microsecond (six digits). An engine that measures no time gives 0.
+    # Times are rounded to microseconds. An engine that measures no time gives 0.
     return round(seconds, 6) if seconds else 0.0
 
 

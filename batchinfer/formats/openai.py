@@ -33,7 +33,7 @@ _CLIENT_CODES = frozenset({*(code.value for code in Code), "engine_rejected"})
 class OpenAIBatchEncoder:
     """Writes lines of OpenAI's batch output file.
 
-    The ids in a line are derived from the row's key, so that every worker would write the same ids for a row.
+    The ids in a line, except `custom_id`, are derived from the row's key, so every worker writes the same ids for it.
 
     Args:
         model: The run's model.
@@ -124,8 +124,8 @@ def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
 def completion_logprobs(choice: Choice) -> dict[str, list[Any]] | None:
     """Return an answer's log-probabilities as the completions API writes them: four lists with one entry per token.
 
-    `text_offset` counts characters from the beginning of the choice's text. A token without a
-    log-probability (the first of an echoed prompt) has null in `token_logprobs` and `top_logprobs`.
+    `text_offset` counts characters from the beginning of the choice's text. A token without a log-probability (the
+    first of an echoed prompt) has null in `token_logprobs` and `top_logprobs`.
     """
     if choice.logprobs is None:
         return None

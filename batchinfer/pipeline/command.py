@@ -87,7 +87,8 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
 
     SOURCE is a file, a folder or a URL of parquet, JSON Lines or CSV, a text file with a prompt a line, or - for
     standard input. A column named messages, conversation, prompt or text is found by itself, and a model with a chat
-    template is sent each prompt as a user's message. After a kill or Ctrl-C the same command goes on where it was.
+    template is sent each prompt as a user's message. After a kill or Ctrl-C the same command goes on where it was
+    (with -o - only if --work is given).
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.core.layout import without_slash
     from batchinfer.pipeline.sources import as_tables, copy_to

@@ -1,4 +1,4 @@
-"""What `run` finds out about its sources: which column holds the prompt, and text that is not a table yet."""
+"""Prepares the sources of `run`: finds the column with the prompt, and turns text into JSON Lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"
 TEXT_COLUMN = "prompt"
-"""Column of the rows that are made of a text file's lines."""
+"""Name of the column that rows made of lines of text have."""
 
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _CONVERSATIONS = ("messages", "conversation", "conversations")
@@ -29,7 +29,7 @@ _BLOCK = 1 << 20
 
 
 def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose the options that say where the prompt is, unless the user has given one of them.
+    """Choose the option that says where the prompt is, by the names of the columns.
 
     Args:
         columns: Names of the sources' columns.
@@ -61,13 +61,13 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
 
 
 def as_tables(sources: Sequence[str], folder: Path) -> list[str]:
-    """Return the sources with standard input and text files replaced by files of JSON Lines in `folder`.
+    """Return the sources, with standard input and local .txt files replaced by files of JSON Lines in `folder`.
 
-    Every line of a text becomes a row with the column `prompt`; empty lines become none. Standard input may be JSON
-    Lines or text: the first character tells.
+    Every line of a text becomes a row with the column `prompt`; blank lines are left out. Standard input counts as JSON
+    Lines if its first character besides white space is a brace, else as text.
 
     Raises:
-        InputError: Standard input is a terminal or empty, or a text is not UTF-8.
+        InputError: Standard input is a terminal, or a source is empty or not UTF-8.
     """
     return [_as_table(source, folder) for source in sources]
 
@@ -115,7 +115,7 @@ def _blocks(head: bytes, stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _rows(head: bytes, stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """Yield a row of JSON Lines for each line of a text that is not empty."""
+    """Yield a text as JSON Lines, with a row for each line that is not blank."""
     rest = b""
     for block in _blocks(head, stream):
         *lines, rest = (rest + block).split(b"\n")

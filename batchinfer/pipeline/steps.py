@@ -1,7 +1,7 @@
 """The steps of `run`: check, split, generate, collect. Each can be killed, and the same command goes on from there.
 
-Everything but DEST lies in one place, the work folder: the job in ``job/``, the run in ``run/``, rows that came from
-standard input or text files in ``sources/``, and `COLLECTING`, which says that DEST is this command's.
+What the steps write lies in the work folder, except for DEST: the job in ``job/``, the run in ``run/``, and the record
+`COLLECTING`, which says that DEST is this command's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from batchinfer.worker.command import engine_config, prompt_config, sampling_con
 logger = logging.getLogger(__name__)
 
 COLLECTING = "collecting.json"
-"""Key, in the work folder, of the record of what is collected to DEST."""
+"""Key of the `CollectingRecord` in the work folder."""
 
 
 class PipelineConfig(Record, frozen=True, kw_only=True):
-    """What `run` does beside the worker's options. `limit`: number of rows to do now, counted from the first."""
+    """Options of `run` that are not the worker's. `limit` is the number of rows to do now, counted from the first."""
 
     sources: list[str]
     dest: str
@@ -55,14 +55,14 @@ class PipelineConfig(Record, frozen=True, kw_only=True):
 
 
 class CollectingRecord(Record, frozen=True, kw_only=True):
-    """Content of `COLLECTING`. It stands before DEST does, so a DEST without it belongs to somebody else."""
+    """Content of `COLLECTING`. It is written before DEST, so a DEST without it is not this command's."""
 
     format_version: int
     dest: str
     options: dict[str, Any]
-    """What decides DEST's bytes beside the run itself."""
+    """Options on which DEST's content depends."""
     rows: int = 0
-    """Rows that are at DEST; 0 until all of them are."""
+    """Number of rows at DEST; 0 until DEST is complete."""
 
 
 class WorkFolder:
@@ -79,15 +79,16 @@ class WorkFolder:
     # -- split
 
     def split(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
-        """Make the job, unless it is there, and return the options of the run with what the data say.
+        """Make the job if there is none, and return the run's options, with those that are chosen from the data.
 
-        With --limit, a new job's first chunk ends there, so that it can be done by itself.
+        With --limit, the first chunk of a new job has the rows up to the limit, so that they can be done alone.
 
-        Before a new job is made, everything is checked, so that nothing is written for a command that cannot work.
+        Before a new job is made, options and sources are checked, so that nothing is written for a command that cannot
+        work.
 
         Raises:
-            ConfigError: Something would not work; all problems have been logged.
-            InputError: The sources are not those of the job that is there.
+            ConfigError: The options and the sources would not work together.
+            InputError: The sources cannot be read, or are not those of the job that is there.
         """
         config = self.config
         counted = count_sources(config.sources, choice=ColumnChoice())
@@ -113,7 +114,7 @@ class WorkFolder:
         return options
 
     def _as_chat(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
-        """Choose whether texts of --prompt-column go through the model's chat template, unless the user has said so."""
+        """Return ``as_chat`` if texts of --prompt-column should go through the model's chat template, else nothing."""
         if options["as_chat"] or not options["prompt_column"] or self.config.is_plain:
             return {}
         reason = "--system-prompt" if options["system_prompt"] else ""
@@ -213,7 +214,7 @@ class WorkFolder:
     # -- collect
 
     def claim_dest(self) -> int:
-        """Check that DEST is free or this command's own. Returns the rows that are there; 0 if it is not complete.
+        """Check that DEST is free or this command's own. Returns the number of rows at DEST; 0 if it must be written.
 
         Raises:
             ConfigError: DEST and the options for it do not fit together.

@@ -1,4 +1,4 @@
-"""Turns the rows of a chunk into requests for the engine: request formats, templates, conversations, tokens. Pure."""
+"""Turns the rows of a chunk into requests for the engine: request formats, templates, conversations and tokens."""
 
 from __future__ import annotations
 

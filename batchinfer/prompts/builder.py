@@ -58,17 +58,17 @@ def find_request_format(name: str) -> RequestFormat:
 
 
 class PromptBuilder:
-    """Turns rows into requests. Pure: it keeps nothing between calls and may be used by several threads at once.
+    """Turns rows into requests. Several threads may use it at once.
 
     Args:
         config: The options that say how rows become prompts. The constructor checks them.
         sampling: The run's sampling parameters. A parameter that a request sets itself replaces the run's.
         run_seed: The run's seed. The seed of a row is computed from it and the row's key. With None, rows get no
             computed seeds.
-        tokenizer: The model's tokenizer. With None the requests carry text or messages, and the engine renders and
-            tokenizes them.
+        tokenizer: The model's tokenizer. With None nothing is tokenized here, and the engine renders conversations and
+            tokenizes prompts.
         max_model_len: Largest number of tokens of prompt and answer together. With None the builder does not check
-            lengths; the engine refuses prompts that are too long.
+            lengths and leaves this to the engine.
         needs_prompt: Whether the output format needs each row's prompt. Then prompts are kept even without
             ``--keep-prompt``.
 
@@ -343,7 +343,7 @@ def fit_prompt(
 ) -> list[int]:
     """Return the prompt's tokens; a prompt that is too long loses some of them or is refused.
 
-    With mode ``error`` a prompt may have at most `max_model_len` - 1 tokens, so that the answer gets at least one.
+    With mode ``error`` a prompt may have at most `max_model_len` - 1 tokens, which leaves at least one for the answer.
     With the other modes it may have `max_model_len` - `max_tokens` tokens, or half of `max_model_len` if that is more.
 
     Args:

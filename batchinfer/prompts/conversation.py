@@ -183,10 +183,10 @@ def with_texts(messages: list[Message]) -> list[Message]:
 
 
 def first_turn(value: Any) -> list[Message] | None:
-    """Return a list's first message alone if it is a user message of just role and a text; else None.
+    """Return a list's first message alone if it is a user's and has only a role and a text, not blank; else None.
 
-    This is a fast path for the bar "a third of bare msgspec" (docs/performance.md). Conversations of this form are the
-    commonest, and their first message can be sent as it is, without `read_conversation`.
+    This is a fast path for the bar "a third of bare msgspec" (docs/performance.md). Many conversations
+    begin with such a message, which can be sent as it is, without `read_conversation`.
     """
     if type(value) is list and value:
         first = value[0]

@@ -1,4 +1,4 @@
-"""The request format `rows`: prompts are made from the columns of rows; all rows have the run's sampling parameters."""
+"""The request format `rows`: prompts are made from columns, and rows bring no sampling parameters of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowsReader:
             generates nothing useful after it.
 
     Raises:
-        ConfigError: options contradict each other.
+        ConfigError: options contradict each other, or a template or an example cannot be used.
     """
 
     def __init__(self, config: PromptConfig, *, eos_token: str) -> None:
@@ -85,7 +85,7 @@ class RowsReader:
         if not self._keep_all:
             self._projected = [ROW_FIELD]
             self._id_position = self._position(config.id_column or ID_FIELD)
-            # A template's process gets the whole line, so no column of it is decoded here.
+            # A template's process gets the whole line, so no column is decoded for it here.
             self._value_position = self._position(self._column or ROW_FIELD)
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
@@ -151,7 +151,7 @@ class RowsReader:
 
     def _fill(self, draft: Draft, data: bytes) -> None:
         if self._project is not None:
-            # A kept column goes into the output line, which every reader must be able to decode.
+            # A kept column goes into the output line. If it is nested too deep for readers, it becomes its JSON text.
             found = self._project(flatten_deep(data) if self._kept_positions else data)
             row, row_id, value = found[0], found[self._id_position], found[self._value_position]
             if row_id is not _UNSET and row_id is not None:

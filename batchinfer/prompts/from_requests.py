@@ -1,4 +1,4 @@
-"""The request formats `completions` and `openai-batch`: each row is a request with sampling parameters of its own."""
+"""The request formats `completions` and `openai-batch`: each row is a request, which may set sampling parameters."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class RequestsReader:
         self._apply(draft, parameters, is_chat=False)
 
     def _apply(self, draft: Draft, parameters: dict[str, Any], *, is_chat: bool) -> None:
-        # Most requests of a file differ only in their prompts, so equal parameters are read once. This is
+        # Requests often differ only in their prompts, so equal parameters are read once. This is
         # a fast path for the bar "a third of bare msgspec" (docs/performance.md).
         key = (is_chat, _encode(parameters))
         plan = self._plans.get(key)

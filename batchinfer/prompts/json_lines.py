@@ -44,7 +44,7 @@ def projection(
     """Return a function that decodes only these columns of a line.
 
     The function returns a tuple with the columns' values in the order of `columns`; an absent column is UNSET. If every
-    column named in `lazy` holds a list, the items of these lists stay undecoded (msgspec.Raw).
+    column named in `lazy` holds a list, the items of these lists may stay undecoded (msgspec.Raw).
 
     This is a fast path for the bar "a third of bare msgspec" (docs/performance.md): rows are often much larger than the
     columns that a prompt needs.

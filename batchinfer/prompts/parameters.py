@@ -1,6 +1,6 @@
 """Reads sampling parameters from the bodies of requests and from the command-line options of a run.
 
-Every parameter is either applied, or ignored because it has no effect, or refused with an error.
+A parameter of a request is either applied, or ignored because it has no effect here, or refused with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_COMPLETION_TOKENS = 16
 """Number of tokens that the completions API generates if neither the request nor the run sets a limit."""
 
-# Parameters that only the hosted OpenAI service uses, for its own bookkeeping. They are ignored here.
+# Parameters of a request that are ignored: the model, which the run decides, and options of OpenAI's hosted service.
 HARMLESS = frozenset(
     {
         "engine",
@@ -59,7 +59,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "top_logprobs": (0, _INT64 - 1),
 }
 _BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
-# Parameters that are not supported. The listed values of each are accepted, because they ask for nothing special.
+# Values that are accepted even where their parameter is not supported, because they ask for nothing special.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "suffix": ("",),
@@ -359,7 +359,7 @@ def _show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-# --------------------------------------------------------------------------- the run's own, from options
+# --------------------------------------------------------------------------- sampling parameters of a run
 
 ALIASES = {
     "num_return_sequences": "n",
@@ -390,8 +390,8 @@ for this reason. An empty tuple means that every value is ignored; otherwise oth
 def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
     """Make the run's sampling parameters from options and ``--sampling`` pairs. A pair replaces an option.
 
-    The name of a pair is a field of Sampling, or an alias of one (`ALIASES`). A pair with any other name goes to the
-    engine unchanged.
+    The name of a pair may be a field of Sampling or an alias of one (`ALIASES`). The pair `do_sample` becomes a
+    temperature, and `_WITHOUT_EFFECT` lists pairs that are ignored. Any other pair goes to the engine unchanged.
 
     Args:
         options: Values by the names of Sampling's fields; None stands for an option that was not given.

@@ -35,7 +35,7 @@ def main() -> None:
     try:
         serve(setup)
     except MemoryError:
-        # Another row could find the rest of the memory in pieces, so it gets a fresh process.
+        # Too little memory may be left for another row, so that row gets a new process.
         os._exit(MEMORY_STATUS)
 
 
@@ -76,7 +76,7 @@ def render(setup: RenderSetup, template: PromptTemplate, line: bytes) -> Rendere
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Let the kernel refuse memory above the limit. A system without such a limit, such as macOS, goes without."""
+    """Let the kernel refuse memory above the limit, where the system can, and write no core dumps."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         memory_bytes = min(memory_bytes, hard)
@@ -96,7 +96,7 @@ def restart_timer(setup: RenderSetup) -> None:
     """Have the kernel kill this process when it has used the CPU for `row_seconds` from now on.
 
     RLIMIT_CPU would count whole seconds from the start of the process. This timer begins anew at every row, and costs
-    a third of a microsecond.
+    less than a microsecond.
     """
     signal.setitimer(signal.ITIMER_PROF, setup.row_seconds)
 

@@ -1,14 +1,15 @@
 """Renders a user's template in a process of its own, because Jinja's sandbox bounds neither time nor memory.
 
-The process (render_host.py) has a limit on its memory, and one on the CPU time of each row. The kernel enforces both,
-so no template gets around them. A template that goes over a limit ends its process and nothing else: the row becomes
-`template_error`, and the process is started again for the next row.
+The process (render_host.py) has a limit on its memory, and one on the CPU time of each row. On Linux the kernel
+enforces both, so no template gets around them; macOS has only the limit of CPU time. A template that goes over a limit
+ends its process and nothing else: the row fails with `template_error`, and the next row gets a new process.
 
 Rows are sent as the lines of the chunk, many at a time. If the process ends with many rows, the same rows are sent
 again one at a time, so that each bad row is found and the others are rendered.
 
 A frame on the pipes is four bytes of length and one JSON or msgpack object. The process ends when the pipe to it is
-closed, thus also when the worker is killed; a render that runs at that moment ends by its limit of CPU time.
+closed, thus also when the worker is killed; a render that runs at that moment goes on until it ends or reaches its
+limit.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from batchinfer.prompts.types import Code
 logger = logging.getLogger(__name__)
 
 ROW_SECONDS = 2.0
-"""Seconds of CPU time that one row may take, and the template's compilation."""
+"""Seconds of CPU time that one row may take. The template's compilation may take as many."""
 MEMORY_BYTES = 1 << 30
-"""Bytes of address space that the process may have, its own 30 MB included."""
+"""Bytes of address space that the process may have, including what Python itself takes."""
 MEMORY_STATUS = 71
-"""Exit status of the process when memory could not be had."""
+"""Exit status of a process that ran out of memory."""
 
 FEW_ROWS = 16
-"""Number of rows to render at once with a template that has ended its process, or has not rendered any row yet."""
+"""Number of rows to render at once as long as the template has rendered no row, and after its process has ended."""
 MANY_ROWS = 1 << 30
 
 _HEADER = struct.Struct("<I")
@@ -68,7 +69,7 @@ class RenderReady(msgspec.Struct, frozen=True, kw_only=True):
     variables: list[str] = []
     """Variables that the template reads, without those that it sets itself."""
     needed_columns: list[str] = []
-    """Columns without which every row fails."""
+    """Columns without which every row fails, as far as the template's text shows it."""
     error: str = ""
     hint: str = ""
 
@@ -97,7 +98,7 @@ class RenderProcess:
         is_strict: Whether the use of a missing variable is an error.
 
     Raises:
-        ConfigError: the template does not compile, or its compilation goes over a limit.
+        ConfigError: the template is not UTF-8 or does not compile, or the process cannot be started.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(OSError):  # bytes were left that the process has not read
+        with contextlib.suppress(OSError):  # the process has not read all that was written
             pipe.close()
 
 

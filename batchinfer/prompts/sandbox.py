@@ -2,7 +2,7 @@
 
 Jinja's own sandbox forbids private attributes and changes to the data. This module refuses templates that load others,
 and it counts loop rounds, calls and the characters of the result. The counts end a template that loops for very long at
-the same place on every machine, so that a row renders either on every machine or on none.
+the same place on every machine, so that its row fails on every machine.
 
 The counts do not bound memory or time: a single expression can ask for gigabytes or for hours. Templates of users are
 therefore compiled and rendered in a process with hard limits (render_process.py). Only the named templates of this
@@ -26,7 +26,7 @@ from batchinfer.prompts.types import Code, RowProblem
 MAX_STEPS = 200_000
 """Largest number of loop rounds and function calls in one render."""
 MAX_CHARS = 32_000_000
-"""Largest number of characters in a rendered prompt. No model can read as many."""
+"""Largest number of characters in a rendered prompt."""
 MAX_RANGE = 10_000
 """Largest number of items in a `range` inside a template."""
 
@@ -58,7 +58,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["_counted"] = self._counted
 
     def start(self) -> None:
-        """Begin a render, which has MAX_STEPS steps."""
+        """Begin a render, which may take MAX_STEPS steps."""
         self._steps_left = MAX_STEPS
 
     def _spend(self) -> None:

@@ -198,7 +198,7 @@ def _needed_columns(tree: nodes.Template, variables: set[str]) -> list[str]:
 
 
 def _always_read(node: nodes.Node) -> set[tuple[str, str]]:
-    """Return what a part of a template surely reads, as pairs of "row" or "name" and the name."""
+    """Return what a part of a template reads in every case: pairs ("name", variable) and ("row", column)."""
     match node:
         case nodes.Name():
             return {("name", node.name)}

@@ -86,8 +86,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables that the chat template gets besides the messages."""
     continue_final: bool | str = False
-    """True: the model continues the answer after the last chosen turn. A text: every answer starts with this text.
-False: the model writes whole answers."""
+    """True: the model continues the answer after the last chosen turn. A text: the model continues this text, as if it
+    had begun its answer with it. False: the model writes whole answers."""
     blank_columns: list[str] = []
     """Columns whose value the prompt template gets as an empty text."""
     few_shot: list[dict[str, Any]] = []
@@ -148,11 +148,11 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     source: dict[str, Any] | None = None
     """Values of the columns that ``--keep`` names, for the output line; None without ``--keep``."""
     body: dict[str, Any] | None = None
-    """Body of the request as it stands in the row; None with the request format ``rows``."""
+    """Body of the row's request; None if the row has none, as with the request format ``rows``."""
     prompt: str | list[int] | list[dict[str, Any]] | None = None
     """Prompt for the output line; None if the output line does not show it."""
     url: str = ""
-    """Endpoint of the OpenAI API that the request is for; empty with the request format ``rows``."""
+    """Endpoint of the OpenAI API that the request is for; empty if there is none, as with the format ``rows``."""
     is_chat: bool = False
     """Whether the prompt is a conversation."""
     param: str | None = None
@@ -161,7 +161,7 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class Draft(msgspec.Struct, gc=False):
-    """A row that is being read. If reading fails, the fields that are filled by then still go into the output line."""
+    """A row that is being read. If reading fails, the id, source, body and url read so far still go into the output."""
 
     row: int
     id: str = ""
@@ -239,7 +239,7 @@ class RequestFormat(Record, frozen=True, kw_only=True):
     make_reader: Callable[[PromptConfig, Sampling, str], RowReader]
     """Function that makes a run's reader. Arguments: prompt options, sampling parameters, end-of-sequence text."""
     has_own_parameters: bool = True
-    """Whether each row brings sampling parameters of its own, which replace the run's."""
+    """Whether rows may bring sampling parameters of their own, which replace the run's."""
     id_field: str = ""
     """Field of a row that holds its id and takes precedence over `_id`; empty if the format has no such field."""
     make_row: Callable[[str, str], dict[str, Any]] | None = None
@@ -247,7 +247,7 @@ class RequestFormat(Record, frozen=True, kw_only=True):
 
 
 class Tokenizer(Protocol):
-    """The methods of a model's tokenizer that `PromptBuilder` uses. They are pure and safe in several threads."""
+    """The methods of a model's tokenizer that `PromptBuilder` uses. Several threads may call them at once."""
 
     @property
     def eos_token(self) -> str:
