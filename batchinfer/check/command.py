@@ -1,6 +1,6 @@
 """`batchinfer check`: find out without a GPU, before paying for one, whether a run will work.
 
-All problems are reported at once.
+All problems that it finds are reported at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchinfer.worker.command import engine_config, prompt_config, sampling_con
 def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
     """Check everything, and return the problems with the other results.
 
-    If the run's URL is given, probe objects are written there and removed again.
+    If the run's URL is given, a probe object is written there and removed again.
 
     Returns:
         The result as a dictionary. Its entry `problems` lists all problems, errors before warnings.

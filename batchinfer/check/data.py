@@ -82,7 +82,7 @@ def from_assignment(
 def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
     """Take about `count` sample rows of sources that are not split yet, in the form in which `split` would write them.
 
-    All rows are counted, but only the sample rows are read.
+    All rows are counted, but only the sample rows are converted.
     """
     from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
 

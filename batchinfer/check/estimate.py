@@ -31,7 +31,7 @@ MOST_LOST_SECONDS = 1800.0
 """Seconds lost by one preemption above which `check` advises to change the settings."""
 SHORTEST_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 60.0, 1200.0
 CHUNKS_PER_WORKER = 4
-"""Smallest number of chunks for each worker.
+"""Number of chunks that each worker should have at least.
 
 With fewer chunks, workers that have no chunk left would wait long for the others at the end.
 """
@@ -105,9 +105,9 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class RunRate(Record, frozen=True, kw_only=True):
-    """Average figures of one worker of an earlier run. `rate` is in rows per second.
+    """Figures of an earlier run. `rate` is the average number of rows per second of one worker.
 
-    `row_seconds` is about how many seconds a row stays in the engine.
+    `load_seconds` is the longest load of an engine. `row_seconds` is about how many seconds a row stays in the engine.
     """
 
     run: str
@@ -154,7 +154,7 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
     )
 
 
-# --------------------------------------------------------------------------- time and money
+# --------------------------------------------------------------------------- time, cost, workers and chunk size
 
 
 class Estimate(Record, frozen=True, kw_only=True):
@@ -217,7 +217,7 @@ def workers_for(rows: int, rate: float, target_seconds: float, start_seconds: fl
 
 
 def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
-    """Return a good number of rows for a chunk: each worker gets several chunks of one to twenty minutes of work.
+    """Return a good number of rows for a chunk. The aim: several chunks for each worker, of one to twenty minutes each.
 
     With too few chunks, workers wait for others at the end. With too many, requests to storage cost time and money.
     How much work a killed worker loses does not depend on the chunk size.
@@ -238,7 +238,7 @@ def chunk_rows_for(rows: int, rate: float, workers: int) -> int:
 def lost_seconds(
     start_seconds: float, checkpoint_seconds: float, in_flight_seconds: float
 ) -> float:
-    """Return the most seconds of a worker that one preemption costs.
+    """Return about how many seconds of a worker one preemption costs at most.
 
     This is the time of a new start, of the rows done since the last checkpoint, and of the rows in flight.
     """

@@ -1,6 +1,6 @@
 """Compute how much memory a model needs on given GPUs, and how many rows run there at once.
 
-The rules are the worker's own. No GPU is needed.
+The worker's own rules distribute the model over the GPUs. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GPU_MEMORY_BYTES = {
 }
 """Total memory of each GPU in bytes, by SkyPilot's name of the GPU.
 
-The numbers are those that the driver reports. They are a little less than the product's name says.
+The numbers are those that the driver reports. They are a little less than those in the maker's data sheet.
 """
 
 
@@ -114,11 +114,11 @@ def ask_for_memory(
 ) -> Memory:
     """Compute the memory of a model on one worker's GPUs. The worker will distribute the model in the same way.
 
-    `prompt_tokens` is the mean length of a prompt, and `answer_tokens` the longest answer. They may be unknown.
+    `prompt_tokens` is the mean length of a prompt, and `answer_tokens` the longest answer. None: not known.
 
     Raises:
-        ConfigError: The model or one row of full length does not fit, or the model's attention heads cannot be divided
-            evenly among the GPUs.
+        ConfigError: `gpu` is wrong, the model or one row of full length does not fit, or the model's attention heads
+            cannot be divided evenly among the GPUs.
     """
     _, gpus = parse_gpu(gpu)
     plan = choose_parallelism(model, gpus, engine)

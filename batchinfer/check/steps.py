@@ -80,7 +80,8 @@ def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tupl
         job_sha256: Hash of job.json; "" if it is not known, and then it is not compared.
 
     Returns:
-        Name, the run's value and the option's value of whatever differs; empty if there is no run yet.
+        Name, the run's value and the option's value of each difference. Empty if there is no run yet, or if the options
+            of prompts or sampling could not be read.
     """
     run = read_run(store)
     if run is None or config.prompt is None or config.sampling is None:

@@ -1,7 +1,7 @@
-"""Find mistakes in SkyPilot task files that SkyPilot itself accepts silently.
+"""Find mistakes in SkyPilot task files, many of which SkyPilot itself accepts silently.
 
-The task file is read, and files that it names on this machine are looked for. Nothing is changed. The rules are those
-of SkyPilot 0.14.
+The task file is read, and files that it names on this machine are looked for. Nothing is changed. SkyPilot's rules are
+those of version 0.14.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTI
 class Problem(Record, frozen=True, kw_only=True):
     """One problem that `check` has found.
 
-    A problem of level "error" keeps the job from working. A problem of level "warning" may cost money or data.
+    A problem of level "error" makes `check` fail, and one of level "warning" does not.
     """
 
     level: str
@@ -70,7 +70,7 @@ def check_task_file(path: Path, accelerators: Iterable[str] = ()) -> list[Proble
 
     Args:
         path: The file. Relative paths in it are looked up from the current working directory, as SkyPilot does.
-        accelerators: Known names of accelerators. Any other name in the file may be misspelled, and gets a warning.
+        accelerators: Known names of accelerators. Another name gets a warning. If empty, names are not checked.
     """
     import yaml
 
@@ -134,7 +134,7 @@ def _declared(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables(task: dict[str, Any]) -> Iterator[Problem]:
-    """Find variables like $NAME in fields where SkyPilot will not replace them by their values."""
+    """Find variables like $NAME that SkyPilot will leave as text: undeclared ones, and all in `resources`."""
     declared = _declared(task)
     for field in ("file_mounts", "workdir", "volumes", "service"):
         for name in sorted(set(_names_in(task.get(field)))):

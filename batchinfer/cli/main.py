@@ -28,7 +28,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 class LazyGroup(click.Group):
     """The group of all commands.
 
-    A command's module is imported only when that command runs. `batchinfer --help` imports none of them.
+    A command's module is imported only when a command line names the command. `batchinfer --help` imports none.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
@@ -60,7 +60,7 @@ class LazyGroup(click.Group):
 
 
 def _name_variables(command: click.Command, name: str) -> None:
-    """Set the name of each option's environment variable to BATCHINFER_<COMMAND>_<OPTION>.
+    """Name the environment variables BATCHINFER_<COMMAND>_<OPTION> of options that set no variable themselves.
 
     By default click would derive it from the name of the Python parameter, which may differ from the option's.
     """
@@ -147,10 +147,10 @@ def _show_click_error(error: click.ClickException) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script and of ``python -m batchinfer``.
+    """Run a command line, flush stdout and stderr, and end the process. `batchinfer.cli.entry.start` calls this.
 
-    It ends the process by os._exit. Otherwise the threads of an object-store client, or an engine that did not close,
-    could keep a paid machine running. Before the process ends, every result is durable and the streams are flushed.
+    The process ends by os._exit. Otherwise the threads of an object-store client, or an engine that did not close,
+    could keep a paid machine running.
     """
     try:
         _open_closed_streams()

@@ -36,7 +36,7 @@ class Option:
     kind: Kind
     help: str
     default: Any = None
-    """Default, spelled as on the command line. None: there is no default, or `kind` defines the default."""
+    """Default, in a form that click accepts. None: there is no default, or `kind` defines the default."""
     name: str = ""
     """Name of click's parameter, if it differs from the flag's name. Settings files accept both names."""
     section: str = ""

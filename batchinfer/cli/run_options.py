@@ -1,4 +1,4 @@
-"""The options of a run, one row each. `batchinfer worker` and `batchinfer check` have all of them.
+"""The options of a run, one row each. `batchinfer worker` has all of them; `run` and `check` have most.
 
 To add an option, add a row here, and add a field for its value to the struct that the row names. --show-config prints
 the options in the order of the rows; help orders them by section.
@@ -460,7 +460,7 @@ def run_options(*, with_look: bool, without: Collection[str] = ()) -> Callable[[
 
     Args:
         with_look: Whether to add the options of the section `LOOK`, too: --show-config and --preview.
-        without: Names of the parameters of options to leave out. The command gives them their values.
+        without: Names of the parameters of options to leave out.
     """
 
     def decorate(function: F) -> F:

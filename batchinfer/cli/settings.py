@@ -1,4 +1,4 @@
-"""What every command shares: the list of commands, their common options, settings files, and --show-config."""
+"""What commands share: the list of commands, their common options, settings files, and --show-config."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "Turn a training checkpoint into a model, or a model into ONNX.",
     ),
 }
-"""All commands by name. A command's module is imported only when the command runs, so that `--help` answers at once."""
+"""All commands by name. Modules are named, not imported, so that `batchinfer --help` answers at once."""
 
 RUN_COMMANDS = ("run", "worker", "check")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
@@ -76,8 +76,7 @@ RUN_COMMANDS = ("run", "worker", "check")
 def common_options(function: F) -> F:
     """Add the options that every command has: --config, --log-format and --log-level.
 
-    The command then also logs a warning for each environment variable whose name looks as if it set an option, if no
-    option has this variable.
+    When the command runs, it also warns of environment variables that are named like an option's but set no option.
     """
 
     @functools.wraps(function)
@@ -172,7 +171,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         Values by the names of click's parameters, in the form that they would have on the command line.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or a key is not an option; the hint names the most similar option.
+        ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
     """
     import yaml
 
@@ -319,8 +318,8 @@ def show_config(context: click.Context, parts: dict[str, Any]) -> dict[str, Any]
         parts: Structs of the configuration that were made from the options, by name.
 
     Returns:
-        A dictionary of two entries. `options` has every option's value, and where the value came from. `resolved` has
-        `parts`. Secrets are replaced by "(secret)".
+        A dictionary of two entries. `options` has the values of the command's own options, and where they came from.
+        `resolved` has `parts`. Secrets are replaced by "(secret)".
     """
     import msgspec
 

@@ -1,8 +1,4 @@
-"""Texts on stderr for people, beside a progress bar.
-
-No other room prints by itself, so no secret of a URL and no control character reaches a terminal, and no text is
-printed into the line of a progress bar.
-"""
+"""Prints messages and log lines to stderr, above the progress bars, so that neither disturbs the other."""
 
 from __future__ import annotations
 

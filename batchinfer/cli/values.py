@@ -130,10 +130,10 @@ def _json(value: Any) -> str:
 
 
 def _shallow(flag: str, text: str) -> str:
-    """Return the text of an option, which becomes a part of run.json. Readers refuse a run.json that is nested deep.
+    """Return an option's text. It becomes a part of run.json, which readers refuse if it is nested too deep.
 
     Raises:
-        ConfigError: the text is JSON that is nested too deep.
+        ConfigError: The text is JSON that is nested too deep.
     """
     from batchinfer.core.json_text import MAX_DEPTH, is_deep
 
@@ -173,10 +173,10 @@ def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
     """Read NAME=VALUE pairs. An argument may hold several pairs, separated by commas. Pure.
 
     If a value is valid JSON, it is read as JSON, and commas inside it belong to it. Otherwise it is the text up to the
-    next pair. If a name occurs several times, its last value counts.
+    next pair; True, False and None are understood, too. If a name occurs several times, its last value counts.
 
     Raises:
-        ConfigError: an argument does not begin with NAME=.
+        ConfigError: An argument is not made of such pairs, or is nested too deep.
 
     >>> read_pairs("--sampling", ['top_k=20,do_sample=true,bad_words=["a,b=c", "d"]', "stop=,"])
     {'top_k': 20, 'do_sample': True, 'bad_words': ['a,b=c', 'd'], 'stop': ','}

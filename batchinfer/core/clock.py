@@ -1,4 +1,4 @@
-"""Clocks. Code that waits or measures time gets a `Clock` as an argument, so that a simulation can pass its own."""
+"""The `Clock` interface, and the real clock. A simulation passes a clock of its own instead of the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes and decodes records, computes checksums, fingerprints and seeds, and decompresses zstd. Pure."""
+"""Encodes and decodes records, computes checksums, fingerprints and seeds, and decompresses zstd."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _sorted_encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def encode(record: Any) -> bytes:
-    """Encode a record as one JSON object without a newline."""
+    """Encode a record as JSON on one line, without a newline at the end."""
     return _encoder.encode(record)
 
 
 def encode_pretty(record: Any) -> bytes:
-    """Encode a record for people: one indented JSON object with sorted keys and a final newline."""
+    """Encode a record for people: indented JSON with a newline at the end. The keys of dictionaries are sorted."""
     return msgspec.json.format(_sorted_encoder.encode(record), indent=2) + b"\n"
 
 
@@ -44,7 +44,8 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
 
     Raises:
         NewerVersion: `data` cannot be decoded and has a newer format version than this program knows.
-        InputError: `data` cannot be decoded for another reason. The message names `name` and the wrong field.
+        InputError: `data` cannot be decoded for another reason, or is nested too deep. The message names `name` and
+            says what is wrong.
     """
     cause: Exception | None = None
     try:
@@ -65,7 +66,7 @@ class _Versioned(msgspec.Struct):
 
 
 def check_version(data: bytes, *, name: str) -> None:
-    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data that is no JSON object is not refused.
+    """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data without a readable version is accepted.
 
     Raises:
         NewerVersion: The record's version is newer.
@@ -101,7 +102,7 @@ def fingerprint(config: dict[str, Any]) -> str:
 
 
 def row_seed(run_seed: int, chunk: str, line: int) -> int:
-    """Compute a row's seed of 63 bits. It depends only on the run's seed, the chunk's name and the line (promise P9).
+    """Compute a row's seed, a number of 63 bits, from the run's seed, the chunk's name and the line (promise P9).
 
     >>> row_seed(0, "part-00000", 1) == row_seed(0, "part-00000", 1)
     True
@@ -143,7 +144,7 @@ def raw(data: bytes) -> msgspec.Raw:
 _READ_BYTES = 32 << 10
 _FEED_BYTES = 1 << 10
 """Number of compressed bytes that are decompressed in one step. Four compressed bytes expand to at most 128 KiB, so one
-step makes at most 32 MiB."""
+step makes about 32 MiB at most."""
 
 
 class ZstdFile(io.RawIOBase):

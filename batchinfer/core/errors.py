@@ -1,22 +1,22 @@
-"""Every error that batchinfer raises, and the exit status that each one means.
+"""The classes of batchinfer's own errors, and the exit status that each class means.
 
 * BatchinferError
-  x UsageError                2   the command, its configuration or its input is wrong; a retry cannot help
+  x UsageError                2   the command, its configuration or its input is wrong; a retry alone cannot help
     - ConfigError                 an option or a settings file
     - InputError                  a source, chunk, manifest or record that cannot be used
       - NewerVersion              a record that a later batchinfer wrote
     - AccessDenied                credentials are missing or refused
     - RunMismatch                 the run was made with another configuration
-  x PolicyStop                3   a rule ended the worker on purpose
+  x PolicyStop                3   a rule or a request ended the worker on purpose
     - ErrorRateExceeded
     - NoProgress                  too many starts that finished no new row
     - StopRequested               `batchinfer stop`
-    - Superseded                  a newer epoch of the same worker exists
+    - Superseded                  a newer process (epoch) of the same worker exists
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
     - EngineDied
     - EngineStalled
-  x StorageError             34   storage failed after its retries
+  x StorageError             34   storage failed; remote storage has been tried several times where that may help
     - ObjectNotFound              (control flow: callers that expect absence catch it)
     - AlreadyExists               (control flow: the create lost)
     - PreconditionFailed          (control flow: the object changed since it was read)
@@ -24,9 +24,9 @@
     - ScratchFull                 the local scratch folder is full or unwritable
   x Interrupted              75   stopped by a signal or a preemption notice with work left
   x RunUnsound                1   `batchinfer verify` found a run that is incomplete or damaged
-  x RowError                  -   one row is bad; never leaves the worker, becomes an error line
+  x RowError                  -   one row is bad; the row becomes an error line, and the work goes on
 
-A message says ``subject: what was found, what was expected``. `hint` says what to do next, if possible as a command.
+Most messages read ``subject: what was found, what was expected``. `hint` says what to do next.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ __all__ = [
 
 
 class BatchinferError(Exception):
-    """Base class of every error that batchinfer raises.
+    """Base class of batchinfer's own errors.
 
-    Secrets in URLs are masked in the message and in the hint.
+    Secrets in URLs are masked in the message and in the hint, except in a `RowError`.
 
     Args:
         message: What is wrong, for people.
@@ -117,13 +117,13 @@ class RunMismatch(UsageError):
 
 
 class PolicyStop(BatchinferError):
-    """A rule ended the worker on purpose."""
+    """A rule or a request ended the worker on purpose."""
 
     exit_status = 3
 
 
 class ErrorRateExceeded(PolicyStop):
-    """More rows failed than `--max-error-rate` allows."""
+    """Too many rows failed; see `--max-error-rate`."""
 
 
 class NoProgress(PolicyStop):
@@ -166,7 +166,7 @@ class EngineStalled(EngineError):
 
 
 class StorageError(BatchinferError):
-    """Storage failed after its retries."""
+    """Storage failed. Remote storage has been tried several times where that may help."""
 
     exit_status = 34
 

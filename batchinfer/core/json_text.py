@@ -1,7 +1,7 @@
-"""Limits how deep JSON from elsewhere may be nested, and decodes rows without losing a value. Pure.
+"""Limits how deep JSON may be nested, and decodes rows with values that Python's decoders refuse. Pure.
 
-Python's decoders, encoders and every recursive function fail somewhere between 900 and 1000 levels, depending on who
-calls them. All readers therefore have one limit far below that.
+Recursive functions, such as JSON decoders, fail at about 1000 levels. How many it are depends on their caller, so the
+limit here is far lower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 MAX_DEPTH = 100
-"""Largest number of arrays and objects within each other that any reader decodes."""
+"""Largest number of arrays and objects that may be nested within each other."""
 
 _decode = msgspec.json.Decoder().decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -34,8 +34,9 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
     """
     if data.count(b"[") + data.count(b"{") <= limit:
         return False
-    # Every step runs over all bytes at once: it drops escapes, then all but quotes and brackets, then strings, first
-    # those without brackets. Two adjacent quotes are such a string, or the border of two strings, which may merge.
+    # Each step is one fast pass over all bytes. The first line removes escapes, and then all bytes but quotes and
+    # brackets. The second line removes strings. Two adjacent quotes are a string without brackets, or the end of one
+    # string and the start of the next; both can go.
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NOT_STRUCTURE)
     brackets = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
     for _ in range(limit):
@@ -46,10 +47,10 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
-    r"""Decode a JSON object of which no value may be lost, such as a row of a source.
+    r"""Decode a JSON object, such as a row of a source. Decimals are rounded to floats.
 
-    A member that Python cannot hold exactly is its JSON text as `msgspec.Raw`: one that makes the line deeper than
-    MAX_DEPTH, with a number beyond the range of floats, or with a surrogate that has no partner.
+    A member stays JSON text (`msgspec.Raw`) if it makes the line deeper than MAX_DEPTH, or has a number beyond the
+    range of floats, NaN, an infinity, or a surrogate without a partner.
 
     Returns:
         The object; None if the line is not a JSON object in UTF-8.
@@ -69,7 +70,7 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 
 
 def flatten_deep(line: bytes) -> bytes:
-    """Replace every member that makes a JSON object deeper than MAX_DEPTH by its JSON text, a string.
+    """Replace each member that makes a JSON object deeper than MAX_DEPTH by its JSON text, a string.
 
     A line that is not deep, or not a JSON object, is returned unchanged.
     """
@@ -113,7 +114,7 @@ _MARK = re.compile(rf"{_STRING}|[\[\]{{}}]", re.DOTALL)
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the JSON text of each member of an object. The texts are not checked.
+    """Yield the name and the JSON text of each member of an object. Whether the texts are JSON is not checked.
 
     Raises:
         ValueError: `text` is not an object.

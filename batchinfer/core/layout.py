@@ -1,4 +1,4 @@
-"""Names of all objects below a job's and a run's folder on storage. No other module spells them. Pure."""
+"""Keys of the objects below a job's and a run's folder on storage. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_chunk_name(name: str) -> bool:
 
 
 def chunk_name(index: int, num_chunks: int) -> str:
-    """Return a chunk's name. Its number has five digits, or as many as the job's last chunk needs.
+    """Return a chunk's name. Its number has five digits, or more if the job's last chunk needs more.
 
     >>> chunk_name(7, 200)
     'part-00007'
@@ -60,7 +60,7 @@ def chunk_file(name: str, compression: str) -> str:
 
 
 def stem(path: str) -> str:
-    """Name of the chunk in the file at a path or URL: the file's name without .jsonl and .zst.
+    """Name of the chunk in the file at a path or URL: the file's name without .jsonl, .zst and .zstd.
 
     >>> stem("s3://b/chunks/part-00007.jsonl.zst")
     'part-00007'
@@ -122,7 +122,7 @@ def marker_key(name: str, generation: int = 0) -> str:
 
 
 def parse_marker(key: str) -> tuple[str, int] | None:
-    """Return (chunk name, generation) of a marker's key, or None for any other key.
+    """Return (chunk name, generation) of a marker's key, or None if the key does not end like a marker's.
 
     >>> parse_marker("outputs/part-00007.jsonl.succeed.2")
     ('part-00007', 2)
@@ -141,8 +141,8 @@ def checkpoint_prefix(name: str) -> str:
 class SegmentName(NamedTuple):
     """The parts of a checkpoint segment's key. `writer` is the worker's id and the nonce of its start.
 
-    Earlier versions wrote segments whose writer is the worker's id without a nonce, and whose key does not tell the
-    number of finished rows in the segment; `rows` is None then.
+    `rows` is the number of finished rows in the segment. In segments of earlier versions it is None, and `writer` is
+    the worker's id without a nonce.
     """
 
     chunk: str
@@ -163,7 +163,7 @@ def segment_key(name: str, epoch: int, writer: str, seq: int, rows: int | None =
 
 
 def parse_segment(key: str) -> SegmentName | None:
-    """Return the parts of a checkpoint segment's key, or None for any other key."""
+    """Return the parts of a checkpoint segment's key, or None if the file's name is not that of a segment."""
     name, _, file = key.removeprefix(CHECKPOINTS).partition("/")
     match = _SEGMENT.match(file)
     if match is None:
@@ -173,9 +173,9 @@ def parse_segment(key: str) -> SegmentName | None:
 
 
 def run_above(key: str) -> str | None:
-    """Folder of the run that an object belongs to ("" or with a final slash), or None if its key is of no run.
+    """Folder ("" or with a final slash) of the run that a run.json, a marker or a checkpoint segment belongs to.
 
-    Only run.json, markers and checkpoint segments are recognised: one of them is in every run that is worth keeping.
+    None for the key of any other object. Every run that is worth keeping has one of these three.
 
     >>> (
     ...     run_above("tests/a/outputs/part-00000.jsonl.succeed"),
@@ -197,7 +197,7 @@ def worker_key(worker_id: str) -> str:
     """Key of a worker's record.
 
     Raises:
-        InputError: the id has characters that a key must not have, such as a slash, or a wrong length.
+        InputError: The id has a character that is not allowed, such as a slash, or a wrong length.
     """
     if not _NAME.match(worker_id):
         raise InputError(

@@ -1,8 +1,7 @@
-"""Makes texts safe to show. Names, messages and records come from buckets, and anybody may have written them. Pure.
+"""Makes texts safe to show, because anybody with access to a bucket may have written what is read from it. Pure.
 
 A terminal obeys control characters: they move the cursor, change the window's title, or reorder what is on a line. And
-a URL may hold a password. `batchinfer.cli` passes every text that goes to a terminal, to the log, or into the JSON on
-stdout through this module.
+a URL may hold a password. `batchinfer.cli` passes messages, log lines, and the JSON on stdout through this module.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ INVALID_CODE = "invalid"
 
 
 def printable(text: str) -> str:
-    r"""Mask secrets in URLs, and replace each control character by its escape, such as \x1b. Tabs and newlines stay.
+    r"""Mask secrets in URLs, and write control and similar characters as escapes, such as \x1b. Tabs and newlines stay.
 
     >>> printable("name\x1b[2J\u202etxt of http://me:secret@host\n")
     'name\\x1b[2J\\u202etxt of http://…@host\n'

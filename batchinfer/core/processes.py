@@ -1,4 +1,4 @@
-"""What every child process of batchinfer needs: an environment that finds this package, and words for how it ended."""
+"""Helpers for child processes: an environment in which they find this package, and words for how they ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_exit(status: int | None) -> str:
-    """Say in words how a process ended, by its exit status. None: the process still runs.
+    """Say in words how a process ended, by its exit status. None: it still runs, but has closed its connection.
 
     >>> describe_exit(-9)
     "killed by SIGKILL (often the kernel's or the container's memory limit)"

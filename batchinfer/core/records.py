@@ -1,8 +1,8 @@
 """Frozen records: those that modules pass to each other, and those that are stored as JSON.
 
-Records are msgspec structs: immutable, with keyword-only arguments and slots. msgspec also encodes and decodes them
-(see docs/decisions/0002). Unknown keys are ignored on reading, so that older programs can read records to which a newer
-program has added fields.
+Records are msgspec structs with keyword-only arguments and slots. Their fields cannot be set again. msgspec also
+encodes and decodes them (see docs/decisions/0002). Unknown keys are ignored on reading, so that older programs can read
+records to which a newer program has added fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 FORMAT_VERSION = 1
-"""Version of the format of all files below a job's and a run's folder. Programs refuse a higher version than theirs."""
+"""Version of the format of the files below a job's and a run's folder. Programs refuse jobs and runs of a later one."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """A number of rows, bytes or the like. Records that hold another number are refused on reading. The upper bound keeps
-sums of a few such numbers within 64 bits."""
+the sum of three such numbers within 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
@@ -103,11 +103,11 @@ class Job(Record, frozen=True, kw_only=True):
         return {name: source_name for source_name, name in self.renamed.items()}
 
 
-# --------------------------------------------------------------------------- requests and completions
+# --------------------------------------------------------------------------- requests, completions, the engine
 
 
 class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Sampling parameters of one request, by vLLM's names. None means the engine's default.
+    """Sampling parameters of one request. None means the engine's default. Most names are vLLM's.
 
     `structured` holds one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
     {"grammar": ...}.
@@ -139,7 +139,7 @@ class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 RowKey = tuple[str, int]
-"""(chunk name, line index from 0), which identifies a row everywhere."""
+"""(chunk name, line index from 0), which identifies a row of a run."""
 
 
 class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -286,7 +286,7 @@ class Marker(Record, frozen=True, kw_only=True):
     chunk_bytes: int | None = None
     """Size of the chunk's file on storage, in bytes."""
     finish_reasons: dict[str, int] = {}
-    """Number of ok rows for each finish reason. Empty in markers of earlier versions, as are the lengths."""
+    """Number of ok rows for each finish reason. Markers of earlier versions have neither this field nor the lengths."""
     prompt_lengths: dict[str, int] = {}
     """Number of ok rows for each range of prompt lengths; see the same field of `Worker`."""
     completion_lengths: dict[str, int] = {}
@@ -304,7 +304,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class ErrorExample(Record, frozen=True, kw_only=True):
-    """The first failed row with a certain error code."""
+    """The first row of a worker that failed with a certain error code."""
 
     chunk: str
     line: int
@@ -352,16 +352,16 @@ class Worker(Record, frozen=True, kw_only=True):
     epoch: int
     nonce: str
     state: str
-    """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show stalled or gone
-    instead, if heartbeats are missing."""
+    """State of the worker: loading, running, waiting, done, stopped or failed. `status` may show another one, such as
+    gone if heartbeats are missing."""
     started: float
     heartbeat: float
     lease_seconds: float = 120.0
     beat: int = 0
     """Number of heartbeats. It makes the record's content, and so its etag, differ after every heartbeat."""
     attempts: int = 0
-    """Number of starts since a start last finished a new row. Starts that somebody stopped, and starts that got no
-    chunk, are not counted."""
+    """Number of starts since a start last finished a new row or found all work done. Starts that a signal, a preemption
+    notice or `batchinfer stop` ended are not counted."""
     reason: str = ""
     fingerprint: str = ""
     host: dict[str, Any] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _USER = r"[^/?#\s]*@|(?!arn:)[^/?#\s:@]*:(?!\d+(?:[/?#\s]|$))[^?#\s@]*@"
-"""User and password at the start of a URL. The second form is for a password with a slash, as secret keys of AWS have
-them. A port and an ARN are no passwords."""
+"""User and password at the start of a URL. The second form is for a password with a slash, which a secret key of
+AWS may have. A port and an ARN are no passwords."""
 _URL = re.compile(rf"([a-z][a-z0-9+.-]*:/{{1,2}}(?!/))({_USER})?([^?\s]*)(\?\S+)?", re.IGNORECASE)
 _WITH_QUERY = ("http", "https")
 """Schemes whose URLs can have a query. In URLs of other schemes, a question mark is part of a glob or a key."""
@@ -16,7 +16,7 @@ _MASK = "…"
 
 
 def redact(text: str) -> str:
-    """Mask the user, the password and the values of the query in every URL of a text. The text may be only a URL.
+    """Mask the user and password in every URL of a text, and the values of the query in URLs of the web.
 
     >>> redact("http://me:secret@host/x.jsonl?token=secret&page=2: no such file")
     'http://…@host/x.jsonl?token=…&page=…: no such file'

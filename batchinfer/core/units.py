@@ -27,7 +27,7 @@ def many(number: int, word: str) -> str:
 
 
 def short(number: float | None) -> str:
-    """Write a number with three significant digits, and with k, M or G for large numbers.
+    """Write a number with up to three significant digits, and with k, M or G for large numbers.
 
     >>> [short(n) for n in (0, 0.123, 7.25, 950, 12345, 3.2e6, 7e9)]
     ['0', '0.123', '7.25', '950', '12.3k', '3.2M', '7G']

@@ -1,8 +1,8 @@
-"""Object storage as a few verbs. Every module that touches a bucket, a folder or memory goes through them.
+"""Object storage as a few verbs, which are the same for buckets, local folders and memory.
 
 A store is rooted at a URL. Keys are relative, use "/", and cannot leave the root. No verb shows or leaves a part of
-an object: each write makes one whole object visible, or nothing. Transient failures are retried inside; callers see
-only errors from `batchinfer.core.errors`.
+an object: each write makes one whole object visible, or nothing. Failures of remote storage that may pass are retried
+inside. What still fails raises a subclass of `BatchinferError`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchinfer.core.errors import InputError
 
 
 class ObjectInfo(NamedTuple):
-    """One listed object. `etag` changes whenever the object is replaced; `modified` is Unix seconds (0 if unknown)."""
+    """One object. `etag` changes with the content (empty if unknown); `modified` is Unix seconds (0 if unknown)."""
 
     key: str
     bytes: int
@@ -51,7 +51,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List every object whose key starts with `prefix`, in key order, never from a cache."""
+        """List the objects whose keys start with `prefix`, in key order, never from a cache."""
         ...
 
     def create(self, key: str, data: bytes) -> str:
@@ -65,7 +65,7 @@ class Store(Protocol):
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:
         """Create an object from a local file, in bounded memory. Raises AlreadyExists.
 
-        As with `create`, the call succeeds if the object exists with the same bytes; their sha256 is compared.
+        As with `create`, the call succeeds if the object exists with the same bytes.
 
         `is_final`: The caller will not write to the file again, but may remove it. A local store may then make a hard
         link to the file instead of copying it.
@@ -85,7 +85,7 @@ class Store(Protocol):
 
 
 class Preconditions(NamedTuple):
-    """Result of `probe`: whether the store really refuses a second create, and a replace with a wrong etag."""
+    """Result of `probe`: whether the store really refuses a second create, and a replace with an outdated etag."""
 
     create: bool
     replace: bool
@@ -110,7 +110,7 @@ def check_key(key: str) -> str:
     """Return `key` if it names one object below a store's root.
 
     Raises:
-        InputError: The key is empty or absolute, or a component is empty, "." or "..".
+        InputError: The key is empty or absolute, a component is empty, "." or "..", or it has a NUL character.
 
     >>> check_key("outputs/part-00000.jsonl")
     'outputs/part-00000.jsonl'
@@ -124,7 +124,8 @@ def check_prefix(prefix: str) -> str:
     """Return `prefix` if it can be the start of a key. The empty prefix means every key.
 
     Raises:
-        InputError: The prefix is absolute, or a component is "." or "..", or a component before the last is empty.
+        InputError: The prefix is absolute or has a NUL character, a component before the last is empty, "." or "..", or
+            the last is "..".
 
     >>> check_prefix("outputs/")
     'outputs/'

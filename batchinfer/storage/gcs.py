@@ -48,7 +48,7 @@ CONNECT_SECONDS = 10.0
 _SOURCE_SILENCE_SECONDS = 60.0
 """Seconds without a byte of a source file after which a request is given up. gcsfs by itself would wait for ever."""
 _HEAVY_BYTES = 1 << 20
-"""Bytes of the smallest upload for whose answer the service may need long."""
+"""Bytes of the smallest upload that the service may take long to answer."""
 DELETE_CONCURRENCY = 8
 ABSENT = "0"
 """The generation of an object that does not exist."""
@@ -236,7 +236,7 @@ class GcsStore:
         """Upload a file in pieces. The last piece creates the object unless it exists already.
 
         Raises:
-            TransientError: The service has lost the upload without creating the object. The caller may start again.
+            TransientError: The service no longer knows the upload. The caller may start again.
         """
         try:
             with self._errors(path), waiting(f"upload {self._url(path)}"):

@@ -36,7 +36,7 @@ _CLIENTS = {
     *("aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
     *("requests", "urllib3"),
 }
-"""Packages with which the Hub's client and fsspec send requests; each has error classes of its own."""
+"""Packages whose errors may come from a request to the Hub or to a web server."""
 _ACCESS_HINT = (
     "log in with `hf auth login`, or set HF_TOKEN to a token with the rights; "
     "a gated repository also wants its terms accepted on its page"
@@ -51,7 +51,8 @@ _NETWORK_HINT = "check the network, HTTPS_PROXY and HF_ENDPOINT, then run the sa
 def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
     """Turn what the Hub's client or an HTTP client raises into one of our errors.
 
-    Errors that come neither from a client nor from the network pass as they are.
+    An OSError counts as an error of the network or the server, and a ValueError as wrong input. Other errors that do
+    not come from a client pass as they are.
 
     Args:
         subject: What is read or written; messages start with it.
@@ -62,8 +63,8 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
         InputError: There is no such repository or revision, the name is invalid, HF_HUB_OFFLINE forbids to ask, or
             the Hub refuses what was sent.
         ObjectNotFound: There is no such file.
-        TransientError: The server cannot be reached, is overloaded or fails; it is a StorageError.
-        StorageError: The server answered anything else.
+        TransientError: The server cannot be reached, is overloaded or fails.
+        StorageError: The server answered with another error.
     """
     try:
         yield
@@ -77,7 +78,7 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferError | None:
-    """Return our error for an error of an HTTP client, the Hub's client or the network; None for any other error."""
+    """Return our error for an error that `hub_errors` translates; None for an error that passes."""
     cause = error.__cause__
     # fsspec and the Hub's cache also raise FileNotFoundError if the Hub cannot be reached. Its cause is the real error.
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
@@ -136,7 +137,7 @@ def _of_hub(error: Exception, subject: str, otherwise: str) -> BatchinferError |
 
 
 def _is_of_client(error: Exception) -> bool:
-    """Whether an error without a status comes from the network or an HTTP client, and is no bug of ours."""
+    """Whether an error without a status counts as one of the network or of an HTTP client."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
 
 
@@ -179,7 +180,7 @@ class ReadOnlyStore:
         self._root = root if self._scheme == "hf" else self.url
 
     def get(self, key: str) -> Object:
-        """See `Store.get`. Two requests: one for the etag, and one for the bytes."""
+        """See `Store.get`. The etag and the bytes are asked for one after the other."""
         etag = self.stat(key).etag
         return Object(self._ask(key, self._fs.cat_file), etag)
 
@@ -285,7 +286,7 @@ def parse_address(url: str) -> Address:
 
 
 class HubRepository:
-    """A repository on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN)."""
+    """The repository of a data set on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN)."""
 
     def __init__(self, address: Address, *, is_private: bool) -> None:
         self._address = address
@@ -319,10 +320,10 @@ class HubRepository:
                 return []
 
     def upload(self, folder: Path, *, message: str, delete: list[str]) -> str:
-        """Upload a folder in one commit. The repository is made if it is missing.
+        """Upload a folder in one commit. The repository and the branch are made if they are missing.
 
         Args:
-            folder: What to upload.
+            folder: Folder to upload.
             message: Message of the commit.
             delete: Patterns of files to remove in the same commit.
 

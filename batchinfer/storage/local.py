@@ -7,7 +7,7 @@ An object becomes visible as a whole, in three steps:
    lock, compares the etag, and renames the file over the old one.
 3. The folder is fsynced, so that the new name survives a power cut.
 
-A process that is killed between these steps leaves one hidden file ``.<name>.<nonce>.tmp``. `list` does not show it,
+A process that is killed meanwhile may leave one hidden file ``.<name>.<nonce>.tmp``. `list` does not show it,
 and `sweep_temps` removes it. A folder's lock is a flock(2) on the folder itself, which the kernel releases when the
 process that holds it dies. On a filesystem that cannot lock a folder, a hidden ``.lock`` file in the folder is locked
 instead. On a filesystem without hard links, a create takes the lock too.
@@ -48,11 +48,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EISDIR}
 LOCK_SECONDS = 60.0
-"""Seconds that a replace or delete waits for a folder's lock before it fails. Others hold it for microseconds only."""
+"""Seconds that a process waits for a folder's lock before it fails. Normally the lock is held for an instant."""
 
 _COPY_BYTES = 1 << 17  # small enough to stay in the processor's cache
 _COARSEST_MTIME_NS = 2_000_000_000
-"""Nanoseconds of the coarsest step in which any filesystem stores file times. FAT has this step."""
+"""Nanoseconds of the coarsest known step of file times, which FAT has."""
 
 
 class LocalStore:
@@ -62,7 +62,7 @@ class LocalStore:
     and flock(2) on the shared filesystem are.
 
     Args:
-        root: The folder. A relative path is resolved now, against the current folder.
+        root: The folder. A relative path is made absolute at once, from the current folder.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -161,7 +161,7 @@ class LocalStore:
         """Yield the temporary files that killed processes left.
 
         Args:
-            older_than_seconds: Age of the youngest file to return; a live process may still be writing younger ones.
+            older_than_seconds: Younger files are left out, because a live process may still write to them.
         """
         limit = time.time() - older_than_seconds
         for folder, _, names in os.walk(self.root):

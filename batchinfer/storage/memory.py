@@ -23,7 +23,7 @@ _versions = itertools.count(1)
 class MemoryStore:
     """Objects below one memory:// URL. Two stores of one URL, or of nested ones, share objects.
 
-    Safe for threads: each verb is one step under one lock.
+    Safe for threads: one lock guards all objects.
 
     Args:
         url: For example ``memory://job``.

@@ -68,7 +68,7 @@ def local_path(url: str) -> Path:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL with a secret in it, and a text like `s3:/bucket`, which would be taken for a folder.
+    """Refuse a bucket's or the Hub's URL with a secret in it, and a text like `s3:/bucket`, which looks like a folder.
 
     Raises:
         ConfigError: A URL of a bucket or of the Hub has a user or a password in it, or the text starts like a URL but
@@ -124,10 +124,10 @@ def is_inside(url: str, folder: str) -> bool:
 
 
 def fsspec_options(scheme: str) -> dict[str, Any]:
-    """Return the options for fsspec's filesystem of `scheme`: no listing comes from a cache, no request waits for ever.
+    """Return the options of fsspec's filesystem for `scheme`, for code that reads with fsspec instead of a `Store`.
 
-    For code that reads with fsspec instead of a `Store`. The call imports gcsfs for gs://, and no package for the
-    other schemes.
+    hf:// and memory:// get no options. The others take no listing from a cache, and gs:// gets time-outs. For gs:// the
+    call imports gcsfs.
     """
     if scheme in {"hf", "memory"}:
         return {}  # hf:// paths name a commit here, and the content of a commit never changes
@@ -139,7 +139,7 @@ def fsspec_options(scheme: str) -> dict[str, Any]:
 
 
 def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
-    """Open the store at `url`. Reads configuration only: nothing is created, and no request is sent.
+    """Open the store at `url`. Nothing is created, and no request goes to the store itself.
 
     Args:
         url: A plain path (``~`` is expanded) or a URL of one of `SCHEMES`.
@@ -216,7 +216,7 @@ def _require(package: str, url: str, command: str) -> None:
 def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
     """Find out whether a store refuses a second create, and a replace with an outdated etag. Uses a test object.
 
-    Costs about six requests. A process killed half way leaves one small object below `prefix`.
+    Costs about ten requests. A process killed half way leaves one small object below `prefix`.
 
     Raises:
         AccessDenied: The store is read-only, or its credentials do not allow writing.

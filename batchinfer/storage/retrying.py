@@ -1,4 +1,4 @@
-"""Which failures of remote storage are worth another try, and how often."""
+"""Which failures of remote storage are worth another try, and how requests are repeated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
-    """How one request is repeated: `attempts` in all, with growing random pauses, for at most `total_seconds`."""
+    """How one request is repeated: `attempts` in all, with growing random pauses, until `total_seconds` have passed."""
 
     attempts: int = 7
     total_seconds: float = 120.0
-    """Seconds after the first attempt during which further attempts may start."""
+    """Seconds from the start of the first attempt, after which a failed attempt is the last one."""
     first_pause_seconds: float = 1.0
     longest_pause_seconds: float = 30.0
     silence_seconds: float = 15.0
@@ -31,8 +31,8 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
     def silence_limit(self, attempt: int, *, is_heavy: bool = False) -> float:
         """Return the seconds without a byte after which attempt number `attempt` (from 1) is given up.
 
-        From the third attempt on they are four times as many: the store may just be slow, and a limit that it never
-        keeps would make it useless. For a request that gives the store much to do they are twice as many.
+        From the third attempt on the limit is four times as long, because the store may only be slow. With `is_heavy`
+        it is twice as long: the request gives the store much to do.
         """
         return self.silence_seconds * (2 if is_heavy else 1) * (1 if attempt <= 2 else 4)
 

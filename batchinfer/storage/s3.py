@@ -1,9 +1,9 @@
 """A store in an S3 bucket, on AWS or on another service with the same API (R2, MinIO, Ceph).
 
-Each verb sends one or a few requests with botocore's synchronous client, which finds credentials, region and endpoint.
+Requests are sent with botocore's synchronous client, which finds credentials, region and endpoint.
 A small file is uploaded in one conditional put. A large file is uploaded in parts, several at a time. A last request,
-which is conditional too, makes the parts an object. This module has its own code for uploads in parts because no
-library sends that last request with a condition.
+which is conditional too, makes the parts an object. This module has its own code for uploads in parts because the
+usual libraries send that last request without a condition.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 MULTIPART_BYTES = 64 << 20
 """Bytes of the smallest file that is uploaded in parts."""
 PART_BYTES = 16 << 20
-"""Bytes of every part but the last; all are equal because R2 requires it."""
+"""Least number of bytes of every part but the last. These parts have the same size because R2 requires it."""
 PART_CONCURRENCY = 4
 MAX_PARTS = 10_000
 MAX_PUT_BYTES = 4_900_000_000
@@ -59,9 +59,9 @@ MAX_PUT_BYTES = 4_900_000_000
 KEYS_PER_DELETE = 1000
 _READ_BYTES = 1 << 20
 _HEAVY_BYTES = 1 << 20
-"""Bytes of the smallest upload for whose answer a store may need long."""
+"""Bytes of the smallest upload that a store may take long to answer."""
 _HEAVY = ("upload_part", "complete_multipart_upload")
-"""Requests for whose answer a store may need long."""
+"""Requests that a store may take long to answer, whatever their size."""
 
 
 class Upload(NamedTuple):
@@ -142,8 +142,8 @@ class S3Store:
     def create_file(self, key: str, path: Path, *, is_final: bool = False) -> str:  # noqa: ARG002 - sent either way
         """See `Store.create_file`.
 
-        A process that is killed half way leaves at most an unfinished upload, which readers do not see. The first large
-        file costs eight more requests, for `_check_parts`.
+        A process that is killed half way may leave an unfinished upload or a test object, which readers ignore. The
+        first large file costs eight or nine more requests, for `_check_parts`.
         """
         name = self._path(key)
         with scratch_errors(path.parent):
@@ -206,8 +206,8 @@ class S3Store:
         """Abort unfinished multipart uploads, which cost storage although nobody sees them. Return their number.
 
         Args:
-            older_than_seconds: Age of the youngest upload to abort; younger ones may belong to a live worker. Ages are
-                the difference between the store's clock and this machine's.
+            older_than_seconds: Younger uploads stay, because they may belong to a live worker. An age is the time since
+                the upload began by the store's clock until now by this machine's.
         """
         limit = time.time() - older_than_seconds
         old = [upload for upload in self.list_multipart_uploads() if upload.started < limit]
@@ -217,13 +217,13 @@ class S3Store:
         return len(old)
 
     def is_on_aws(self) -> bool:
-        """Whether requests go to AWS itself. Reads the configuration; sends nothing."""
+        """Whether requests go to AWS itself. Sends nothing to the store."""
         with s3_errors(self.url, self.bucket):
             endpoint = str(self._connect().meta.endpoint_url)
         host = urlsplit(endpoint).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
-    # ------------------------------------------------------------------ one verb's parts
+    # ------------------------------------------------------------------ helpers of the verbs
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         where = self._url(self._root + prefix)
@@ -322,9 +322,9 @@ class S3Store:
         self._call("abort_multipart_upload", Key=path, UploadId=upload_id)
 
     def _check_parts(self) -> bool:
-        """Whether an upload in parts refuses to overwrite, as a single put does.
+        """Whether large files may be uploaded in parts; see `_try_parts`. The store is asked only once.
 
-        On some stores its last request overwrites.
+        On some stores the last request of such an upload overwrites an object that exists.
         """
         with self._parts_lock:
             if self._are_parts_safe is None:
@@ -342,8 +342,8 @@ class S3Store:
         The result is also True on a store where even a single put overwrites. There every output has a name of its own,
         so no upload can overwrite another.
         """
-        # The name begins with "_", because programs that read whole folders skip such names. The test object may stay
-        # if this process is killed.
+        # The name begins with "_", because many programs that read whole folders skip such names. The test object may
+        # stay if this process is killed.
         key = f"{layout.PROBES}_{secrets.token_hex(8)}"
         path, held = self._path(key), b"probe: an object\n"
         self.create(key, held)
@@ -420,7 +420,7 @@ class S3Store:
     # ------------------------------------------------------------------ requests
 
     def _retry(self, action: Callable[[], T]) -> T:
-        """Do `action` until it succeeds. The requests that it sends know how often it has been tried."""
+        """Do `action` with retries. The number of the attempt decides how long its requests wait for an answer."""
         numbers = itertools.count(1)
 
         def attempt() -> T:
@@ -465,7 +465,7 @@ class S3Store:
     def _check_bucket(self) -> None:
         """Raise InputError if the bucket is missing.
 
-        Sends a request only the first time that an object is not found.
+        A bucket that was found is not looked for again.
         """
         if self._is_bucket_seen:
             return

@@ -16,8 +16,8 @@ import botocore.utils
 
 CONNECT_SECONDS = 10.0
 CONNECTION_SECONDS = 30.0
-"""Seconds after which idle connections are closed. Some routers forget connections that are idle for minutes and tell
-neither end; a request on such a connection gets no answer."""
+"""Seconds after which a client closes its idle connections. Some routers forget connections that are idle for minutes
+and tell neither end; a request on such a connection gets no answer."""
 
 _ROOTS = {
     "ListObjectsV2": b"ListBucketResult",
@@ -35,8 +35,8 @@ _FIRST_ELEMENT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<[?!][^>]*>\s*)*<(?:[\w.-]
 class S3Clients:
     """botocore's clients, one for each limit of silence. They share credentials. Safe for threads.
 
-    A client is made when it is first needed, and not before: that may ask a server for credentials, and may fail for a
-    moment. Requests are repeated after such a failure. Opening a store is not.
+    A client is made only when it is needed, because making it may ask a server for credentials, which may fail for a
+    moment. A request is repeated after such a failure, but the opening of a store is not.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def check_answer(response_dict: dict[str, Any], operation_model: Any, **_: Any) 
 
 
 def _check_header(name: str, headers: Any) -> None:
-    """Refuse a header without an ETag or a length. Python's HTTP client takes a header that was cut short for whole."""
+    """Refuse a header without an ETag or an object's length. Python's HTTP client accepts a header cut short."""
     etag = str(headers.get("etag") or "")
     if not etag or etag.count('"') == 1:
         raise botocore.parsers.ResponseParserError("it has no ETag")
@@ -126,8 +126,8 @@ def _check_header(name: str, headers: Any) -> None:
 def parse_time(text: Any) -> datetime:
     """Parse a time in an answer of the store. Times in ISO 8601 are parsed quickly, all others by botocore's parser.
 
-    botocore's parser is slow. Reading a listing of 1000 keys takes 110 ms of CPU time with it, and 30 ms with this
-    function.
+    botocore's parser is slow. Reading a listing of 1000 keys takes about 110 ms of CPU time with it, and 30 ms with
+    this function.
     """
     try:
         time_read = datetime.fromisoformat(text)

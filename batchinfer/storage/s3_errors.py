@@ -1,4 +1,4 @@
-"""Translates botocore's errors to ours, by HTTP status and code. Kept apart from `s3` only because of its length."""
+"""Translates botocore's errors to ours. Kept apart from `s3` only because of its length."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _FAILURES = (
 
 @contextmanager
 def s3_errors(url: str, bucket: str) -> Iterator[None]:
-    """Turn whatever botocore raises on the object or prefix at `url` into our errors."""
+    """Turn botocore's errors on the object or prefix at `url` into ours."""
     try:
         yield
     except BatchinferError:

@@ -1,7 +1,7 @@
 """Local scratch space, where downloaded chunks are read and outputs are built before they are published whole.
 
-Each worker process has a folder here and removes it at its end. A killed worker leaves its folder; the next worker on
-the machine sees that nobody holds the folder's lock, and removes it.
+A process makes a folder of its own here and removes it at its end. A killed process leaves its folder. The next process
+that makes one in the same place sees that nobody holds the old folder's lock, and removes it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Scratch:
         return self.folder / f"{next(self._numbers)}-{name}"
 
     def close(self) -> None:
-        """Remove the folder. Idempotent."""
+        """Remove the folder. A second call does nothing."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 

@@ -1,4 +1,4 @@
-"""Says for which answers of storage the program waits long: few lines in the log, however many requests wait."""
+"""Logs that requests to storage have waited long for an answer: few lines, however many requests wait."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0
-"""Seconds without a byte of an answer after which a request is named in the log, once."""
+"""Seconds without a byte of an answer after which the log reports a request."""
 LINE_SECONDS = 10.0
-"""Seconds between two such lines, each of which covers all requests that wait."""
+"""Least number of seconds between two such lines. A line names one request and counts the others."""
 _LOOK_SECONDS = 1.0
 
 
@@ -25,7 +25,7 @@ class Waits:
         self._now = now
         self._numbers = itertools.count()
         self._requests: dict[int, tuple[str, float]] = {}
-        """What each request is for, and when its last byte came, by the request's number."""
+        """What each request is for, and when it began or its last bytes came, by the request's number."""
         self._named: set[int] = set()
         self._last_line = float("-inf")
         self._thread: threading.Thread | None = None
@@ -48,7 +48,7 @@ class Waits:
             del self._requests[number]
 
     def look(self) -> None:
-        """Log a line if a request that no line has named yet has waited for long."""
+        """Log a line if a request has waited long that no line covered yet. Lines are at least `LINE_SECONDS` apart."""
         now = self._now()
         waits = {
             number: (now - since, what)
