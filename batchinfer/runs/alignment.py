@@ -1,4 +1,4 @@
-"""Compare one output with its chunk, byte by byte and line by line, for `verify --deep`.
+"""Compare one output with its marker, and line by line with its chunk, for `verify --deep`.
 
 Files are read line by line, so the memory used does not grow with their size.
 """
@@ -56,7 +56,7 @@ class Alignment:
         self._scratch = scratch
 
     def problems(self, ref: ChunkRef, marker: Marker, source: Store) -> list[str]:
-        """Read a chunk and its output in full, and return what is wrong with them: one text for each problem.
+        """Read a chunk and its output, and return what is wrong with them: up to MAX_PROBLEMS texts.
 
         Args:
             ref: The chunk.
@@ -152,7 +152,7 @@ class Alignment:
         except RowError:
             return []
         if len(values) > 1 and not isinstance(values[0], str):
-            values = values[1:]  # the first column is custom_id, and this row has none
+            values = values[1:]  # the first column is custom_id, and this row has no text there
         found = [value for value in values if value not in (msgspec.UNSET, None, "")]
         return [json_lines.as_id(found[0]) if found else str(number)]
 

@@ -75,7 +75,7 @@ class Answers:
 
     @property
     def has_shapes(self) -> bool:
-        """Whether every marker tells finish reasons and lengths. Markers of earlier versions do not."""
+        """Whether there are as many finish reasons as rows that did not fail. Markers of earlier versions have none."""
         return self.finish_reasons.total() >= self.totals.rows_ok > 0
 
     @property
@@ -108,7 +108,7 @@ def read_answers(store: Store, snapshot: Snapshot) -> Answers:
 def with_answers(seen: Overview, answers: Answers) -> Overview:
     """Return an overview with the sums of the markers in place of those of the workers' records.
 
-    While chunks are open, a larger sum of the records stays: they also know rows of open chunks.
+    Until the run is done, a larger sum of the records stays, because records also count rows of open chunks.
     """
     totals, is_done = answers.totals, seen.state == "done"
 
@@ -250,8 +250,8 @@ def _shared_out(
 ) -> list[Piece]:
     """Share out a chunk's resumed rows to the starts that finished them, by what their records tell.
 
-    Rows that no record tells of are the last piece. They are the `owner`'s, or, if it is "" and a worker was killed,
-    nobody's: they lie between the last kill before the moment `before` and the heartbeat that was due then.
+    Rows that no record tells of are the last piece, whose worker is `owner`. It lies between the last kill before the
+    moment `before` and the heartbeat that was due then. If there was no such kill, it lies at `before`.
     """
     pieces = []
     for seen, span in sorted(parts, key=lambda part: part.span.end):

@@ -31,7 +31,7 @@ MAX_BANDS = 7
 MAX_BINS = 180
 """Largest number of bins (equal stretches of time) in a chart over time. The longer the run, the wider the bins."""
 MAX_TICKS = 6
-"""Approximate number of labels on a time axis."""
+"""About the largest number of labels on a time axis."""
 MAX_TRACKS = 8
 """Largest number of tracks (rows of bars) in a worker's lane.
 
@@ -41,7 +41,7 @@ MAX_COLUMNS = 64
 _MIN_BAR = 1.2
 """Smallest width of a bar, in thousandths of the lane's width, so that the bar of a very short chunk can be seen."""
 _MIN_RATE_SECONDS = 10.0
-"""Seconds by which a rate is divided at least. A rate over only a second or two would be mostly noise."""
+"""Fewest seconds by which a count is divided to get a rate. A rate over only a second or two would be mostly noise."""
 _NAMED_CHUNKS = 3
 """Largest number of chunks that are named in the title of a shape of bars."""
 
@@ -206,7 +206,7 @@ def series_of(pieces: Sequence[Piece], workers: Sequence[SeenWorker], bins: Bins
     """Rows and output tokens in each bin: one series for each worker, and one for the rows that no record tells of.
 
     The sums are those of the pieces. Within a piece's time, the minutes in its worker's record say how much was done
-    when. With more than `MAX_BANDS` workers, a single series has the sums over all workers.
+    when. With more than `MAX_BANDS` workers, one series has the sums over all of them.
     """
     paces = {seen.record.id: _pace(seen, bins) for seen in workers}
     found: dict[str, Series] = {}
@@ -450,7 +450,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def _title(outcome: str, spans: Sequence[Span]) -> str:
-    """A text about spans with the same outcome: the outcome, names of the first chunks, and sums of rows."""
+    """The tooltip of bars with the same outcome: that outcome, names of the first chunks, and sums of all rows."""
     names = ", ".join(span.chunk for span in spans[:_NAMED_CHUNKS])
     more = len(spans) - _NAMED_CHUNKS
     resumed = sum(span.resumed for span in spans)
@@ -467,7 +467,7 @@ def _starts(
 ) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
     """Return two lists: (start, end) of each of a worker's processes, and (kind, moment) of each mark.
 
-    All times are by the worker's own clock. Old starts are no longer in the record of a worker that started often.
+    All times are by the worker's own clock. The record of a worker that started often lacks its oldest starts.
     """
     up, marks = [], []
     starts = record.starts or [record.started]

@@ -1,10 +1,11 @@
-"""`batchinfer clean`: remove what dead workers left under a run. It is safe while other workers work on the run.
+"""`batchinfer clean`: remove what dead workers left under a run.
 
-An output that a marker of any generation names is never touched. An output without a marker (an orphan) may still get
-one, even from a machine that wakes up after a week. So an orphan is removed only if three things hold: its chunk
-already has a marker, which keeps the orphan from getting one; the orphan is old; and no live worker has claimed the
-chunk. A dead worker's claim on an unfinished chunk is not deleted, but released by a conditional write (if-match): its
-owner may have returned since the claim was read, and then the write fails.
+Except with --older-than 0, this is safe while workers work on the run. An output that a readable marker of any
+generation names is never touched. An output without a marker (an orphan) may still get one, even from a machine that
+wakes up after a week. So an orphan is removed only if three things hold: its chunk already has a marker, which keeps
+the orphan from getting one; the orphan is old; and no live worker has claimed the chunk. A dead worker's claim on an
+unfinished chunk is not deleted, but released by a conditional write (if-match): its owner may have returned since the
+claim was read, and then the write fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_AGE_SECONDS = 3600.0
 PROBE_SECONDS = 600.0
-"""Age in seconds at which a probe object counts as left behind.
+"""Smallest age in seconds at which a probe object counts as left behind.
 
 A worker writes a probe object to test the store. It removes the object after half a dozen requests.
 """
@@ -46,7 +47,7 @@ class CleanConfig(Record, frozen=True, kw_only=True):
     yes: bool = False
     older_than_seconds: float = DEFAULT_AGE_SECONDS
     redo: list[str] = []
-    """Names of chunks to do again. `clean` removes the markers and segments of these chunks, too."""
+    """Names of chunks to do again. `clean` removes the markers and segments of these chunks, whatever their age."""
 
 
 @runtime_checkable
@@ -107,7 +108,7 @@ def run_clean(
     Args:
         config: What to clean.
         store: The run's store.
-        clock: The clock by which a dry run computes ages. A run with `yes` uses the store's own time.
+        clock: The clock by which a dry run computes ages. With `yes`, the store's own time is used if it gives any.
         show: Called with each line of text about what is removed, or would be removed.
 
     Raises:

@@ -42,7 +42,7 @@ class Rate(Record, frozen=True, kw_only=True):
 
 
 class WorkerView(Record, frozen=True, kw_only=True):
-    """Figures of one worker, summed over all starts of its process."""
+    """Figures of one worker. Counts are summed over all starts of its process."""
 
     id: str
     state: str
@@ -243,8 +243,8 @@ class Progress(Record, frozen=True, kw_only=True):
     """How many chunks, or rows, are done. `total` and `waiting` are None without a job.json.
 
     Chunks in progress are those that live workers have open. Rows in progress are the rows in checkpoints of chunks
-    that are not done: they are safe, whatever happens to the workers. All other rows are waiting, also rows that a
-    worker has finished since its last checkpoint.
+    that are not done: they are safe, whatever happens to the workers. All other rows of these chunks are waiting, also
+    those that a worker has finished since its last checkpoint.
     """
 
     total: int | None
@@ -254,7 +254,7 @@ class Progress(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Cost in dollars. A cost is None if no worker's price is known.
+    """Cost in dollars. A cost is None if it cannot be computed, for example because no worker's price is known.
 
     `unpriced_workers` is the number of workers whose price is not known. No figure here includes them.
     """
@@ -298,7 +298,7 @@ class Overview(Record, frozen=True, kw_only=True):
 
 
 def time_now(snapshot: Snapshot) -> float:
-    """The present time in Unix seconds: this machine's clock, or the newest time of an object in the run.
+    """The present time in Unix seconds: by this machine's clock, or the time of the newest marker or worker's record.
 
     The later one is taken. If an object looks newer than now, this machine's clock is behind storage's.
     """

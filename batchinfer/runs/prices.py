@@ -27,7 +27,7 @@ class Price(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What is known about a worker's machine. A text that is not known is empty; a number that is not known is 0."""
+    """A worker's machine. A text that is not known is empty; a number that is not known is 0."""
 
     cloud: str
     region: str
@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
 
 def accelerator_name(device: str) -> str:
-    """SkyPilot's name of an accelerator. `device` is the driver's name or already SkyPilot's; "" if there is none.
+    """SkyPilot's name of the accelerator that `device` names; "" if there is none. `device` may be the driver's name.
 
     >>> [
     ...     accelerator_name(n)

@@ -1,6 +1,6 @@
 """`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files.
 
-Texts from the bucket may be hostile. Jinja escapes every text. The page's content security policy also forbids scripts
+Texts from the bucket may be hostile. Jinja escapes them. The page's content security policy also forbids scripts
 and requests, so no script could run even if a text were not escaped.
 """
 
@@ -51,7 +51,8 @@ MAX_SETTING = 4000
 class ReportConfig(Record, frozen=True, kw_only=True):
     """What to report. `output` is the page's path or URL.
 
-    The page shows `num_samples` rows of the first finished chunk, and as many of the last.
+    The page shows up to `num_samples` rows of the first finished chunk, and as many of the last. A failed row of each
+    may be added.
     """
 
     run: str
@@ -207,7 +208,11 @@ def _charts(
 def _lengths(
     records: Sequence[Worker], seen: Overview, answers: Answers
 ) -> dict[str, list[charts.Column]]:
-    """Histograms of prompts and answers: by the markers, as long as chunks are open also by the workers' records."""
+    """Histograms of the lengths of prompts and answers.
+
+    They are by the markers, and until the run is done also by the workers' records. If the markers have no lengths,
+    they are by the records alone.
+    """
     prompts = [add_up(record.prompt_lengths for record in records)]
     completions = [add_up(record.completion_lengths for record in records)]
     if answers.has_shapes:

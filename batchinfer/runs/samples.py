@@ -61,7 +61,7 @@ class SampleRow(NamedTuple):
 def read_samples(
     store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
 ) -> list[SampleRow]:
-    """Read sample rows of the first and of the last finished chunk.
+    """Read sample rows of the first and of the last finished chunk, by name.
 
     If a chunk has failed rows, its first failed row is among the samples. A chunk whose output cannot be read is left
     out with a warning.
@@ -70,7 +70,7 @@ def read_samples(
         store: The run's store.
         snapshot: What was read of the run: its markers and its job.
         open_store: Opens the job's store.
-        num_rows: Number of rows of each chunk, spread evenly over the chunk. A failed row may be added to them.
+        num_rows: Largest number of rows of each chunk, spread evenly over it. A failed row may be added to them.
     """
     names = sorted(snapshot.markers)
     rows: list[SampleRow] = []
@@ -100,7 +100,7 @@ class _SampleReader:
         self._scratch = scratch
 
     def read(self, name: str, num_rows: int) -> list[SampleRow]:
-        """Read `num_rows` rows of one finished chunk, and maybe a failed row more."""
+        """Read up to `num_rows` rows of one finished chunk, spread evenly over it, and its first failed row if any."""
         key = layout.marker_key(name, self._markers[name].generation)
         marker = codec.decode(self._store.get(key).data, Marker, name=key)
         if "/" in marker.output:

@@ -1,4 +1,4 @@
-"""`batchinfer status`: show the progress of a run. Only the run's bucket is read; no worker is asked."""
+"""`batchinfer status`: show the progress of a run. Only storage is read; no worker is asked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STATE_STYLES = {
     "gone": "red",
     "failed": "bold red",
 }
-"""Colours of states. A colour adds nothing to the word of the state, which is always shown, too."""
+"""Colours of states. The name of the state is always shown, too."""
 
 
 class StatusConfig(Record, frozen=True, kw_only=True):
@@ -55,7 +55,8 @@ class StatusConfig(Record, frozen=True, kw_only=True):
 class Status:
     """Reads one run, any number of times, and changes nothing.
 
-    Each `look` costs one request for each page of a listing, and one for each worker's record that has changed.
+    After the first, a `look` costs about one request for each page of a listing, and one for each worker's record that
+    has changed.
     """
 
     def __init__(self, config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> None:

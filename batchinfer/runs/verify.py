@@ -1,4 +1,4 @@
-"""`batchinfer verify`: prove that a run is complete and sound, or list its problems with the commands that fix them."""
+"""`batchinfer verify`: prove that a run is complete and sound, or list its problems and how to fix them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SHOWN = 10
 class VerifyConfig(Record, frozen=True, kw_only=True):
     """What to verify.
 
-    `job` and `manifests` are needed only if neither run.json nor the run's URL tells which job the run belongs to.
+    `job` and `manifests` are needed only if the job is not found by the run's URL and run.json.
     """
 
     run: str
@@ -67,13 +67,13 @@ class Verdict(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether every chunk is done and sound. Leftover objects of dead workers do not matter."""
+        """Whether nothing is missing, corrupt or foreign. Leftovers do not matter."""
         return all(finding.kind == LEFTOVER for finding in self.findings)
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text about the findings, grouped by kind and fix.
 
-        Each group has its first few findings, then the command that fixes the group.
+        Each group has its first few findings, then a line that says how to fix the group.
         """
         # `stop --resume` comes first, because no worker can start while the run is stopped.
         order = sorted(
@@ -91,7 +91,7 @@ class Verdict(NamedTuple):
                 yield f"  then: {self.worker}"
 
     def as_json(self) -> dict[str, Any]:
-        """The summary with all findings added, each with the command that fixes it."""
+        """The summary with all findings added, each with the command or sentence that says how to fix it."""
         return {
             **self.result,
             "findings": [
@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
         }
 
     def error(self) -> RunUnsound:
-        """The error for a run that is not sound. The error's hint is the command that the user should run first."""
+        """The error for a run that is not sound. The error's hint says what the user should do first."""
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         done = f"{self.result['chunks_sound']} of {self.result['chunks_total']} chunks are done and sound"
         grave = [finding for finding in self.findings if finding.kind != LEFTOVER]
@@ -171,7 +171,7 @@ def _compare(
     sound: list[tuple[ChunkRef, Marker]],
     open_store: OpenStore,
 ) -> Iterator[tuple[ChunkRef, Marker, list[str]]]:
-    """Compare every chunk with its output, NUM_COMPARISONS at a time. Yield each chunk, its marker and its problems."""
+    """Compare chunks with their outputs, NUM_COMPARISONS at a time. Yield each chunk, its marker and its problems."""
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
     alignment = Alignment(run, store, scratch)
