@@ -83,16 +83,20 @@ def run(
             folder = tempfile.mkdtemp(prefix="batchinfer-run-")
             work = folder
         dest = output if output is not None else Path(scratch) / "answers.parquet"
-        arguments = [*_as_sources(source, Path(scratch)), "--output", str(dest)]
+        if str(dest) == "-":
+            raise errors.ConfigError("output: '-' is for the command line", hint="give a path")
+        arguments = ["--output", str(dest)]
         if work is not None:
             arguments += ["--work", str(work)]
         try:
-            result = _call("run", arguments, options, Path(scratch))
+            sources = _as_sources(source, Path(scratch))
+            result = _call("run", sources, arguments, options, Path(scratch))
         except BaseException:
             if folder is not None:
                 _remove(folder)
             raise
-    found = RunHandle(f"{str(result['work']).rstrip('/')}/run", result)
+    is_partial = options.get("limit") is not None and result["status"] != "SUCCESS"
+    found = RunHandle(f"{str(result['work']).rstrip('/')}/run", result, is_partial=is_partial)
     if folder is not None:
         weakref.finalize(found, _remove, folder)
     return found
@@ -114,8 +118,8 @@ def split(source: Any, output: str | Path, **options: Any) -> dict[str, Any]:
         errors.StorageError: Storage failed.
     """
     with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
-        arguments = [*_as_sources(source, Path(scratch)), "--output", str(output)]
-        return _call("split", arguments, options, Path(scratch))
+        sources = _as_sources(source, Path(scratch))
+        return _call("split", sources, ["--output", str(output)], options, Path(scratch))
 
 
 def open_run(url: str | Path) -> RunHandle:
@@ -131,9 +135,10 @@ class RunHandle:
         result: JSON object that `batchinfer run` printed; empty after `open_run`.
     """
 
-    def __init__(self, url: str, result: dict[str, Any]) -> None:
+    def __init__(self, url: str, result: dict[str, Any], *, is_partial: bool = False) -> None:
         self.url = url
         self.result = result
+        self._is_partial = is_partial
 
     def __repr__(self) -> str:
         """Name the run."""
@@ -224,9 +229,11 @@ class RunHandle:
         from batchinfer.core.clock import SystemClock
         from batchinfer.storage.opening import open_store
 
-        is_partial = self.result.get("status") == "PARTIAL"
         config = CollectConfig(
-            run=self.url, dest=f"{folder}/table", with_source=with_source, partial=is_partial
+            run=self.url,
+            dest=f"{folder}/table",
+            with_source=with_source,
+            partial=self._is_partial,
         )
         run_collect(config, open_store=open_store, clock=SystemClock())
         return sorted((Path(folder) / "table").glob("part-*.parquet"))
@@ -241,10 +248,14 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
     Raises:
         errors.InputError: The source is of no known kind.
     """
-    if isinstance(source, str | Path):
-        return [str(source)]
-    if isinstance(source, list | tuple) and source and isinstance(source[0], str | Path):
-        return [str(part) for part in source]
+    paths = [source] if isinstance(source, str | Path) else source
+    if isinstance(paths, list | tuple) and paths and isinstance(paths[0], str | Path):
+        for part in paths:
+            if not isinstance(part, str | Path) or str(part) == "-":
+                raise errors.InputError(
+                    f"source: {part!r:.80} is no path or URL", hint="give rows or paths, not both"
+                )
+        return [str(part) for part in paths]
     path = folder / "source.parquet"
     package = type(source).__module__.partition(".")[0]
     if package == "pyarrow":
@@ -289,25 +300,43 @@ def _write_rows(rows: Iterable[Any], path: Path) -> None:
                     f"source: item {index} is a {type(row).__name__}, expected a dictionary",
                     hint="give rows as {'prompt': '…'}",
                 )
-            file.write(codec.encode(dict(row)) + b"\n")
+            try:
+                file.write(codec.encode(dict(row)) + b"\n")
+            except (TypeError, ValueError) as error:
+                raise errors.InputError(
+                    f"source: item {index} has a value that JSON cannot hold ({error})",
+                    hint="give numbers, texts, lists and dictionaries; .item() or .tolist() turns numpy's into these",
+                ) from error
 
 
 # --------------------------------------------------------------------------- running a command
 
 
 def _call(
-    name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path
+    name: str,
+    sources: Sequence[str],
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    folder: Path,
 ) -> dict[str, Any]:
     """Run a command as a process, with its log on stderr, and return its result."""
     _check_names(name, options)
     settings = folder / "options.yaml"
-    given = {
-        key: str(value) if isinstance(value, Path) else value for key, value in options.items()
-    }
-    settings.write_text(json.dumps(given), encoding="utf-8")
+    settings.write_text(_as_settings(name, options), encoding="utf-8")
     lines: deque[str] = deque(maxlen=_LINES_KEPT)
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(os.getpid()), name, *arguments, "--config", settings],
+        [
+            sys.executable,
+            "-c",
+            _CHILD,
+            str(os.getpid()),
+            name,
+            *arguments,
+            "--config",
+            settings,
+            "--",
+            *sources,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -344,12 +373,45 @@ def _check_names(name: str, options: Mapping[str, Any]) -> None:
     known |= {
         max(parameter.opts, key=len).lstrip("-").replace("-", "_") for parameter in command.params
     }
+    known -= {
+        "sources",
+        "dest",
+        "output",
+        "work",
+        "config",
+        "config_file",
+    }  # what the function gives itself
     for option in options:
         if option not in known:
             raise errors.ConfigError(
                 f"{name}(): has no option {option!r}{errors.near(option, known)}",
                 hint=f"see batchinfer {name} --help",
             )
+
+
+def _as_settings(name: str, options: Mapping[str, Any]) -> str:
+    """Return options as the text of a settings file. Scalars of numpy become numbers.
+
+    Raises:
+        ConfigError: A value is none that a settings file can hold.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        if hasattr(value, "dtype") and hasattr(value, "item"):
+            return value.item()
+        raise TypeError
+
+    for option, value in options.items():
+        try:
+            json.dumps(value, default=plain)
+        except (TypeError, ValueError):
+            raise errors.ConfigError(
+                f"{name}(): {option} is a {type(value).__name__}, expected a number, a text, a list or a dictionary",
+                hint=f"see batchinfer {name} --help",
+            ) from None
+    return json.dumps(dict(options), default=plain)
 
 
 def _variables(name: str) -> dict[str, str]:

@@ -105,6 +105,19 @@ def test_first_some_then_all(tmp_path: Path) -> None:
     assert [row["text"] for row in found.rows()] == TEXTS
 
 
+def test_some_rows_can_be_read_again(tmp_path: Path) -> None:
+    for status in ("PARTIAL", "UNCHANGED"):
+        some = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
+        assert some.result["status"] == status
+        assert [row["text"] for row in some.rows()] == TEXTS[:2]
+
+
+def test_numbers_of_numpy_are_values_of_options() -> None:
+    np = pytest.importorskip("numpy")
+    found = batchinfer.run(ROWS, engine="echo", limit=np.int64(2))
+    assert found.result["rows"] == 2
+
+
 def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
     import batchinfer.split.command
 
@@ -119,6 +132,10 @@ def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
         ({"max_token": 3}, errors.ConfigError, "did you mean 'max_tokens'"),
         ({"prompt_column": "txet"}, errors.UsageError, "would not work"),
         ({"max_tokens": -1}, errors.UsageError, "max-tokens"),
+        ({"max_tokens": object()}, errors.ConfigError, "max_tokens is a object"),
+        ({"dest": "b.parquet"}, errors.ConfigError, "no option 'dest'"),
+        ({"sources": "b.parquet"}, errors.ConfigError, "no option 'sources'"),
+        ({"config": "b.yaml"}, errors.ConfigError, "no option 'config'"),
     ],
 )
 def test_a_mistake_is_an_error_of_ours(
@@ -129,10 +146,31 @@ def test_a_mistake_is_an_error_of_ours(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("source", [3, {"prompt": "one"}, [1, 2], b"x"])
+@pytest.mark.parametrize(
+    "source", [3, {"prompt": "one"}, [1, 2], b"x", [{"prompt": "one"}, "a.jsonl"]]
+)
 def test_a_source_of_no_known_kind_is_refused(source: Any) -> None:
     with pytest.raises(errors.InputError, match="expected"):
         batchinfer.run(source, engine="echo")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ([{"text": "a"}, {"text": "b", "n": object()}], "item 1 has a value that JSON cannot hold"),
+        (["a.jsonl", {"text": "a"}], "is no path or URL"),
+        ("-", "is no path or URL"),
+        ("--help", "--help: no such file"),
+    ],
+)
+def test_a_source_that_cannot_be_taken_is_named(source: Any, said: str) -> None:
+    with pytest.raises(errors.UsageError, match=said):
+        batchinfer.run(source, engine="echo")
+
+
+def test_standard_output_is_for_the_command_line() -> None:
+    with pytest.raises(errors.ConfigError, match="command line"):
+        batchinfer.run(ROWS, output="-", engine="echo")
 
 
 def test_a_run_that_is_not_finished_is_not_read_as_if_it_were(tmp_path: Path) -> None:
