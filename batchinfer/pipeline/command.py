@@ -99,6 +99,11 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: scratch files go
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-run-")))
         dest = options.pop("dest")
+        if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
+            raise ConfigError(
+                f"--format {options['format']}: with -o - standard output takes JSON Lines",
+                hint="leave --format out, or name a file",
+            )
         answers = scratch / "answers.jsonl" if dest == STDOUT else None
         config = PipelineConfig(
             sources=as_tables(sources, scratch / "sources"),
@@ -177,9 +182,13 @@ def _default_work(dest: str, scratch: Path) -> str:
     """Return the work folder beside DEST. For stdout it is a temporary one, so such a run cannot be resumed."""
     if dest == STDOUT:
         return str(scratch / "work")
+    from batchinfer.storage.opening import local_path, split_url
+
     if dest.startswith("hf://"):
         raise ConfigError(
             f"--output {dest}: the Hub cannot hold the work beside it",
             hint="say where: --work FOLDER",
         )
+    if split_url(dest)[0] == "file" and Path(dest).name in ("", ".."):
+        dest = str(local_path(dest).resolve())  # for example "."
     return f"{dest.rstrip('/')}.batchinfer"

@@ -7,6 +7,7 @@ What the steps write lies in the work folder, except for DEST: the job in ``job/
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from batchinfer.check.command import run_check
@@ -31,7 +32,7 @@ from batchinfer.ledger.jobs import OpenStore, load_job, split_name
 from batchinfer.pipeline.sources import recognise
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.sources import ColumnChoice, count_sources
-from batchinfer.storage.opening import join_url
+from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class CollectingRecord(Record, frozen=True, kw_only=True):
 
     format_version: int
     dest: str
+    """DEST; if it and the work folder are local, its path from the work folder, which stays true if both are moved."""
     options: dict[str, Any]
     """Options on which DEST's content depends."""
     rows: int = 0
@@ -92,6 +94,7 @@ class WorkFolder:
         """
         config = self.config
         counted = count_sources(config.sources, choice=ColumnChoice())
+        counted.check_apart(config.dest)
         options = options | recognise(counted.columns, options)
         options |= self._as_chat(options, world)
         existing = load_job(self.job_url, self._open_store)
@@ -221,8 +224,9 @@ class WorkFolder:
             InputError: Something else is at DEST.
         """
         check_options(self._collection())
+        self._check_place()
         record = self._record()
-        if record is not None and record.dest == self.config.dest:
+        if record is not None and record.dest in (self._dest_from_work(), self.config.dest):
             is_same = record.options == self._options() and self._is_there()
             return record.rows if is_same else 0
         if self._is_there():
@@ -231,6 +235,39 @@ class WorkFolder:
                 hint="name another DEST, or remove it",
             )
         return 0
+
+    def _check_place(self) -> None:
+        """Check that a local DEST can be made, and that DEST is not in the job or the run."""
+        dest, work = self.config.dest, self.config.work
+        inside = [place for place in (self.job_url, self.run_url) if is_inside(dest, place)]
+        if inside or is_inside(work, dest):
+            raise ConfigError(
+                f"{dest}: is not apart from the work at {work}", hint="name another DEST or --work"
+            )
+        if split_url(dest)[0] != "file":
+            return
+        path = local_path(dest).absolute()
+        folder = path.parent if suffix_of(dest) else path
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        problem = ""
+        if not nearest.is_dir():
+            problem = f"{nearest} is no folder"
+        elif not os.access(nearest, os.W_OK):
+            problem = f"{nearest} cannot be written to"
+        elif path != folder and path.is_dir():
+            problem = "a folder has this name"
+        if problem:
+            raise InputError(
+                f"{dest}: cannot be made: {problem}",
+                hint="name another DEST; - writes to standard output",
+            )
+
+    def _dest_from_work(self) -> str:
+        """DEST as the record names it: a local one by its way from a local work folder, however DEST was spelt."""
+        dest, work = self.config.dest, self.config.work
+        if split_url(dest)[0] != "file" or split_url(work)[0] != "file":
+            return dest
+        return os.path.relpath(local_path(dest).resolve(), local_path(work).resolve())
 
     def collect(self) -> dict[str, Any]:
         """Write DEST from the run, and return the result of `collect`."""
@@ -277,7 +314,7 @@ class WorkFolder:
     def _put_record(self, rows: int) -> None:
         record = CollectingRecord(
             format_version=FORMAT_VERSION,
-            dest=self.config.dest,
+            dest=self._dest_from_work(),
             options=self._options(),
             rows=rows,
         )

@@ -170,6 +170,29 @@ class TestAgain:
         texts = [json.loads(line)["text"] for line in dest.read_text().splitlines()]
         assert texts == [row["text"] for row in ROWS]
 
+    def test_dest_is_known_however_it_is_spelt(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        (tmp_path / "below").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert run(rows, "-o", "a.jsonl") == 0
+        for spelling in ("./a.jsonl", tmp_path / "a.jsonl", "below/../a.jsonl"):
+            assert run(rows, "-o", spelling) == 0
+            assert last(capsys)[0]["status"] == "UNCHANGED"
+        monkeypatch.chdir(tmp_path / "below")
+        assert run(rows, "-o", "../a.jsonl") == 0
+        assert last(capsys)[0]["status"] == "UNCHANGED"
+
+    def test_the_folder_where_the_user_stands_can_be_dest(
+        self, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "out").mkdir()
+        monkeypatch.chdir(tmp_path / "out")
+        assert run(rows, "-o", ".") == 0
+        assert {path.name for path in Path().iterdir()} == {"_COLLECTED", "part-00000.parquet"}
+        assert (tmp_path / "out.batchinfer/run").is_dir()
+
     def test_another_limit_does_whole_chunks(
         self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -247,6 +270,42 @@ class TestWhatIsRefused:
         dest, *more = name.split()
         assert run(rows, "-o", tmp_path / dest, *more) == 2
         assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["-o", "file/a.jsonl", "--work", "w"], "is no folder"),
+            (["-o", "/dev/stdout", "--work", "w"], "is no folder"),
+            (["-o", "folder.jsonl"], "a folder has this name"),
+            (["-o", "w", "--work", "w"], "is not apart from the work"),
+            (["-o", "w.jsonl", "--work", "w.jsonl"], "is not apart from the work"),
+            (["-o", "w/run/answers", "--work", "w"], "is not apart from the work"),
+            (["-o", "out", "--work", "out/w"], "is not apart from the work"),
+            (["-o", "rows/a.jsonl", "--work", "w"], "lies inside the source rows"),
+            (["-o", "-", "--format", "csv"], "takes JSON Lines"),
+        ],
+    )
+    def test_a_dest_at_a_wrong_place_is_refused_first(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str,
+    ) -> None:  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        Path("rows").mkdir()
+        rows.rename("rows/rows.jsonl")
+        Path("file").touch()
+        Path("folder.jsonl").mkdir()
+        before = sorted(Path().rglob("*"))
+        assert run("rows", *arguments) == 2
+        assert said in capsys.readouterr().err
+        assert sorted(Path().rglob("*")) == before
+
+    def test_answers_are_no_source_of_the_next_command(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pattern = tmp_path / "*.jsonl"
+        assert run(pattern, "-o", tmp_path / "answers.jsonl", "--limit", 3) == 0
+        assert run(pattern, "-o", tmp_path / "answers.jsonl") == 2
+        assert "answers.jsonl: this source lies inside the output" in capsys.readouterr().err
 
     def test_the_hub_needs_a_place_for_the_work(
         self, rows: Path, capsys: pytest.CaptureFixture[str]
