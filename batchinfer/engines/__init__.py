@@ -1,6 +1,6 @@
-"""What an engine is, which engines there are, and how to create one.
+"""The interface of engines, the table of all engines, and the function that creates one.
 
-`ENGINES` is the only place in the package that tells one engine from another. To add an engine, write a module that
+`ENGINES` lists the engines, with what the rest of the package must know of each. To add an engine, write a module that
 implements `Engine`, add an entry to `ENGINES`, and name it in the help of ``--engine``. Importing this module imports
 neither vllm nor torch.
 """
@@ -22,7 +22,7 @@ UNLIMITED_LENGTH = 2**31 - 1
 
 
 class Stop(Protocol):
-    """A stop signal. Every function that may wait for a long time checks it."""
+    """A stop signal, which tells an engine to drop its work and return."""
 
     def is_set(self) -> bool:
         """Whether to drop all work and return now."""
@@ -73,12 +73,12 @@ class Engine(Protocol):
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
         """Take requests whenever slots are free, and yield the completions that finished, in any order.
 
-        The generator yields after every step of the engine, and at least once a second, so that the caller can do
-        other work in between. The list may be empty. A request that the engine refuses comes back as a completion with
-        a failure. If an engine process ends and the engine goes on, with its other processes or a new one, the requests
-        in the process come back with a failure that `is_engine_death`: the caller decides who tries them again, and
-        when. The generator ends when the source has returned None and no request is in flight. It also ends soon
-        after `stop` is set, and then drops the requests in flight.
+        The generator usually yields at least once a second, so that the caller can do other work in between. The list
+        may be empty. A request that the engine refuses comes back as a completion with
+        a failure. If an engine process ends and the engine goes on, with its other processes or a new one, each request
+        that may be the cause comes back with a failure whose `is_engine_death` is true. The caller decides who tries it
+        again, and when. The generator ends when the source has returned None and no request is in flight. It also ends
+        soon after `stop` is set, and then drops the requests in flight.
 
         Raises:
             EngineDied: an engine process ended, and none is left. Only `close` may be called afterwards.
@@ -95,7 +95,7 @@ class Engine(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------- which engines there are
+# --------------------------------------------------------------------------- the table of engines
 
 
 def _accept(*_: object) -> None:
@@ -104,7 +104,7 @@ def _accept(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What the rest of the package knows about an engine before that engine's module is imported."""
+    """The description of an engine, which the rest of the package uses without importing the engine's module."""
 
     name: str
     """Value of ``--engine``."""
@@ -125,7 +125,7 @@ class EngineKind:
     """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. It does not
     import the engine's package."""
     check_arguments: Callable[[Iterable[str]], None] = _accept
-    """The same function for the names of engine arguments."""
+    """Like `check_parameters`, but for the names of engine arguments."""
 
 
 def _create_vllm(config: EngineConfig) -> Engine:
@@ -179,7 +179,7 @@ ENGINES = {
             needs_model=False,
             is_rehearsal=True,
             create=_create_echo,
-            # A rehearsal finds the mistakes that the real run would have.
+            # A rehearsal refuses the names that the real run would refuse.
             check_parameters=_check_parameters,
             check_arguments=_check_arguments,
         ),
@@ -206,7 +206,7 @@ def find_engine(name: str) -> EngineKind:
 
 
 def check_engine(config: EngineConfig) -> EngineKind:
-    """Refuse an unknown engine, and a configuration that no engine could run. Pure.
+    """Refuse an unknown engine, and a configuration that no engine could run. Loads nothing.
 
     Returns:
         The engine's entry in `ENGINES`.
@@ -228,10 +228,7 @@ def check_engine(config: EngineConfig) -> EngineKind:
 
 
 def has_model(config: EngineConfig) -> bool:
-    """Whether the configuration names a model, and its engine loads one.
-
-    An unknown engine counts as an engine that loads a model.
-    """
+    """Whether the configuration names a model, and its engine loads one. An unknown engine counts as one that does."""
     kind = ENGINES.get(config.engine)
     return bool(config.model) and (kind is None or kind.needs_model)
 
@@ -252,7 +249,7 @@ def create_engine(config: EngineConfig) -> Engine:
 
 
 def identify_model(config: EngineConfig) -> str:
-    """Return the text that identifies the model: its commit on the Hub, or a hash of its local folder.
+    """Return the text that identifies the model: its commit on the Hub, or a hash of its local files.
 
     For an engine without a model, this is the engine's name. Downloads no weights.
 

@@ -57,7 +57,7 @@ class Ready(Frame, frozen=True, kw_only=True, tag=True):
 class Failed(Frame, frozen=True, kw_only=True, tag=True):
     """From the engine process: this process ends because of an error.
 
-    `kind` is the name of the error's class in batchinfer.core.errors.
+    `kind` is the name of the error's class.
     """
 
     kind: str

@@ -14,8 +14,8 @@ from batchinfer.core.records import Record
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine that a user asks for, with its options.
 
-    If a field is None, the engine chooses the value. `EngineInfo` then tells what it chose. The `echo_*` fields only
-    concern ``--engine echo``; `batchinfer.engines.echo` describes them.
+    A field that is None is left to the engine or the model. The `echo_*` fields only concern ``--engine echo``;
+    `batchinfer.engines.echo` describes them.
     """
 
     engine: str = "vllm"
@@ -40,8 +40,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     enforce_eager: bool | None = None
     trust_remote_code: bool = False
     engine_args: dict[str, Any] = {}
-    """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses the name of a
-    field of this class."""
+    """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses names
+    of fields of this class."""
     seed: int = 0
     stall_seconds: float = 300.0
     """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung."""

@@ -2,7 +2,7 @@
 
 It is for rehearsals (is the data read and written correctly? how fast is the pipeline without a GPU?), for benchmarks
 of everything but the engine, and for tests. It needs no further package. It takes so little time that a benchmark
-measures the pipeline and not the engine::
+measures the pipeline and not the engine. Use it with::
 
     batchinfer worker --engine echo …
 
@@ -279,7 +279,7 @@ class EchoEngine:
 
 
 def prompt_text(request: Request) -> str:
-    """Return a request's prompt as a text: its text, its token ids as words, or its last user message."""
+    """Return a request's prompt as a text: its text, its token ids as words, or its last message of a user."""
     if request.text is not None:
         return request.text
     if request.token_ids is not None:

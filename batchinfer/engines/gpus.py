@@ -113,7 +113,7 @@ def place(config: EngineConfig) -> Placement:
 
 
 def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
-    """Choose the layout with the most replicas. Each replica gets the fewest GPUs that serve the model well. Pure.
+    """Choose the layout with the most replicas. Each replica gets the fewest GPUs that serve the model well.
 
     A tensor-parallel size serves the model well if two conditions hold. First, the model's heads can be divided by it.
     Second, the memory that vLLM may use on each GPU holds that GPU's part of the weights, `OVERHEAD_BYTES`, and a KV
@@ -190,7 +190,7 @@ def check_enough(count: int, replicas: int, size: int, pipeline: int) -> None:
 
 
 def check_heads(model: ModelInfo, size: int) -> None:
-    """Refuse a tensor-parallel size by which the model's heads cannot be divided."""
+    """Refuse a tensor-parallel size over which vLLM cannot split the model's heads."""
     if not divides(model, size):
         fitting = [other for other in range(1, model.num_heads + 1) if divides(model, other)]
         raise ConfigError(
@@ -216,8 +216,11 @@ def smallest_size(
 ) -> tuple[int, str, str]:
     """Return the smallest tensor-parallel size that serves the model well, the reason, and a warning or "".
 
-    If no size up to `most` serves the model well, the largest possible size is returned. There is a warning if the KV
-    cache will probably not even hold one sequence of the greatest length.
+    If no size up to `most` serves the model well, or bytes of GPU or model are unknown, the largest possible size is
+    returned. There is a warning if the KV cache will probably not even hold one sequence of the greatest length.
+
+    Raises:
+        ConfigError: the weights do not fit.
     """
     # Powers of two suit vLLM best. `most` is tried too, because a large model may need all GPUs.
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, most) if size <= most})
@@ -367,7 +370,7 @@ def is_driver_order(wanted: Sequence[str] | None = None) -> bool:
 
 
 def query_nvidia() -> list[tuple[Gpu, str]]:
-    """Return every NVIDIA GPU of the machine with its UUID.
+    """Return the NVIDIA GPUs of the machine with their UUIDs. GPUs that do not answer are left out.
 
     The list comes from NVML if the package pynvml can be imported, else from the command nvidia-smi.
     """

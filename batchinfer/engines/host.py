@@ -1,9 +1,9 @@
 """An engine process: loads one engine and answers the worker's requests until the worker sends `Close` or dies.
 
 `batchinfer.engines.replica` starts this process as ``python -m batchinfer.engines.host FD PARENT``. FD is the number of
-this process's end of a socket pair; PARENT is the worker's process id. This process never outlives the worker. The
-kernel kills it when the worker's thread that started it ends. It also kills its own process group when the worker's end
-of the socket closes.
+this process's end of a socket pair; PARENT is the worker's process id. This process does not outlive the worker:
+on Linux the kernel kills it when the worker's thread that started it ends, and everywhere it kills its own process
+group when the worker's end of the socket closes.
 """
 
 from __future__ import annotations

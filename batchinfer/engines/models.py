@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tiktoken.model",
 )
-# Names of config entries that state the longest sequence. If a config has several, vLLM takes the smallest value.
+# Names of config entries that state the longest sequence. If a config has several of them, the smallest value counts.
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -60,8 +60,8 @@ class ModelInfo(Record, frozen=True, kw_only=True):
 
     name: str
     identity: str
-    """Text for the fingerprint of a run; models with different answers have different texts. For a model on the Hub it
-    is the commit. For a local folder it is a hash of the small files and of samples of the weights."""
+    """Text that identifies the model in a run's fingerprint. For a model on the Hub it is the commit. For local files
+    it is a hash of the small files and of samples of the weights."""
     revision: str = ""
     """Commit of the model on the Hub; empty for a local model."""
     is_local: bool = False
@@ -70,7 +70,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     quantization: str = ""
     max_model_len: int = 0
     is_length_exact: bool = False
-    """Whether vLLM surely refuses sequences longer than `max_model_len`. False if the config has other entries from
+    """Whether vLLM refuses sequences longer than `max_model_len`. False if the config has other entries from
     which vLLM may derive a higher limit."""
     parameter_bytes: int = 0
     """Bytes of all weights in memory. This is an estimate: weights that vLLM quantizes while loading take less."""
@@ -355,13 +355,13 @@ def has_other_lengths(values: Mapping[str, Any]) -> bool:
 
 
 def check_length(config: EngineConfig, model: ModelInfo) -> str:
-    """Refuse a --max-model-len that vLLM would surely refuse, before anything is loaded.
+    """Refuse a --max-model-len that vLLM would refuse later, when the engine loads.
 
     Returns:
         A warning if the model's config states a shorter length, but vLLM may still accept --max-model-len; else "".
 
     Raises:
-        ConfigError: --max-model-len is more than the model's longest sequence.
+        ConfigError: --max-model-len is more than the model's longest sequence, and no option overrides that.
     """
     most, wanted = model.max_model_len, config.max_model_len or 0
     if not 0 < most < wanted:

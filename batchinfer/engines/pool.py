@@ -2,8 +2,8 @@
 
 The worker never imports vllm. So a crash of an engine does not end the worker, and an engine's memory and threads are
 not the worker's. There is one child process per replica, that is, per group of GPUs. Each replica with free slots gets
-requests. When a replica dies or stalls, the log names the replica, its rows come back to the source, and it is started
-again (`restarts`) while the other replicas go on. See docs/decisions/0003.
+requests. When a replica dies or stalls, the log names the replica, its rows are tried again, and it is started again
+(`restarts`) while the other replicas go on. See docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ProcessPool:
 
     @property
     def max_in_flight(self) -> int:
-        """Number of requests that all living replicas together should have in flight."""
+        """Most requests that all loaded replicas together should have in flight."""
         return sum(replica.info.max_in_flight for replica in self.replicas if replica.info)
 
     def close(self) -> None:
@@ -452,7 +452,7 @@ class ProcessPool:
         self._round += 1
         for replica in self.replicas:
             replica.note_abandoned()
-            if replica.info:  # else it would take this for a request to stop loading
+            if replica.info:  # a replica that loads would take this for the signal to stop
                 with contextlib.suppress(Closed):
                     replica.channel.send(Abandon(round=self._round))
 

@@ -38,7 +38,7 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
         trust_remote_code: Whether to run code that comes with the model.
 
     Raises:
-        ConfigError: the model does not exist, has no tokenizer, or transformers is not installed.
+        ConfigError: the tokenizer cannot be loaded, or transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer
@@ -51,8 +51,7 @@ def load_tokenizer(model: str, revision: str = "", *, trust_remote_code: bool = 
         tokenizer = AutoTokenizer.from_pretrained(
             model, revision=revision or None, trust_remote_code=trust_remote_code
         )
-    # Loading can fail for many reasons, such as a missing file or package, and each has another class of error. A retry
-    # with the same options never helps.
+    # Loading can fail for many reasons, such as a missing file or package, and each has another class of error.
     except Exception as error:
         raise _not_loaded(model, revision, error) from error
     return HfTokenizer(tokenizer)
@@ -125,8 +124,8 @@ class HfTokenizer:
         except RowError:
             raise
         except Exception as error:
-            # Templates raise on purpose, for example if roles do not alternate, or because they have a bug. In both
-            # cases only this conversation cannot be rendered.
+            # A template may have a bug, or refuse a conversation on purpose, for example if roles do not alternate. It
+            # may still render other conversations.
             raise RowProblem(
                 Code.TEMPLATE_ERROR, f"chat template: {type(error).__name__}: {str(error)[:500]}"
             ) from error

@@ -2,7 +2,7 @@
 
 The worker does not use this module itself: `batchinfer.engines.pool` runs it in a child process (see
 docs/decisions/0003). The engine holds about 1.5 times as many requests as can run at once. So when a request finishes,
-another one is waiting in vLLM and starts at the next step.
+another one usually waits in vLLM already and starts at the next step.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class VllmEngine:
     def _length(self, prompt: Any) -> int | None:
         """Return a prompt's number of tokens; None if it cannot be tokenized.
 
-        For a prompt that is far too long, return a number that the prompt surely reaches, without tokenizing it.
+        For a prompt that is far too long, return a lower bound of the number, without tokenizing the prompt.
         """
         if isinstance(prompt, dict):
             return len(prompt["prompt_token_ids"])
@@ -296,7 +296,7 @@ class VllmEngine:
             return None
 
     def _refuses_parameters(self, params: Any) -> bool:
-        """Whether vLLM refuses these sampling parameters even with a prompt that is surely valid."""
+        """Whether vLLM refuses these sampling parameters even with a prompt of one token."""
         probe = str(next(self._ids))
         try:
             self._engine.add_request(probe, {"prompt_token_ids": [0]}, params.clone())
@@ -306,7 +306,7 @@ class VllmEngine:
         return False
 
 
-# --------------------------------------------------------------------------- what is known of each step
+# --------------------------------------------------------------------------- waiting times and preemptions
 
 
 class StepRecorder:
@@ -323,7 +323,7 @@ class StepRecorder:
     def __init__(self) -> None:
         self.preemptions = 0
         self._num_waiting = 0
-        # Id and number of sequences of each request that has not surely started, oldest first.
+        # Id and number of sequences of each request that counts as waiting, oldest first.
         self._waiting: deque[tuple[str, int]] = deque()
         self._num_sequences = 0
         self._added: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """The names of vLLM's sampling parameters and engine arguments, known without importing vLLM, which takes seconds.
 
 They are read from the source of the installed vLLM. A machine without vLLM, on which jobs are split and checked, takes
-them from vllm_names.txt. Another version of vLLM may have more names, so there only a name that is much like a known
-one is refused.
+them from vllm_names.txt. Another version of vLLM may have more names, so without vLLM a name is refused only if it
+is much like a known one.
 """
 
 from __future__ import annotations

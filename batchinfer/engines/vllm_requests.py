@@ -74,7 +74,7 @@ def sampling_kwargs(sampling: Sampling, defaults: Mapping[str, Any]) -> dict[str
 def num_generated(sampling: Sampling, kwargs: Mapping[str, Any]) -> int:
     """Return how many answers vLLM generates for a request: `n`, or `best_of` if that is larger.
 
-    At temperature 0 all answers would be equal, so vLLM generates only one.
+    At temperature 0 all answers would be equal, so only one is generated.
 
     Raises:
         RowError: `invalid_parameter`: `best_of` is less than `n`.
@@ -207,7 +207,7 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
 
 
 def mean_logprob(output: Any) -> float:
-    """Return the mean log-probability of an answer's tokens. As in OpenAI's API, `best_of` keeps the highest."""
+    """Return the mean log-probability of an answer's tokens. `best_of` keeps the answers with the highest mean."""
     return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 

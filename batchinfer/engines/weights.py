@@ -1,7 +1,7 @@
 """The weight files of a model: which ones vLLM loads, whether they are whole, and a hash of them.
 
-Whole files of weights are never read. A safetensors file says in its header how long it must be, so a download that was
-cut short is found before an engine is loaded.
+Only parts of large weight files are read. A safetensors file says in its header how long it must be, so a download that
+was cut short is found before an engine is loaded.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _listed_files(path: Path) -> list[str]:
 
 
 def _problem_of(path: Path) -> str:
-    """Return what is wrong with a weight file, or "" if its beginning and its length are as they should be."""
+    """Return what is wrong with a weight file, or "" if nothing is found. Its content is not checked."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(len(_POINTER_BEGIN))
@@ -123,7 +123,7 @@ def _problem_of(path: Path) -> str:
 
 
 def _data_bytes(header: bytes) -> int | None:
-    """Return the bytes of all tensors by the header of a safetensors file; None if this is no such header."""
+    """Return how many bytes all tensors take, by a safetensors file's header; None if this is no such header."""
     try:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)

@@ -1,6 +1,6 @@
 """The steps of `run`: check, split, generate, collect. Each can be killed, and the same command goes on from there.
 
-What the steps write lies in the work folder, except for DEST: the job in ``job/``, the run in ``run/``, and the record
+Besides DEST, the steps write into the work folder: the job into ``job/``, the run into ``run/``, and the record
 `COLLECTING`, which says that DEST is this command's.
 """
 
