@@ -146,8 +146,10 @@ class Lease:
         while True:
             before, self._etag = self._read()
             self.epoch = 1 if before is None else before.epoch + 1
+            # Other workers may see the record long before its write is answered, so the lease counts from here.
+            started = self._clock.monotonic()
             if self._write(describe(before)):
-                self._renewed = self._clock.monotonic()
+                self._renewed = started
                 return before
 
     def renew(self, record: Worker) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from batchinfer.cli.logs import event
 from batchinfer.core import layout
 from batchinfer.core.clock import iso_utc
-from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError
+from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError, Superseded
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
@@ -41,6 +41,9 @@ _SEGMENT_BYTES = 8 << 20
 whole, when it is written and when it is read, twice for a moment."""
 _LOG_SECONDS = 60.0
 """Seconds between two log lines about checkpoints."""
+_RETRY_SECONDS = 0.5
+"""Seconds after a failed segment in which no other segment of the same chunk is begun. A store that refuses at once,
+such as a full disk, would otherwise be asked again and again without a pause."""
 _NO_ROWS = -1
 """Value of `_Writing.end` for a segment that holds no finished rows, but notes which rows an engine died with."""
 
@@ -291,6 +294,8 @@ class Checkpointer:
         self._may_write = may_write
         self._writing: list[_Writing] = []
         self._asked: deque[OpenChunk] = deque()
+        self._paused: dict[str, float] = {}
+        """Monotonic seconds until which no segment of a chunk is begun, by chunk; only of chunks with a failed one."""
         self._unlogged = _Written()
         self._logged_at = float("-inf")
         self._fingerprint = ""
@@ -336,14 +341,29 @@ class Checkpointer:
         self._write(chunk, partial(checkpoints.encode_deaths, lines, rows_in_flight), _NO_ROWS)
 
     def _start(self) -> None:
-        while self._asked and len(self._writing) < _MAX_WRITING:
-            chunk = self._asked.popleft()
+        now = self._clock.monotonic()
+        for chunk in list(self._asked):
+            if len(self._writing) >= _MAX_WRITING or self._awaits_heartbeat():
+                return
+            if self._paused.get(chunk.name, now) > now:
+                continue
+            self._asked.remove(chunk)
             if self.is_writing_of(chunk) or not self._may_write(chunk):
                 continue
             start = chunk.checkpointed_bytes
             if chunk.spool.size_bytes > start:
                 end = chunk.spool.record_end(start + _SEGMENT_BYTES)
                 self._write(chunk, partial(chunk.spool.read, start, end), end)
+
+    def _awaits_heartbeat(self) -> bool:
+        """Whether the lease has lapsed. Until the next heartbeat every segment would be refused, so none is begun."""
+        try:
+            self._run.lease.require()
+        except LeaseLapsed:
+            return True
+        except Superseded:
+            pass  # the segment is refused with this error, which ends the worker
+        return False
 
     def _write(self, chunk: OpenChunk, read: Callable[[], bytes], end: int) -> None:
         run = self._run
@@ -384,6 +404,7 @@ class Checkpointer:
             except StorageError as error:
                 then = "deaths not noted" if entry.is_of_deaths else "the next one holds its rows"
                 logger.warning("%s: checkpoint not written (%s); %s", entry.chunk.name, error, then)
+                self._paused[entry.chunk.name] = self._clock.monotonic() + _RETRY_SECONDS
                 continue
             chunk = entry.chunk
             size = chunk.note_segment(key, entry.end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from batchinfer.core import codec, layout
@@ -127,6 +129,27 @@ class TestLease:
             writers.add(lease.writer)
             store.delete([layout.worker_key("w0")])
         assert writers == {"w0.a", "w0.b"}
+
+    @pytest.mark.parametrize("has_earlier_start", [False, True])
+    def test_a_lease_counts_from_before_its_first_write(
+        self, store: MemoryStore, clock: FakeClock, *, has_earlier_start: bool
+    ) -> None:
+        """Others see the record before its write is answered, and count from then."""
+        if has_earlier_start:
+            take_lease(store, "a", clock, nonce="earlier")
+        for name in ("create", "replace"):
+            write = getattr(store, name)
+
+            def slow(*arguments: object, write: Callable[..., str] = write) -> str:
+                etag = write(*arguments)
+                clock.sleep(100.0)
+                return etag
+
+            setattr(store, name, slow)
+        lease = take_lease(store, "a", clock)
+        assert lease.is_held()
+        clock.sleep(21.0)
+        assert not lease.is_held()
 
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch

@@ -11,16 +11,17 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import Interrupted
+from batchinfer.core.errors import Interrupted, StorageError, Superseded
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import LocalChunk
+from batchinfer.ledger.claims import Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.worker import outgoing
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.outgoing import Checkpointer
-from fakes import FakeClock
+from fakes import FakeClock, worker_record
 from simulation.scenario import simulate
 from simulation.stage import Stage, when
 
@@ -109,9 +110,12 @@ def finish(chunk: OpenChunk, *lines: int) -> None:
 
 
 def checkpointer_with(
-    hands: Hands, store: MemoryStore, clock: FakeClock | None = None
+    hands: Hands,
+    store: MemoryStore,
+    clock: FakeClock | None = None,
+    require: Callable[[], None] = lambda: None,
 ) -> Checkpointer:
-    lease = SimpleNamespace(epoch=1, writer="w0", require=lambda: None)
+    lease = SimpleNamespace(epoch=1, writer="w0", require=require)
     run = cast("RunAccess", SimpleNamespace(store=store, lease=lease))
     environment = SimpleNamespace(background=hands, clock=clock or FakeClock())
     return Checkpointer(run, cast("Environment", environment), lambda _chunk: True)
@@ -141,6 +145,75 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
     assert len(found.keys) == 4
     for chunk in chunks:
         chunk.close()
+
+
+def test_no_segment_is_begun_between_two_heartbeats_that_are_far_apart(tmp_path: Path) -> None:
+    """Each segment was refused at once and tried again at once, with a line in the log each time."""
+    hands, clock = Hands(), FakeClock()
+    store = MemoryStore("memory://lapsed")
+    lease = Lease(store, "w0", clock, lease_seconds=6.0, nonce="n")
+    lease.take(lambda _: worker_record())
+    checkpointer = checkpointer_with(hands, store, clock, lease.require)
+    clock.sleep(7.0)
+    chunk = open_chunk(tmp_path, "chunk", 3)
+    for _ in range(10):
+        checkpointer.ask([chunk])
+        checkpointer.tick()
+    assert not hands.work
+    assert checkpointer.is_busy
+    lease.renew(worker_record())
+    checkpointer.tick()
+    checkpointer.tick()
+    assert chunk.checkpointed_bytes == chunk.spool.size_bytes
+    assert not checkpointer.is_busy
+    chunk.close()
+
+
+def test_a_superseded_start_does_not_wait_for_a_heartbeat(tmp_path: Path) -> None:
+    hands = Hands()
+
+    def require() -> None:
+        raise Superseded("by a newer start")
+
+    checkpointer = checkpointer_with(hands, MemoryStore("memory://superseded"), None, require)
+    chunk = open_chunk(tmp_path, "chunk", 3)
+    checkpointer.ask([chunk])
+    with pytest.raises(Superseded):
+        checkpointer.tick()
+    chunk.close()
+
+
+def test_a_segment_that_failed_is_tried_again_after_a_pause_and_keeps_no_other_waiting(
+    tmp_path: Path,
+) -> None:
+    """Of a full disk, which refuses at once. While a worker saved its rows, it tried again as fast as it could."""
+    hands, clock = Hands(), FakeClock()
+    store = MemoryStore("memory://full")
+    full = ["bad"]
+    create = store.create
+
+    def refuse(key: str, data: bytes) -> str:
+        if any(name in key for name in full):
+            raise StorageError("no space left on device")
+        return create(key, data)
+
+    store.create = refuse  # type: ignore[method-assign]
+    checkpointer = checkpointer_with(hands, store, clock)
+    bad, good = (open_chunk(tmp_path, name, 3) for name in ("bad", "good"))
+    for _ in range(10):
+        checkpointer.ask([bad])
+        checkpointer.tick()
+    assert len(hands.work) == 1
+    checkpointer.ask([good])
+    checkpointer.tick()
+    assert good.checkpointed_bytes
+    full.clear()
+    clock.sleep(1.0)
+    while checkpointer.is_busy:
+        checkpointer.tick()
+    assert bad.checkpointed_bytes == bad.spool.size_bytes
+    bad.close()
+    good.close()
 
 
 def test_chunks_that_wait_for_their_checkpoint_come_before_those_asked_for_later(
