@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 2**31
 _ROWS_TO_JUDGE = 100
-"""Finished rows of a start from which on nearly all of them must not have failed."""
+"""Number of finished rows from which on a start ends if nearly all of them failed."""
 _NEARLY_ALL = 0.95
 
 
@@ -99,7 +99,7 @@ class Membership:
         """Check at the end that the run still has this worker's configuration.
 
         Raises:
-            RunMismatch: run.json was replaced; or there is none, and the markers are of two configurations.
+            RunMismatch: run.json was replaced; or this worker saw none, and the markers are of two configurations.
         """
         if self.run is not None:
             confirm_run(self._store, self.run)
@@ -107,7 +107,7 @@ class Membership:
             refuse_foreign(self._marked, min(known), url=self._store.url)
 
     def join(self, info: EngineInfo, *, nonce: str, is_safe: bool) -> Run:
-        """Create run.json, or check that the existing run.json has the same fingerprint. See ledger.runs.join_run."""
+        """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
         self.run = join_run(
             self._store,
             self._run_config(info),
@@ -185,11 +185,11 @@ class Membership:
         """
         config, assignment = self.config, self.assignment
         trusts = config.engine.trust_remote_code
-        # A run that was made before trust_remote_code counted has it only among its recorded values.
+        # Earlier versions had trust_remote_code only among the recorded values, not in the fingerprint.
         is_old = self.run is not None and "trust_remote_code" not in self.run.config
         trusted = is_old and bool(self.run and self.run.recorded.get("trust_remote_code"))
         return {
-            # Without the key in most runs, they keep the fingerprints that they had before it counted.
+            # Most runs trust no remote code. They lack this key, so their fingerprints are those of earlier versions.
             **({"trust_remote_code": trusts} if trusts != trusted else {}),
             "job_sha256": assignment.job_sha256,
             "model": config.engine.model or config.engine.engine,
@@ -263,8 +263,8 @@ def make_result(
 ) -> dict[str, Any]:
     """Make the JSON object that the worker prints as its last line.
 
-    Fields that older batch tools also print have the same names as there. Without `has_answers`, every row of the run
-    failed, and the status is ERRORS even if --max-error-rate 1 allows that.
+    Without `has_answers`, every row of the run failed. The status is then not SUCCESS, even if --max-error-rate 1
+    allows that.
     """
     seconds = max(telemetry.busy_seconds, 1e-9)
     result: dict[str, Any] = {

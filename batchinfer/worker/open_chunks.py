@@ -117,7 +117,7 @@ class OpenChunks:
         self._is_closing = False
         self._is_saving = False
         self._awaits_run = False
-        """Whether no chunk is opened before the worker has joined the run."""
+        """Whether the opening of chunks waits until the worker has joined the run."""
 
     # -- state
 

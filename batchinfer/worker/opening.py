@@ -77,9 +77,12 @@ class Opener:
         looks for its checkpoints.
         """
         self._joined = ""
-        """Fingerprint of the run that the worker has joined; "" before. Only its segments are adopted."""
+        """Fingerprint of the run that the worker has joined; "" before."""
         self._read = ""
-        """Fingerprint in run.json, which counts until the worker has joined; "" before run.json was read."""
+        """Fingerprint in run.json, as read before the worker joined the run; "" if it was not read.
+
+        Only segments with the fingerprint in `_joined`, or until then in `_read`, are adopted.
+        """
 
     @property
     def has_joined(self) -> bool:
@@ -109,11 +112,11 @@ class Opener:
         Args:
             ref: The chunk.
             now: The time in seconds since 1970.
-            take_over: Another worker's claim of the chunk that seemed to have lapsed. This is checked once more.
+            take_over: A claim of the chunk that was released or seemed to have lapsed. This is checked once more.
 
         Raises:
-            InputError: the chunk's file is missing, damaged, or not the file that job.json describes; or the chunk's
-                marker was written for a different file of the same name.
+            InputError: the chunk's file is missing, damaged, or not the file that job.json describes; the chunk's
+                marker was written for a different file of the same name; or, in a repair, the old output was changed.
         """
         if ref.generation:
             # A repair does only chunks with error rows. The marker of the previous generation shows whether the chunk
@@ -197,8 +200,8 @@ class Opener:
             if marker is not None:
                 chunk.close()
                 return AlreadyDone(marker)
-        # A segment stays on storage until the chunk has its marker. So if every segment could be read, no new segment
-        # has to repeat their rows.
+        # Segments, and the output that a repair replaces, stay on storage until the chunk has its new marker. So if
+        # every segment could be read, no new segment has to repeat the adopted rows.
         chunk.adopt_segments(
             segments.keys, segments.deaths, holds_every_row=not segments.has_vanished
         )

@@ -34,8 +34,8 @@ from batchinfer.worker.config import Environment, Limits, RunAccess
 logger = logging.getLogger(__name__)
 
 _MAX_WRITING = 4
-"""Largest number of segments that are written at the same time. Each takes a background thread. If storage does not
-answer, some threads must be left for other work."""
+"""Number of segments being written from which on no further segment of rows is begun. Each takes a background thread.
+If storage does not answer, some threads must be left for other work."""
 _SEGMENT_BYTES = 8 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
 whole, when it is written and when it is read, twice for a moment."""
@@ -273,10 +273,12 @@ class _Written:
 
 
 class Checkpointer:
-    """Writes the finished rows of chunks to storage as segments. After `ask`, a chunk has one segment at a time.
+    """Writes the finished rows of chunks to storage as segments.
 
-    While `is_writing_of(chunk)` is true, a background thread is reading the chunk's spool (its local file of finished
-    rows), and the chunk's list of segments does not yet hold the one being written.
+    `ask` leaves out a chunk whose segment is being written.
+
+    While `is_writing_of(chunk)` is true, a background thread may be reading the chunk's spool (its local file of
+    finished rows), and the chunk's list of segments does not yet hold the one being written.
 
     Args:
         run: The run's store and the lease.

@@ -1,8 +1,8 @@
 """One start of a worker, from its set-up through its main loop to its end: it runs a model over chunks of rows.
 
-A worker is done when every chunk of its manifests has a marker, or a newer one with --retry-errors, and when it has
-nobody left to help. A worker may end at any instant, also by SIGKILL, and
-may be started again on any machine: the next start needs only what is on storage.
+A worker is done when every chunk of its manifests has a marker and it has nobody left to help. With --retry-errors, the
+error rows of these chunks must also have been tried again. A worker may end at any instant, also by SIGKILL, and may be
+started again on any machine: the next start needs only what is on storage.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _NUM_LOOKS = 4
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
-    """Process every chunk of the manifests. It can be killed at any point and run again: finished work is not repeated.
+    """Process every chunk of the manifests. It can be killed at any point and run again: what is on storage is kept.
 
     Returns:
         The result object: counts, tokens and rates of this start.
@@ -365,7 +365,7 @@ class _Start:
         )
 
     def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
-        """Return the marker generation that --retry-errors brings every own chunk to; 0 without this option."""
+        """Return the marker generation that --retry-errors brings own chunks with error rows to; 0 without it."""
         if not self.config.retry_errors:
             return 0
 
@@ -377,9 +377,10 @@ class _Start:
         return repair_generation([ref.name for ref in own], done, have_errors)
 
     def _compare_markers(self, membership: Membership, markers: dict[str, SeenMarker]) -> None:
-        """Refuse a run whose markers are of another configuration than run.json, which was removed or replaced.
+        """Refuse a run whose markers are of another configuration than run.json.
 
-        Once there is a run.json, each worker compares the markers of its own manifests.
+        Only the markers of this worker's own manifests are compared. If there is no run.json, all markers are compared
+        when the worker joins the run.
         """
         suspects = self._unless_stopped(partial(suspect_markers, self.store, markers))
         if membership.run is not None:
@@ -479,7 +480,7 @@ class _Start:
     def _end_loading(self, loading: Pending[Any], stop_loading: WhileLoading) -> None:
         """Stop the loading of the engine and wait for its end, for at most _END_LOADING_SECONDS.
 
-        Without the wait, the engine could be closed while another thread is still opening it.
+        The engine is closed next, which should not happen while another thread is still opening it.
         """
         stop_loading.cancel()
         deadline = self.clock.monotonic() + _END_LOADING_SECONDS
@@ -590,6 +591,9 @@ class _Start:
         """Do one round of saving. An error is only logged, so that a later round can save the other chunks.
 
         Returns False after an error that does not pass with time.
+
+        Raises:
+            Superseded: a newer start of this worker exists.
         """
         is_hopeful = True
         try:
