@@ -1,6 +1,6 @@
 """`batchinfer check`: find out without a GPU, before paying for one, whether a run will work.
 
-All problems that it finds are reported at once.
+The command reports all problems that it finds at once.
 """
 
 from __future__ import annotations

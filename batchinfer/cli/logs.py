@@ -1,4 +1,4 @@
-"""The log: the events that it may contain (docs/logs.md lists them, too), its two formats, and its set-up."""
+"""The log: its events, which docs/logs.md lists too, its two formats, and its set-up."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Limits how deep JSON may be nested, and decodes rows with values that Python's decoders refuse. Pure.
+"""Limits how deep JSON may be nested, and decodes rows with values that msgspec refuses. Pure.
 
-Recursive functions, such as JSON decoders, fail at about 1000 levels. How many it are depends on their caller, so the
+Recursive functions, such as JSON decoders, fail at about 1000 levels. The exact number depends on their caller, so the
 limit here is far lower.
 """
 

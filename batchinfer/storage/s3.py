@@ -339,8 +339,8 @@ class S3Store:
     def _try_parts(self) -> bool:
         """Find out whether an upload in parts refuses to overwrite, by trying it on a test object. Remove the object.
 
-        The result is also True on a store where even a single put overwrites. There every output has a name of its own,
-        so no upload can overwrite another.
+        The result is also True on a store where even a single put overwrites. There every output that a worker
+        writes has a name of its own, so none overwrites another.
         """
         # The name begins with "_", because many programs that read whole folders skip such names. The test object may
         # stay if this process is killed.
