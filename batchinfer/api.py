@@ -246,7 +246,7 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
     """Return the paths or URLs of a source. A source in memory is written to a file in `folder`.
 
     Raises:
-        errors.InputError: The source is of no known kind.
+        errors.InputError: The source, or an item of it, is of a kind that cannot be read.
     """
     paths = [source] if isinstance(source, str | Path) else source
     if isinstance(paths, list | tuple) and paths and isinstance(paths[0], str | Path):
@@ -380,7 +380,7 @@ def _check_names(name: str, options: Mapping[str, Any]) -> None:
         "work",
         "config",
         "config_file",
-    }  # what the function gives itself
+    }  # the function itself gives these
     for option in options:
         if option not in known:
             raise errors.ConfigError(
@@ -390,10 +390,10 @@ def _check_names(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _as_settings(name: str, options: Mapping[str, Any]) -> str:
-    """Return options as the text of a settings file. Scalars of numpy become numbers.
+    """Return options as the text of a settings file. Scalars of numpy become plain values.
 
     Raises:
-        ConfigError: A value is none that a settings file can hold.
+        ConfigError: A settings file cannot hold a value.
     """
 
     def plain(value: Any) -> Any:

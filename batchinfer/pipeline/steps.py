@@ -60,7 +60,8 @@ class CollectingRecord(Record, frozen=True, kw_only=True):
 
     format_version: int
     dest: str
-    """DEST; if it and the work folder are local, its path from the work folder, which stays true if both are moved."""
+    """DEST. If DEST and the work folder are local, this is DEST's path relative to the work folder, so that both can be
+    moved together."""
     options: dict[str, Any]
     """Options on which DEST's content depends."""
     rows: int = 0
@@ -237,7 +238,7 @@ class WorkFolder:
         return 0
 
     def _check_place(self) -> None:
-        """Check that a local DEST can be made, and that DEST is not in the job or the run."""
+        """Refuse a DEST in the job or the run, a work folder inside DEST, and a local DEST that cannot be made."""
         dest, work = self.config.dest, self.config.work
         inside = [place for place in (self.job_url, self.run_url) if is_inside(dest, place)]
         if inside or is_inside(work, dest):
@@ -263,7 +264,7 @@ class WorkFolder:
             )
 
     def _dest_from_work(self) -> str:
-        """DEST as the record names it: a local one by its way from a local work folder, however DEST was spelt."""
+        """Return DEST as `CollectingRecord` names it, which does not depend on how the user spelt a local DEST."""
         dest, work = self.config.dest, self.config.work
         if split_url(dest)[0] != "file" or split_url(work)[0] != "file":
             return dest
