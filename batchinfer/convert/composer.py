@@ -311,6 +311,7 @@ class _WeightWriter:
             seen.add(tensor.data_ptr())
         with _os_errors(path):
             save_file(converted, path, metadata={"format": "pt"})
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
 
     def write_shards(self, tensors: Mapping[str, Any], folder: Path) -> None:
         """Write weights to one file, or to several with an index if they have more than SHARD_BYTES."""

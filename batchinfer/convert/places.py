@@ -19,7 +19,7 @@ from batchinfer.core.units import size
 from batchinfer.engines.models import looks_like_path
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
-from batchinfer.storage.opening import check_writable, open_store, split_url
+from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Conversion:
         return PlacedFiles(len(files), num_bytes)
 
     def _rename(self) -> None:
-        target = Path(split_url(self.dest)[1]).expanduser()
+        target = local_path(self.dest).resolve()  # a link stays, and its folder is made
         try:
             self.folder.rename(target)  # replaces an empty folder, but no other folder
         except OSError as error:
@@ -169,10 +169,12 @@ def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
         InputError: `dest` is not free.
     """
     check_writable(dest, option="DEST")
-    scheme, path = split_url(dest)
     store = None
-    if scheme == "file":
-        target = Path(path).expanduser()
+    made: list[Path] = []
+    if not dest:
+        raise ConfigError("DEST is empty", hint="name a folder")
+    if split_url(dest)[0] == "file":
+        target = local_path(dest).resolve()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise _taken(dest)
         if scratch_dir is not None:
@@ -180,8 +182,13 @@ def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
                 "--scratch-dir: DEST is a local folder, beside which the result is built",
                 hint="leave --scratch-dir out",
             )
-        with scratch_errors(target.parent):
+        made = [folder for folder in target.parents if not folder.exists()]
+        try:
             target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{dest}: cannot be made ({error.strerror})", hint="name another DEST"
+            ) from error
         scratch = Scratch(target.parent)
     else:
         store = open_store(dest)
@@ -194,6 +201,9 @@ def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
             yield Conversion(dest, scratch, store)
     finally:
         scratch.close()
+        with suppress(OSError):  # after a failure, folders that were made for DEST go as well
+            for folder in made:
+                folder.rmdir()
 
 
 def _taken(dest: str) -> InputError:

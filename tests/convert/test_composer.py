@@ -342,6 +342,29 @@ class TestWhatIsRefused:
         assert "holds something already" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
 
+    def test_a_destination_that_cannot_be_made(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        error = self.refused(capsys, tmp_path / "file/hf", checkpoint)
+        assert "hf: cannot be made" in error
+        assert "--scratch-dir" not in error
+
+    def test_folders_made_for_a_destination_go_when_it_is_not_made(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.refused(capsys, tmp_path / "a/b/hf", tmp_path / "absent.pt")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_destination_that_is_a_link(self, checkpoint: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to("folder")
+        assert convert(checkpoint, tmp_path / "link") == 0
+        files = [path for path in (tmp_path / "folder").iterdir() if path.is_file()]
+        assert tmp_path.joinpath("link").is_symlink()
+        assert {path.stat().st_mode & 0o777 for path in files} == {
+            (tmp_path / "folder").stat().st_mode & 0o666
+        }
+
     def test_a_disk_that_is_too_small(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
