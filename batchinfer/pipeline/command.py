@@ -189,6 +189,12 @@ def _default_work(dest: str, scratch: Path) -> str:
             f"--output {dest}: the Hub cannot hold the work beside it",
             hint="say where: --work FOLDER",
         )
-    if split_url(dest)[0] == "file" and Path(dest).name in ("", ".."):
+    scheme, path = split_url(dest)
+    if scheme not in ("file", "memory") and "/" not in path.strip("/"):
+        raise ConfigError(
+            f"--output {dest}: is a whole bucket, beside which no work can lie",
+            hint=f"name a folder in it: {dest.rstrip('/')}/answers",
+        )
+    if scheme == "file" and Path(dest).name in ("", ".."):
         dest = str(local_path(dest).resolve())  # for example "."
     return f"{dest.rstrip('/')}.batchinfer"

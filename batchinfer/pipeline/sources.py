@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.split.first_bytes import format_of
 from batchinfer.storage.opening import split_url
 from batchinfer.storage.scratch import scratch_errors
 
@@ -99,7 +100,18 @@ def _write(stream: BinaryIO, name: str, folder: Path, *, is_text: bool = False) 
             head = stream.read(_BLOCK)
             if not head.strip():
                 raise InputError(f"SOURCE {name}: is empty", hint="give at least one row")
-            is_rows = not is_text and head.lstrip().startswith(b"{")
+            kind = "" if is_text else format_of(head)
+            if kind not in ("", "jsonl"):
+                raise InputError(
+                    f"SOURCE {name}: holds {kind} data, expected JSON Lines or text",
+                    hint="unpack it first, or name the file instead of -",
+                )
+            if kind and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                raise InputError(
+                    f"SOURCE {name}: is a JSON array, expected one JSON object a line",
+                    hint="convert it: jq -c '.[]' FILE > rows.jsonl",
+                )
+            is_rows = not is_text and (kind == "jsonl" or head.lstrip().startswith(b"{"))
             for block in _blocks(head, stream) if is_rows else _rows(head, stream, name):
                 digest.update(block)
                 file.write(block)
@@ -129,7 +141,7 @@ def _row(line: bytes, name: str) -> bytes:
     except UnicodeDecodeError as error:
         raise InputError(
             f"SOURCE {name}: is not UTF-8 ({error.reason})",
-            hint=f"convert it: iconv -f latin1 -t utf-8 {name}",
+            hint="if it is text in another encoding, convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW",
         ) from error
     return codec.encode({TEXT_COLUMN: text}) + b"\n" if text.strip() else b""
 

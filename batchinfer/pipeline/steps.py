@@ -266,8 +266,10 @@ class WorkFolder:
     def _dest_from_work(self) -> str:
         """Return DEST as `CollectingRecord` names it, which does not depend on how the user spelt a local DEST."""
         dest, work = self.config.dest, self.config.work
-        if split_url(dest)[0] != "file" or split_url(work)[0] != "file":
+        if split_url(dest)[0] != "file":
             return dest
+        if split_url(work)[0] != "file":
+            return os.path.normpath(local_path(dest))
         return os.path.relpath(local_path(dest).resolve(), local_path(work).resolve())
 
     def collect(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -143,6 +144,24 @@ class TestPipes:
         assert "is empty" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (b'[{"text": "a"}]', "is a JSON array"),
+            (gzip.compress(b"one"), "holds gzip data"),
+            (b"PAR1 and so on", "holds parquet data"),
+            (b"\xff\xfe\x00binary", "is not UTF-8"),
+        ],
+    )
+    def test_what_is_neither_rows_nor_text_is_not_sent_as_a_prompt(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        given: bytes, said: str,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert run("-", "-o", tmp_path / "a.jsonl") == 2
+        assert f"SOURCE stdin: {said}" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
 
 class TestAgain:
     def test_a_finished_run_says_so_and_loads_nothing(
@@ -180,6 +199,9 @@ class TestAgain:
         for spelling in ("./a.jsonl", tmp_path / "a.jsonl", "below/../a.jsonl"):
             assert run(rows, "-o", spelling) == 0
             assert last(capsys)[0]["status"] == "UNCHANGED"
+        for spelling in ("b.jsonl", "./b.jsonl"):
+            assert run(rows, "-o", spelling, "--work", f"memory://{tmp_path.name}/w") == 0
+        assert last(capsys)[0]["status"] == "UNCHANGED"
         monkeypatch.chdir(tmp_path / "below")
         assert run(rows, "-o", "../a.jsonl") == 0
         assert last(capsys)[0]["status"] == "UNCHANGED"
@@ -306,6 +328,12 @@ class TestWhatIsRefused:
         assert run(pattern, "-o", tmp_path / "answers.jsonl", "--limit", 3) == 0
         assert run(pattern, "-o", tmp_path / "answers.jsonl") == 2
         assert "answers.jsonl: this source lies inside the output" in capsys.readouterr().err
+
+    def test_a_whole_bucket_needs_a_folder_in_it(
+        self, rows: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", "s3://bucket") == 2
+        assert "s3://bucket/answers" in capsys.readouterr().err
 
     def test_the_hub_needs_a_place_for_the_work(
         self, rows: Path, capsys: pytest.CaptureFixture[str]
