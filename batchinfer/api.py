@@ -77,6 +77,8 @@ def run(
         errors.EngineError: The engine failed.
         errors.StorageError: Storage failed.
     """
+    from batchinfer.storage.opening import join_url, local_path, split_url
+
     with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
         folder = None
         if work is None and output is None:
@@ -96,7 +98,10 @@ def run(
                 _remove(folder)
             raise
     is_partial = options.get("limit") is not None and result["status"] != "SUCCESS"
-    found = RunHandle(f"{str(result['work']).rstrip('/')}/run", result, is_partial=is_partial)
+    there = str(result["work"])
+    if split_url(there)[0] == "file":
+        there = str(local_path(there).absolute())  # stays true when the program changes its folder
+    found = RunHandle(join_url(there, "run"), result, is_partial=is_partial)
     if folder is not None:
         weakref.finalize(found, _remove, folder)
     return found

@@ -112,6 +112,15 @@ def test_some_rows_can_be_read_again(tmp_path: Path) -> None:
         assert [row["text"] for row in some.rows()] == TEXTS[:2]
 
 
+def test_a_run_is_found_after_the_program_has_changed_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = batchinfer.run(ROWS, output="a.parquet", engine="echo")
+    monkeypatch.chdir("/")
+    assert [row["text"] for row in found.rows()] == TEXTS
+
+
 def test_numbers_of_numpy_are_values_of_options() -> None:
     np = pytest.importorskip("numpy")
     found = batchinfer.run(ROWS, engine="echo", limit=np.int64(2))
