@@ -126,7 +126,7 @@ class Inventory(Listing):
 
     @property
     def is_empty(self) -> bool:
-        """Whether storage holds nothing of a run: no run.json, worker's record or marker."""
+        """Whether storage holds no run: neither run.json nor a worker's record nor a marker."""
         return self.run is None and not (self.workers or self.damaged_workers or self.marker_infos)
 
     def newest(self, name: str) -> int | None:

@@ -234,7 +234,7 @@ def _made_anew(config: SplitConfig) -> str:
     plain = SplitConfig(sources=[], output="")
     words = ["batchinfer split", *map(shlex.quote, config.sources)]
     for name, value in msgspec.structs.asdict(config).items():
-        if name not in ("sources", "overwrite") and value != getattr(plain, name):
+        if name not in ("sources", "overwrite", "first_rows") and value != getattr(plain, name):
             text = ",".join(value) if isinstance(value, list) else str(value).replace("\t", "tab")
             words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
     return " ".join([*words, "--overwrite"])

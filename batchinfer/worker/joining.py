@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 2**31
 _ROWS_TO_JUDGE = 100
-"""Number of finished rows from which on a start ends if nearly all of them failed."""
+"""Least number of finished rows by which a start of the worker is judged. It ends if nearly all of them failed."""
 _NEARLY_ALL = 0.95
 
 
