@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchinfer.core import codec
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError
 from batchinfer.split.first_bytes import format_of
 from batchinfer.storage.opening import split_url
 from batchinfer.storage.scratch import scratch_errors
@@ -147,7 +147,20 @@ def _row(line: bytes, name: str) -> bytes:
 
 
 def copy_to(path: Path, stream: BinaryIO) -> None:
-    """Copy a file to a stream."""
-    with path.open("rb") as file:
-        shutil.copyfileobj(file, stream, _BLOCK)
-    stream.flush()
+    """Copy a file to a stream.
+
+    Raises:
+        BatchinferError: The stream cannot take it, because the disk is full, for example.
+        BrokenPipeError: The stream's reader, such as `head`, has ended.
+    """
+    try:
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, stream, _BLOCK)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise BatchinferError(
+            f"stdout: cannot take the answers ({error.strerror})",
+            hint="free space there, then run it again; with --work FOLDER the answers are kept",
+        ) from error

@@ -136,6 +136,16 @@ class TestPipes:
         assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["one", "two"]
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_full_disk_behind_standard_output_is_an_error(self, rows: Path) -> None:
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "batchinfer", "run", rows, "-o", "-", "--engine", "echo"],
+                stdout=full, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        assert done.returncode == 1
+        assert "error: stdout: cannot take the answers (No space left on device)" in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_nothing_on_standard_input_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
