@@ -10,7 +10,13 @@ import msgspec
 
 from batchinfer.cli.logs import event
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import BatchinferError, Interrupted, PolicyStop, StopRequested
+from batchinfer.core.errors import (
+    BatchinferError,
+    Interrupted,
+    PolicyStop,
+    RunMismatch,
+    StopRequested,
+)
 from batchinfer.core.records import EngineInfo, EngineStats, Failure, Span, Worker
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow
@@ -205,9 +211,10 @@ class Telemetry:
         """Set the state for a start that ends with an error: `stopped` or `failed`.
 
         A start that ends because of a signal, a preemption notice or `batchinfer stop` does not count as an attempt.
+        Nor does a start that is refused because the run has another configuration: each further start says so, too.
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)
-        if isinstance(error, StopRequested | Interrupted):
+        if isinstance(error, StopRequested | Interrupted | RunMismatch):
             self.attempts = max(0, self.attempts - 1)
         self.set_state(
             "stopped" if is_asked else "failed", f"{type(error).__name__}: {error.message}"[:500]

@@ -80,6 +80,12 @@ class TestAtTheStart:
         assert layout.RUN_KEY not in stage.objects()
         assert len(stage.taken) == num_taken
 
+    def test_each_of_many_refused_starts_says_why(self, stage: Stage) -> None:
+        run_first(stage)
+        stage.server.delete(RUN + layout.RUN_KEY)
+        for _ in range(3):
+            assert_refused(stage.run(max_attempts=2, **OTHER), "part-00000")
+
     def test_a_removed_run_goes_on_with_the_same_options(self, stage: Stage) -> None:
         run_first(stage)
         run = stored_run(stage)
