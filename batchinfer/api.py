@@ -76,6 +76,7 @@ def run(
         errors.PolicyStop: A rule stopped the run, such as `max_error_rate`.
         errors.EngineError: The engine failed.
         errors.StorageError: Storage failed.
+        errors.Interrupted: A signal or a preemption notice ended it; the same call goes on.
     """
     from batchinfer.storage.opening import join_url, local_path, split_url
 

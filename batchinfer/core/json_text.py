@@ -49,8 +49,8 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
 def read_object(line: bytes) -> dict[str, Any] | None:
     r"""Decode a JSON object, such as a row of a source. Decimals are rounded to floats.
 
-    A member stays JSON text (`msgspec.Raw`) if it makes the line deeper than MAX_DEPTH, or has a number beyond the
-    range of floats, NaN, an infinity, or a surrogate without a partner.
+    A member stays JSON text (`msgspec.Raw`) if it makes the line deeper than MAX_DEPTH, or has a decimal beyond the
+    range of floats, an integer of more than 4300 digits, NaN, an infinity, or a surrogate without a partner.
 
     Returns:
         The object; None if the line is not a JSON object in UTF-8.

@@ -207,7 +207,7 @@ class RowReader(Protocol):
 
     @property
     def needed_columns(self) -> dict[str, list[str]]:
-        """Columns without which no row becomes a request as the options ask. Keys are the options."""
+        """Columns that every row needs to become the request that the options ask for. Keys name the options."""
         ...
 
     @property

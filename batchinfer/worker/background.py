@@ -134,7 +134,7 @@ class Repeating(Protocol):
 
 
 class Background(Protocol):
-    """Runs work beside its caller."""
+    """Runs work on other threads, while the caller goes on."""
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
         """Run `work` as soon as a thread is free.
@@ -263,23 +263,23 @@ class ThreadBackground:
             threading.Thread(target=self._loop, args=(jobs,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        """See Background."""
+        """See `Background.submit`."""
         job = _SubmittedWork(work)
         jobs = self._urgent_jobs if urgent else self._jobs
         jobs.put(job)  # type: ignore[arg-type]
         return job
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
-        """See Background."""
+        """See `Background.every`."""
         return _Timer(interval_seconds, work)
 
     def wait(self, timeout_seconds: float) -> None:
-        """See Background."""
+        """See `Background.wait`."""
         self._finished.wait(timeout_seconds)
         self._finished.clear()
 
     def close(self) -> None:
-        """See Background."""
+        """See `Background.close`."""
         self._urgent_jobs.put(None)
         for _ in range(self._num_threads - 1):
             self._jobs.put(None)
