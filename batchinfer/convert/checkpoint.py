@@ -19,7 +19,7 @@ from batchinfer.core.errors import InputError
 
 _CALLED = {
     "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"set", "frozenset", "bytearray", "complex", "slice", "range", "list", "dict", "int"},
+    "builtins": {"set", "frozenset"},
     "torch": {"Size", "device"},
     "torch._utils": {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter"},
     "torch.serialization": {"_get_layout"},

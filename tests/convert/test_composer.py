@@ -227,6 +227,17 @@ class TestCodeInTheFile:
         assert convert(saved(tmp_path, content), tmp_path / "hf") == 0
         assert not mark.exists()
 
+    def test_a_call_that_would_fill_the_memory_is_not_made(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        content = composer_content(model)
+        content["state"]["callbacks"] = {
+            "a": Payload(bytearray, 10**14),
+            "b": Payload(list, Payload(range, 10**14)),
+            "c": {1, 2},
+        }
+        assert convert(saved(tmp_path, content), tmp_path / "hf") == 0
+
     def test_py_files_are_written_only_when_trusted(self, model: Path, tmp_path: Path) -> None:
         content = composer_content(model)
         state = content["state"]["integrations"]["huggingface"]
