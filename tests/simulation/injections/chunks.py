@@ -20,7 +20,10 @@ class EditedChunks(Injection):
 
     def strike(self) -> str:
         server, chance = self.scene.server, self.chance
-        key = chance.choice(server.keys(JOB + layout.CHUNKS))
+        keys = server.keys(JOB + layout.CHUNKS)
+        if not keys:  # all of them are removed at the moment
+            return ""
+        key = chance.choice(keys)
         if key in self.originals and server.objects[key].data != self.originals[key]:
             return ""
         data = self.originals.setdefault(key, server.objects[key].data)
