@@ -60,21 +60,39 @@ _GIVEN = {
 )
 @click.option(
     "--work",
+    cls=SectionOption,
+    section="output",
     metavar="URL",
     help="Where job and run lie, to go on from after a kill.  [default: DEST.batchinfer]",
 )
 @click.option(
-    "--format", type=click.Choice(["parquet", "jsonl", "csv", "lines"]), help="As in collect."
+    "--format",
+    cls=SectionOption,
+    section="output",
+    type=click.Choice(["parquet", "jsonl", "csv", "lines"]),
+    help="As in collect.",
 )
 @click.option(
     "--plain",
     "is_plain",
+    cls=SectionOption,
+    section="prompt",
     is_flag=True,
     help="Send the prompts of --prompt-column as they are, also to a model with a chat template.",
 )
-@click.option("--with-source", is_flag=True, help="Join the source's columns to the answers.")
 @click.option(
-    "--explode", is_flag=True, help="A table row for each answer of a row, as in collect."
+    "--with-source",
+    cls=SectionOption,
+    section="output",
+    is_flag=True,
+    help="Join the source's columns to the answers.",
+)
+@click.option(
+    "--explode",
+    cls=SectionOption,
+    section="output",
+    is_flag=True,
+    help="A table row for each answer of a row, as in collect.",
 )
 @run_options(with_look=False, without=_GIVEN)
 @common_options
