@@ -20,6 +20,7 @@ from batchinfer.core.records import (
 )
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pool import LONGEST_WAIT_SECONDS
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Stopper
@@ -254,7 +255,10 @@ class SimEngine:
                 dead = Failure(code="engine_crash", message="sim: died", transient=True)
                 lost, running = list(running), {}
                 yield [Completion(key=key, failure=dead) for key in lost]
-                process.sleep(traits.load_seconds)
+                loaded_at = process.scheduler.now + traits.load_seconds
+                while process.scheduler.now < loaded_at and not stop.is_set():
+                    yield []  # as the pool does, so that the worker saves rows meanwhile
+                    process.sleep(LONGEST_WAIT_SECONDS)
                 continue
             completions = [self._complete(running.pop(key)[1]) for key in due_now]
             if completions:

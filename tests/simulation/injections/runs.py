@@ -57,8 +57,11 @@ class LostRuns(Injection):
 
     def check_success(self, start: Any) -> None:
         scene, process = self.scene, start.process
-        # After its last look at run.json, a worker sends some requests more.
-        seconds = 1.0 + 20 * scene.plot.weather.latency_seconds
+        # After its last look at run.json, a worker sends some requests more, and repeats those that fail.
+        weather = scene.plot.weather
+        seconds = 1.0 + 20 * weather.latency_seconds
+        if weather.lost or weather.refused or weather.slow:
+            seconds += 10.0
         is_peaceful = not process.num_faults and not process.has_been_frozen
         # On a store that ignores preconditions, a late write of a worker may have put the right one back.
         is_foreign = (
