@@ -102,6 +102,8 @@ class RowStream:
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
+        self._dropped: set[RowKey] = set()
+        """Keys of rows that the engine still has although another worker has published their chunk."""
         self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
         """Waiting rows of the group of suspects that runs now."""
         self._is_isolating = False
@@ -153,14 +155,18 @@ class RowStream:
         """Take in completions from the engine: finish their rows, or try rows again whose failure is transient."""
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         killed: list[_Flight] = []
+        at_death: list[RowKey] = []
         for completion in completions:
-            key = completion.key
+            key, failure = completion.key, completion.failure
+            is_death = failure is not None and failure.is_engine_death
+            if is_death:
+                at_death.append(key)
             flight = self._in_flight.pop(key, None)
             if flight is None:
-                continue  # another worker has published the row's chunk meanwhile
+                self._dropped.discard(key)
+                continue
             self._num_bytes -= flight.num_bytes
-            failure = completion.failure
-            if failure is not None and failure.is_engine_death:
+            if is_death:
                 killed.append(flight)
                 continue
             if (
@@ -174,12 +180,11 @@ class RowStream:
             finished[key[0]].append(self._encode(flight.prepared, completion))
         for name, rows in finished.items():
             self._finish(name, rows)
-        if killed:
-            self.note_death([flight.prepared.key for flight in killed])
-            for flight in killed:
-                # A suspect's prompt is built again when its group runs.
-                if not flight.chunk.is_suspect(flight.prepared.key[1]):
-                    self._put_back(flight)
+        self.note_death(at_death)
+        for flight in killed:
+            # A suspect's prompt is built again when its group runs.
+            if not flight.chunk.is_suspect(flight.prepared.key[1]):
+                self._put_back(flight)
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
         """Note that an engine process ended while it worked on the rows of these keys."""
@@ -206,6 +211,7 @@ class RowStream:
         """Drop all rows of the chunks with these names, because another worker has published the chunks."""
         if not names:
             return
+        self._dropped.update(key for key in self._in_flight if key[0] in names)
         self._in_flight = {
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
         }
@@ -332,7 +338,7 @@ class RowStream:
         )
 
     def _build_suspects(self) -> bool:
-        """Begin to build the prompts of the next group of suspects. Called when no row is in the engine.
+        """Begin to build the prompts of the next group of suspects, once the engine has no row at all.
 
         Rows that count as the cause of engine deaths come before all groups; they become error rows once they are
         built. Returns False if no suspect is left.
@@ -349,6 +355,8 @@ class RowStream:
             group = [each for each in found if each[1].group_limit == limit][:limit]
         if not group:
             return False
+        if self._dropped:
+            return True  # such a row may be the one that kills the engine
         wanted: defaultdict[str, set[int]] = defaultdict(set)
         for chunk, suspect in group:
             wanted[chunk.name].add(suspect.line)

@@ -76,7 +76,8 @@ class ChunksPutByHand:
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
         for name, line in keys:
-            self.open[name].note_deaths([line], len(keys))
+            if name in self.open:
+                self.open[name].note_deaths([line], len(keys))
 
     def finish(self, name: str, rows: list[FinishedRow]) -> None:
         self.finished += self.open[name].finish(rows)
@@ -176,10 +177,52 @@ def test_suspects_of_a_chunk_that_another_worker_published_hold_nobody_up(
     suspects_of(chunks, "first", range(2), 8)
     chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
     stream = stream_over(chunks)
-    assert [request.key for request in take(stream)] == [("first", 0), ("first", 1)]
+    requests = take(stream)
+    assert [request.key for request in requests] == [("first", 0), ("first", 1)]
     chunks.open.pop("first").close()
     stream.drop(["first"])
+    stream.handle([answer(request) for request in requests])
     assert [request.key for request in take(stream)] == [("second", 0)]
+
+
+def test_a_suspect_waits_for_rows_that_the_engine_has_of_a_published_chunk(
+    chunks: ChunksPutByHand,
+) -> None:
+    """It ran beside the row that killed the engine, counted as alone there, and became an error row."""
+    chunks.put("first", 1).deaths = {0: Deaths(2, 1)}
+    chunks.put("second", 1).deaths = {0: Deaths(2, 1)}
+    stream = stream_over(chunks)
+    requests = take(stream)
+    assert [request.key for request in requests] == [("first", 0)]
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    assert not take(stream)
+    assert not chunks.is_closing, "a row is left"
+    stream.handle([answer(requests[0])])
+    assert [request.key for request in take(stream)] == [("second", 0)]
+
+
+def test_the_end_waits_for_no_row_of_a_published_chunk(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    stream = stream_over(chunks)
+    assert len(take(stream)) == 1
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    keep_books(stream)
+    assert chunks.is_closing
+
+
+def test_rows_of_a_published_chunk_count_among_those_at_a_death(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    second = chunks.put("second", 1)
+    stream = stream_over(chunks)
+    requests = take(stream)
+    assert len(requests) == 2
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    dead = Failure(code="engine_crash", message="killed", transient=True)
+    stream.handle([Completion(key=request.key, failure=dead) for request in requests])
+    assert second.deaths == {0: Deaths(1, 2)}
 
 
 def test_a_group_whose_chunk_is_gone_before_it_runs_holds_nobody_up(
