@@ -103,6 +103,10 @@ class Oracle:
         """Temperature of every run.json that stood, by fingerprint. Workers leave out the segments of other ones."""
         self._finished: dict[str, dict[RowKey, float]] = {}
         """By process: the rows that its engine has finished, and when."""
+        self._run_seen: dict[str, tuple[float, bytes]] = {}
+        """By process: when it last read or wrote run.json, and the content."""
+        self._marked_at: dict[str, float] = {}
+        """By process: when it last wrote a marker."""
         self.on_output: Callable[[Process], object] = lambda _process: None
         self.violation: Violation | None = None
 
@@ -130,11 +134,13 @@ class Oracle:
         marker = layout.parse_marker(name)
         if name == layout.RUN_KEY:
             self.note_run(data)
+            self._run_seen[process.name] = (self._scheduler.now, data)
             if changed and self._is_safe:
                 self.fail("P6: run.json changes")
         elif marker is not None:
             if changed and self._is_safe:
                 self.fail(f"P4: the marker {name} changes")
+            self._marked_at[process.name] = self._scheduler.now
             self.check_marker(*marker)
         elif name.startswith(layout.OUTPUTS):
             if changed:
@@ -181,6 +187,11 @@ class Oracle:
             ):
                 self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
             self.record_struck(name)
+
+    def read(self, key: str, data: bytes, process: Process) -> None:
+        """Note what a process has seen of the run's configuration."""
+        if key == RUN + layout.RUN_KEY:
+            self._run_seen[process.name] = (self._scheduler.now, data)
 
     def listed(self, prefix: str, keys: Collection[str], process: Process) -> None:
         """Note what a process that resumes a chunk is about to find."""
@@ -286,6 +297,16 @@ class Oracle:
         for chunk in chunks:
             if not self._is_done(chunk):
                 self.fail(f"exit 0: {process.name} says that it is done, and {chunk} is not")
+
+    def check_confirmed(self, process: Process) -> None:
+        """P6: before exit status 0, a worker sees that the run still has its configuration, after its last marker."""
+        looked_at, data = self._run_seen.get(process.name, (-1.0, b""))
+        if data and msgspec.json.decode(data)["fingerprint"] == FOREIGN:
+            self.fail(f"P6: {process.name} is done, and had seen another run's run.json last")
+        if self._is_safe and looked_at < self._marked_at.get(process.name, -1.0):
+            self.fail(
+                f"P6: {process.name} is done, and has not looked at run.json after its markers"
+            )
 
     def check_end(self) -> None:
         """P1 to P4 and P6 of every object in the run, once the run is complete."""

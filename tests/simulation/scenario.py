@@ -523,8 +523,7 @@ class Scenario:
         has_seen_all = not (self.is_retrying and self.server.has_lagged)
         if has_seen_all or start.slot.worker_id == "cleaner-retry":
             self.oracle.check_done(start.slot.chunks, process)
-        for injection in self.injections:
-            injection.check_success(start)
+        self.oracle.check_confirmed(process)
         return "SUCCESS"
 
     def _crashed(self, process: Process, error: Exception) -> None:

@@ -78,6 +78,8 @@ class Watcher(Protocol):
 
     def deleted(self, key: str, data: bytes, process: Process | None) -> None: ...
 
+    def read(self, key: str, data: bytes, process: Process) -> None: ...
+
     def listed(self, prefix: str, keys: Collection[str], process: Process) -> None: ...
 
     def superseded(self, process: Process) -> None: ...
@@ -103,6 +105,8 @@ class Server:
         self.has_lagged = False
         self._changes: deque[tuple[float, str, Held | None]] = deque()
         """Of the last minutes: when, which key, and what it held before."""
+        self._shown: dict[tuple[str, str], list[str]] = {}
+        """By process and prefix: keys on the pages of the listing that it has had so far."""
         self._page_keys = page_keys
         self._has_content_etags = has_content_etags
         self._version = 0
@@ -146,8 +150,11 @@ class Server:
                 raise PreconditionFailed(f"{Key}: is another version")
         return {"ETag": self.put(Key, bytes(Body), process)}
 
-    def _get_object(self, _process: Process, Key: str) -> Held:  # noqa: N803
-        return self._require(Key)
+    def _get_object(self, process: Process, Key: str) -> Held:  # noqa: N803
+        held = self._require(Key)
+        if self.watcher is not None:
+            self.watcher.read(Key, held.data, process)
+        return held
 
     def _head_object(self, _process: Process, Key: str) -> dict[str, Any]:  # noqa: N803
         held = self._require(Key)
@@ -161,11 +168,16 @@ class Server:
     ) -> dict[str, Any]:
         objects = self._as_listed()
         keys = sorted(key for key in objects if key.startswith(Prefix))
-        if self.watcher is not None and not ContinuationToken:
-            self.watcher.listed(Prefix, keys, process)
         if ContinuationToken:
             keys = keys[bisect.bisect_right(keys, ContinuationToken) :]
         page = keys[: self._page_keys]
+        # A listing of several pages shows the bucket as it is at each of them.
+        shown = self._shown.setdefault((process.name, Prefix), [])
+        if not ContinuationToken:
+            shown.clear()
+        if self.watcher is not None:
+            self.watcher.listed(Prefix, shown + keys, process)
+        shown += page
         answer: dict[str, Any] = {
             "Contents": [
                 {
@@ -407,11 +419,15 @@ class Network:
         return None
 
     def _delays_saving(self, method: str, arguments: dict[str, Any]) -> bool:
-        """Whether the failure of a request may delay a checkpoint or a marker by more than its repetition does."""
+        """Whether the failure of a request may delay a checkpoint or a marker by more than its repetition does.
+
+        Reads count, too: after a lost reply a worker compares what is stored with what it has sent.
+        """
         if any(start <= self.scheduler.now < end for start, end in self.weather.outages):
             return True
         key = self._subject(arguments)
-        return method in WRITES and (layout.CHECKPOINTS in key or layout.OUTPUTS in key)
+        is_listing = method == "list_objects_v2"
+        return not is_listing and (layout.CHECKPOINTS in key or layout.OUTPUTS in key)
 
     def _log(
         self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None

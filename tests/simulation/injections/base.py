@@ -61,9 +61,6 @@ class Injection:
         del error
         return False
 
-    def check_success(self, start: Any) -> None:
-        """Fail the seed if this worker (a scenario.Start) must not have ended with success."""
-
     def strike(self) -> str:
         """Do it once. Returns what was done, for the trace; "" if nothing could be."""
         raise NotImplementedError

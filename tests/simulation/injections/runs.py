@@ -6,8 +6,6 @@ exit status 2, until somebody puts it back.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from batchinfer.core import layout
@@ -54,21 +52,6 @@ class LostRuns(Injection):
             return self.has_replaced
         is_about_it = layout.RUN_KEY in error.message or "no run there" in error.message
         return bool(self.num_strikes) and isinstance(error, InputError) and is_about_it
-
-    def check_success(self, start: Any) -> None:
-        scene, process = self.scene, start.process
-        # After its last look at run.json, a worker sends some requests more, and repeats those that fail.
-        weather = scene.plot.weather
-        seconds = 1.0 + 20 * weather.latency_seconds
-        if weather.lost or weather.refused or weather.slow:
-            seconds += 10.0
-        is_peaceful = not process.num_faults and not process.has_been_frozen
-        # On a store that ignores preconditions, a late write of a worker may have put the right one back.
-        is_foreign = (
-            FOREIGN.encode() in scene.server.objects[KEY].data if self._is_replaced else False
-        )
-        if is_peaceful and is_foreign and self.replaced_at < scene.scheduler.now - seconds:
-            scene.oracle.fail(f"P6: {process.name} is done, and run.json is another run's")
 
     @property
     def _is_replaced(self) -> bool:
