@@ -17,12 +17,12 @@ from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
 from batchinfer.check.task_file import ERROR, Problem
 from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import run_options, value_of
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.runs.prices import Prices, listed_accelerators, price_options
+from batchinfer.core.prices import Prices, listed_accelerators
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 

@@ -15,11 +15,11 @@ import msgspec
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
+from batchinfer.core.prices import Price, Prices
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs.overview import overview
-from batchinfer.runs.prices import Price, Prices
 from batchinfer.worker.preview import RenderedRow
 
 RESTART_SECONDS = 600.0

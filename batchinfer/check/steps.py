@@ -17,6 +17,7 @@ from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
 from batchinfer.core import layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
+from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import check_engine, find_engine, has_model
 from batchinfer.engines.config import EngineConfig
@@ -24,7 +25,6 @@ from batchinfer.engines.models import check_length
 from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptConfig, Tokenizer
-from batchinfer.runs.prices import Machine, Prices
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows

@@ -73,6 +73,26 @@ RUN_COMMANDS = ("run", "worker", "check")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
 
 
+def price_options(function: F) -> F:
+    """Add the options about prices to a command: --spot/--on-demand and --price-per-hour."""
+    for option in (
+        click.option(
+            "--spot/--on-demand",
+            "is_spot",
+            default=None,
+            help="What machines are, where workers do not say. Default: on-demand.",
+        ),
+        click.option(
+            "--price-per-hour",
+            type=click.FloatRange(0),
+            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine "
+            "has it, else list prices by GPU.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def common_options(function: F) -> F:
     """Add the options that every command has: --config, --log-format and --log-level.
 

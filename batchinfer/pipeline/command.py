@@ -141,10 +141,10 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
 def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.check.steps import CheckWorld
     from batchinfer.core.clock import SystemClock
+    from batchinfer.core.prices import Prices, listed_accelerators
     from batchinfer.engines.models import describe_model
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.pipeline.steps import WorkFolder
-    from batchinfer.runs.prices import Prices, listed_accelerators
     from batchinfer.storage.opening import check_writable, open_store, probe
     from batchinfer.worker.command import work as run_worker
 

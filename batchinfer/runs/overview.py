@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from batchinfer.core import units
+from batchinfer.core.prices import Machine, Prices, accelerator_count, accelerator_name
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import Job, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
-from batchinfer.runs.prices import Machine, Prices, accelerator_count, accelerator_name
 
 RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""

@@ -16,10 +16,11 @@ from typing import Any
 import click
 
 from batchinfer import __version__
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
+from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record, Worker
 from batchinfer.ledger.inventory import RunReader, Snapshot
@@ -37,7 +38,6 @@ from batchinfer.runs.answers import (
     with_answers,
 )
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, add_up, overview
-from batchinfer.runs.prices import Prices, price_options
 from batchinfer.runs.samples import SampleRow, cut, read_samples
 
 MAX_LANES = 100

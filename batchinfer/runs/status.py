@@ -14,15 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from batchinfer.cli.settings import common_options
+from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
-from batchinfer.runs.prices import Prices, price_options
 
 MAX_SHOWN_WORKERS = 60
 MAX_SHOWN_WARNINGS = 10

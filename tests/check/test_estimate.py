@@ -20,9 +20,9 @@ from batchinfer.check.estimate import (
 from batchinfer.check.memory import ask_for_memory, parse_gpu
 from batchinfer.check.task_file import Problem, check_task_file
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.prices import Price, listed_accelerators
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo
-from batchinfer.runs.prices import Price, listed_accelerators
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LLAMA_8B = ModelInfo(

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.clock import iso_utc
+from batchinfer.core.prices import Prices
 from batchinfer.core.records import Span, Worker
 from batchinfer.ledger.inventory import SeenMarker, SeenWorker, Snapshot
 from batchinfer.runs.answers import Answers, Piece, most, pieces_of, shares_of, with_answers
 from batchinfer.runs.overview import overview
-from batchinfer.runs.prices import Prices
 from fakes import marker_record, worker_record
 
 T = 1_790_000_000.0

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from batchinfer.core import codec
+from batchinfer.core.prices import Prices
 from batchinfer.core.records import Job, Minute, Run, Span, Worker
 from batchinfer.ledger.inventory import SeenMarker, SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, STALL_SECONDS, Overview, overview
-from batchinfer.runs.prices import Prices
 from big_run import Shape, make_job, make_run, make_workers
 from fakes import worker_record
 

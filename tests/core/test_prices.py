@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.runs.prices import Machine, Prices, listed_accelerators
+from batchinfer.core.prices import Machine, Prices, listed_accelerators
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
 NO_CATALOG = Path("/nonexistent")

@@ -8,12 +8,9 @@ from __future__ import annotations
 import csv
 import importlib.resources
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import click
 
 CATALOGS = Path("~/.sky/catalogs/v8")
 """Folder of SkyPilot's price lists. SkyPilot 0.14 creates it when it is first used."""
@@ -131,7 +128,7 @@ def _list_price(machine: Machine) -> Price | None:
 def _table() -> dict[str, Any]:
     import yaml
 
-    text = importlib.resources.files("batchinfer.runs").joinpath("prices.yaml").read_text()
+    text = importlib.resources.files("batchinfer.core").joinpath("prices.yaml").read_text()
     table: dict[str, Any] = yaml.safe_load(text)
     return table
 
@@ -139,23 +136,3 @@ def _table() -> dict[str, Any]:
 def listed_accelerators() -> list[str]:
     """SkyPilot's names of the accelerators in the package's price table."""
     return list(_table()["gpus"])
-
-
-def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options about prices to a command: --spot/--on-demand and --price-per-hour."""
-    for option in (
-        click.option(
-            "--spot/--on-demand",
-            "is_spot",
-            default=None,
-            help="What machines are, where workers do not say. Default: on-demand.",
-        ),
-        click.option(
-            "--price-per-hour",
-            type=click.FloatRange(0),
-            help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine "
-            "has it, else list prices by GPU.",
-        ),
-    ):
-        function = option(function)
-    return function
