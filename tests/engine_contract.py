@@ -72,6 +72,21 @@ def drive(engine: Engine, source: ListSource, stop: Flag | None = None) -> dict:
     return found
 
 
+def stream(engine: Engine, source: ListSource, stop: Flag | None = None) -> tuple[dict, dict]:
+    """Generate to the end. Returns completions by key, and pieces by key and index of the answer.
+
+    Checks that no piece comes after its request's completion.
+    """
+    found: dict = {}
+    pieces: dict = {}
+    for batch in engine.generate(source, stop or Flag()):
+        for piece in engine.take_pieces():
+            assert piece.key not in found
+            pieces.setdefault((piece.key, piece.index), []).append(piece)
+        found.update({completion.key: completion for completion in batch})
+    return found, pieces
+
+
 class EngineContract:
     """Subclasses define the fixture `engine`: an open engine whose max_model_len (words or tokens) is at most 512."""
 
@@ -176,6 +191,41 @@ class EngineContract:
         assert completion.prompt_logprobs
         assert completion.prompt_logprobs[0] is None
         assert len(completion.prompt_logprobs) == completion.prompt_tokens
+
+    def test_the_pieces_of_streamed_answers_make_up_their_texts(self, engine):
+        rows = requests(4, n=2, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
+        rows = [msgspec.structs.replace(row, is_streamed=row.key[1] < 3) for row in rows]
+        found, pieces = stream(engine, ListSource(rows))
+        assert len(found) == 4
+        assert sorted(pieces) == [(("c", row), index) for row in range(3) for index in range(2)]
+        for (key, index), parts in pieces.items():
+            choice = found[key].choices[index]
+            assert "".join(part.text for part in parts) == choice.text
+            assert sum(part.num_tokens for part in parts) == choice.num_tokens
+            assert len(parts) > 1
+        assert engine.take_pieces() == []
+
+    def test_a_streamed_answer_equals_the_same_answer_in_one_piece(self, engine):
+        rows = requests(3, temperature=1.0, seed=2, stop=["z", "says hello there"])
+        streamed = [msgspec.structs.replace(row, is_streamed=True) for row in rows]
+        found, pieces = stream(engine, ListSource(streamed))
+        whole = drive(engine, ListSource(rows))
+        for row in rows:
+            assert found[row.key].choices == whole[row.key].choices
+            text = "".join(part.text for part in pieces[row.key, 0])
+            assert text == whole[row.key].choices[0].text
+
+    def test_a_stop_drops_the_pieces_of_streamed_answers(self, engine):
+        rows = [
+            msgspec.structs.replace(row, is_streamed=True)
+            for row in requests(50, max_tokens=200, ignore_eos=True)
+        ]
+        stop = Flag()
+        for _ in engine.generate(ListSource(rows), stop):
+            stop.set()
+        after, pieces = stream(engine, ListSource(requests(2)))
+        assert len(after) == 2
+        assert pieces == {}
 
     def test_counters_grow(self, engine):
         before = engine.stats()

@@ -152,6 +152,21 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     messages: list[dict[str, Any]] | None = None
     adapter: str | None = None
     task: str = "generate"
+    is_streamed: bool = False
+    """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
+
+
+class TextPiece(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The next part of an answer to a streamed request.
+
+    `index` is that of the answer's `Choice`. `num_tokens` counts the tokens since the answer's last piece. The text may
+    be empty, for example while a token holds only the first byte of a character.
+    """
+
+    key: RowKey
+    index: int = 0
+    text: str = ""
+    num_tokens: int = 0
 
 
 class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Request, Sampling
+from batchinfer.core.records import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Request,
+    Sampling,
+    TextPiece,
+)
 from batchinfer.engines.config import EngineConfig, check_config
 
 UNLIMITED_LENGTH = 2**31 - 1
@@ -83,6 +90,16 @@ class Engine(Protocol):
         Raises:
             EngineDied: an engine process ended, and none is left. Only `close` may be called afterwards.
             EngineStalled: the engine made no progress for `stall_seconds`. Only `close` may be called afterwards.
+        """
+        ...
+
+    def take_pieces(self) -> list[TextPiece]:
+        """Return the pieces of streamed requests since the last call. Returns at once.
+
+        Callers that stream call it each time that `generate` yields. The pieces of an answer come in order, all before
+        or with the yield of the request's completion, and make up the answer's text. An answer may also have no piece:
+        with `best_of`, the answers to keep are known only at the end, and at temperature 0 an engine may generate one
+        answer for all. If the completion is a failure, the pieces before it are void.
         """
         ...
 

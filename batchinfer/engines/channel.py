@@ -12,7 +12,15 @@ import struct
 
 import msgspec
 
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
+from batchinfer.core.records import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Request,
+    RowKey,
+    TextPiece,
+)
 from batchinfer.engines.config import EngineConfig
 
 HEADER = struct.Struct("<I")
@@ -67,9 +75,9 @@ class Failed(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Done(Frame, frozen=True, kw_only=True, tag=True):
-    """From the engine process: its counters, and the completions since its last `Done` frame, perhaps none.
+    """From the engine process: its counters, and the completions and pieces since its last `Done` frame, perhaps none.
 
-    The worker ignores the completions if `round` is an earlier round than its own, because it has dropped their
+    The worker ignores completions and pieces if `round` is an earlier round than its own, because it has dropped their
     requests. `tokens` is the number of generated tokens, including those of unfinished requests. While it grows, the
     worker's watchdog considers the engine to make progress.
     """
@@ -78,6 +86,7 @@ class Done(Frame, frozen=True, kw_only=True, tag=True):
     completions: list[Completion]
     stats: EngineStats
     tokens: int
+    pieces: list[TextPiece] = []
 
 
 ToEngine = Load | Work | Abandon | Close

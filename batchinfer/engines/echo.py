@@ -39,6 +39,7 @@ from batchinfer.core.records import (
     Failure,
     Request,
     RowKey,
+    TextPiece,
     TokenLogprob,
 )
 from batchinfer.engines import UNLIMITED_LENGTH, RequestSource, Stop
@@ -53,6 +54,38 @@ POLL_SECONDS = 0.02
 LONGEST_SLEEP_SECONDS = 0.2
 SPACE = " "
 WORDS = re.compile(r"^[^ ]*| [^ ]*")
+
+
+class EchoStream:
+    """The answers of a streamed request, whose words come one after the other while the request runs.
+
+    Args:
+        completion: The whole answers.
+        start: Time at which the first word begins.
+        finish: Time at which the last word is complete.
+    """
+
+    def __init__(self, completion: Completion, start: float, finish: float) -> None:
+        self._key = completion.key
+        self._answers = [(each.index, WORDS.findall(each.text)) for each in completion.choices]
+        self._start, self._finish = start, finish
+        self._num_sent = 0
+
+    def take(self, now: float) -> list[TextPiece]:
+        """Return a piece for each word that is due at `now` and has not been returned before."""
+        share = 1.0 if now >= self._finish else (now - self._start) / (self._finish - self._start)
+        first = self._num_sent
+        most = max((len(words) for _, words in self._answers), default=0)
+        self._num_sent = max(first, int(share * most))
+        return [
+            TextPiece(key=self._key, index=index, text=word, num_tokens=1)
+            for index, words in self._answers
+            for word in words[first : self._num_sent]
+        ]
+
+    def is_over(self, now: float) -> bool:
+        """Whether all words have been due at `now`."""
+        return now >= self._finish
 
 
 class EchoEngine:
@@ -78,6 +111,8 @@ class EchoEngine:
         self._slots: list[float] = []
         # Heap of the requests in flight: the time at which each request finishes, its number, and its completion.
         self._running: list[tuple[float, int, Completion]] = []
+        self._streams: list[EchoStream] = []
+        self._pieces: list[TextPiece] = []
         self._admitted = 0
         self._kill_reason = ""
 
@@ -104,6 +139,11 @@ class EchoEngine:
     def close(self) -> None:
         """Drop the requests in flight."""
         self._reset()
+
+    def take_pieces(self) -> list[TextPiece]:
+        """See Engine.take_pieces. A piece is a word with the space before it."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def stats(self) -> EngineStats:
         """Return the counters since the engine was created.
@@ -133,6 +173,8 @@ class EchoEngine:
                 exhausted = taken is None
             if taken:
                 finished = self._admit(taken, now)
+            if self._streams:
+                self._advance_streams(now)
             finished += self._finish(now)
             if finished or taken:
                 last_progress = now
@@ -153,9 +195,14 @@ class EchoEngine:
                     in_flight=self._keys(),
                 )
             yield []
-            longest = LONGEST_SLEEP_SECONDS if exhausted or num_free <= 0 else POLL_SECONDS
+            is_busy = (exhausted or num_free <= 0) and not self._streams
+            longest = LONGEST_SLEEP_SECONDS if is_busy else POLL_SECONDS
             clock.sleep(min(max(self._running[0][0] - clock.monotonic(), 0.0), longest))
             now = clock.monotonic()
+
+    def _advance_streams(self, now: float) -> None:
+        self._pieces += [piece for stream in self._streams for piece in stream.take(now)]
+        self._streams = [stream for stream in self._streams if not stream.is_over(now)]
 
     def _keys(self) -> list[RowKey]:
         return [completion.key for _, _, completion in self._running]
@@ -167,7 +214,11 @@ class EchoEngine:
         """
         config = self.config
         if not (config.echo_latency_seconds or config.echo_kill_marker or config.echo_hang_marker):
-            return self._count([self._answer(request) for request in requests])
+            completions = [self._answer(request) for request in requests]
+            for request, completion in zip(requests, completions, strict=True):
+                if request.is_streamed:
+                    self._streams.append(EchoStream(completion, now, now))
+            return self._count(completions)
         finished: list[Completion] = []
         for request in requests:
             text = prompt_text(request)
@@ -181,7 +232,10 @@ class EchoEngine:
             elif completion.failure:
                 finished.append(completion)
             else:
-                finish = self._start_time(now) + self._latency(request.key)
+                start = self._start_time(now)
+                finish = start + self._latency(request.key)
+                if request.is_streamed:
+                    self._streams.append(EchoStream(completion, start, finish))
                 heapq.heappush(self._slots, finish)
                 heapq.heappush(self._running, (finish, self._admitted, completion))
         return self._count(finished)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from batchinfer.core.errors import BatchinferError, EngineDied, EngineError
-from batchinfer.core.records import Completion, Request
+from batchinfer.core.records import Completion, EngineStats, Request
 from batchinfer.engines import Engine, find_engine
 from batchinfer.engines.channel import (
     Abandon,
@@ -181,21 +181,32 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 def answer(engine: Engine, channel: Channel, inbox: Inbox) -> None:
     """Answer the requests of one round, by one call of `Engine.generate`.
 
-    Completions are sent as they finish. Between them, the counters are sent about every `STATS_SECONDS`.
+    Completions and pieces are sent as they come. Between them, the counters are sent about every `STATS_SECONDS`, but
+    only if they have changed, so that nothing piles up in the connection while nobody drives the pool.
     """
     next_stats = 0.0
+    last: tuple[EngineStats, int] | None = None
     for finished in engine.generate(inbox, inbox):
         now = time.monotonic()
         completions = finished + inbox.take_rejected()
-        if completions or now >= next_stats:
+        pieces = engine.take_pieces()
+        if completions or pieces or now >= next_stats:
             stats = engine.stats()
             count = getattr(engine, "generated_tokens", None)
             tokens = count() if count and now >= next_stats else stats.completion_tokens
-            channel.send(
-                Done(round=inbox.round, completions=completions, stats=stats, tokens=tokens)
-            )
             next_stats = now + STATS_SECONDS
-        elif channel.has_unsent:
+            if completions or pieces or (stats, tokens) != last:
+                last = (stats, tokens)
+                frame = Done(
+                    round=inbox.round,
+                    completions=completions,
+                    stats=stats,
+                    tokens=tokens,
+                    pieces=pieces,
+                )
+                channel.send(frame)
+                continue
+        if channel.has_unsent:
             channel.flush()
 
 

@@ -26,7 +26,15 @@ from batchinfer.core.errors import (
     EngineStalled,
     Interrupted,
 )
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request, RowKey
+from batchinfer.core.records import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Request,
+    RowKey,
+    TextPiece,
+)
 from batchinfer.engines import RequestSource, Stop, share_out
 from batchinfer.engines.channel import (
     Abandon,
@@ -83,6 +91,7 @@ class ProcessPool:
         """Configuration that every replica's process gets."""
         self._restarts = Restarts()
         self._orphans: list[Request] = []
+        self._pieces: list[TextPiece] = []
         self._lost_stats = EngineStats()
         self._failure: EngineError | None = None
         self._looked = time.monotonic()
@@ -181,6 +190,11 @@ class ProcessPool:
             self._lost_stats = add_stats([self._lost_stats, replica.stats])
         self.replicas = []
         self._restarts.clear()
+
+    def take_pieces(self) -> list[TextPiece]:
+        """See Engine.take_pieces."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def stats(self) -> EngineStats:
         """Return the sums of the counters of all replicas, lost ones included.
@@ -352,6 +366,8 @@ class ProcessPool:
 
     def _note_done(self, replica: Replica, frame: Done) -> list[Completion]:
         finished = frame.completions if frame.round == self._round else []
+        if frame.round == self._round:
+            self._pieces += frame.pieces
         replica.note_progress(frame.stats, frame.tokens, len(finished))
         return [completion for completion in finished if replica.note_finished(completion.key)]
 
@@ -447,6 +463,7 @@ class ProcessPool:
         Completions of dropped requests that still arrive belong to an earlier round, and are ignored.
         """
         self._orphans = []
+        self._pieces = []
         if not any(replica.in_flight for replica in self.replicas):
             return
         self._round += 1

@@ -18,11 +18,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from batchinfer.core.errors import EngineDied, RowError
-from batchinfer.core.records import Completion, EngineInfo, EngineStats, Failure, Request
+from batchinfer.core.records import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    Failure,
+    Request,
+    TextPiece,
+)
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import last_line, load_engine, prepare_process
 from batchinfer.engines.vllm_requests import (
+    AnswerStream,
     client_errors,
     completion_of,
     first_line,
@@ -52,6 +60,9 @@ class VllmEngine:
         self._defaults: dict[str, Any] = {}
         self._max_model_len = 0
         self._in_flight: dict[str, Request] = {}
+        # Streamed requests in flight, by vLLM's request id.
+        self._streams: dict[str, AnswerStream] = {}
+        self._pieces: list[TextPiece] = []
         self._ids = itertools.count()
         self._adapters: dict[str, int] = {}
         self._closed = threading.Event()
@@ -125,6 +136,11 @@ class VllmEngine:
             with contextlib.suppress(Exception):
                 core.shutdown()
 
+    def take_pieces(self) -> list[TextPiece]:
+        """See Engine.take_pieces."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
     def stats(self) -> EngineStats:
         """Return the counters since `open`."""
         return EngineStats(
@@ -178,11 +194,17 @@ class VllmEngine:
         self._recorder.note_step()
         finished: list[Completion] = []
         for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                self._pieces += stream.add(output.outputs)
             if not output.finished:
                 continue
             request = self._in_flight.pop(output.request_id, None)
             if request is None:
                 continue
+            if stream is not None:
+                del self._streams[output.request_id]
+                output.outputs = stream.all_outputs()
             seconds = self._recorder.seconds_of(output.request_id)
             completion = completion_of(request, output, seconds)
             self._prompt_tokens += completion.prompt_tokens
@@ -200,6 +222,8 @@ class VllmEngine:
         return EngineDied(f"vLLM: {reason}", in_flight=keys)
 
     def _abandon(self) -> None:
+        self._streams.clear()
+        self._pieces.clear()
         if not self._in_flight or self._engine is None:
             return
         ids = list(self._in_flight)
@@ -214,7 +238,9 @@ class VllmEngine:
     def _add(self, request: Request) -> Failure | None:
         """Give a request to vLLM. Returns a failure if vLLM refuses it."""
         try:
-            params = sampling_params(request.sampling, self._defaults)
+            params = sampling_params(
+                request.sampling, self._defaults, is_streamed=request.is_streamed
+            )
             prompt = self._prompt(request)
         except RowError as error:
             return Failure(code=error.code, message=error.message)
@@ -228,6 +254,8 @@ class VllmEngine:
         except Exception as error:
             raise self._death(error) from error
         self._in_flight[request_id] = request
+        if request.is_streamed:
+            self._streams[request_id] = AnswerStream(request)
         self._recorder.note_added(request_id, params.n)
         return None
 

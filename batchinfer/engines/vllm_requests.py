@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import RowError
-from batchinfer.core.records import Choice, Completion, Failure, Request, Sampling, TokenLogprob
+from batchinfer.core.records import (
+    Choice,
+    Completion,
+    Failure,
+    Request,
+    Sampling,
+    TextPiece,
+    TokenLogprob,
+)
 
 # Finish reasons by which vLLM says that a request ended without an answer. Another attempt may succeed.
 UNFINISHED_REASONS = frozenset({"abort", "error"})
@@ -93,8 +101,12 @@ def keeps_best(sampling: Sampling) -> bool:
     return sampling.best_of is not None and sampling.best_of > sampling.n
 
 
-def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
+def sampling_params(
+    sampling: Sampling, defaults: Mapping[str, Any], *, is_streamed: bool = False
+) -> Any:
     """Create vLLM's SamplingParams for a request.
+
+    For a streamed request vLLM returns an output at every step, which holds one answer's whole text so far.
 
     Raises:
         RowError: `invalid_parameter`: vLLM refuses a parameter.
@@ -108,7 +120,8 @@ def sampling_params(sampling: Sampling, defaults: Mapping[str, Any]) -> Any:
         if sampling.structured:
             check_structured(sampling.structured)
             kwargs["structured_outputs"] = StructuredOutputsParams(**sampling.structured)
-        return SamplingParams(**kwargs, output_kind=RequestOutputKind.FINAL_ONLY)
+        kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**kwargs, output_kind=kind)
     except client_errors() as error:
         raise RowError("invalid_parameter", first_line(error)) from error
 
@@ -204,6 +217,38 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         queue_seconds=seconds[0],
         generation_seconds=seconds[1],
     )
+
+
+class AnswerStream:
+    """The answers of one streamed request as far as vLLM has returned them."""
+
+    def __init__(self, request: Request) -> None:
+        self._key = request.key
+        self._has_pieces = not keeps_best(request.sampling)
+        self._outputs: dict[int, Any] = {}
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Number of characters and tokens that pieces have given so far, by index of the answer."""
+
+    def add(self, outputs: Iterable[Any]) -> list[TextPiece]:
+        """Take the CompletionOutputs of one step, and return what is new in them."""
+        pieces: list[TextPiece] = []
+        for output in outputs:
+            self._outputs[output.index] = output
+            num_chars, num_tokens = self._sent.get(output.index, (0, 0))
+            self._sent[output.index] = (len(output.text), len(output.token_ids))
+            pieces.append(
+                TextPiece(
+                    key=self._key,
+                    index=output.index,
+                    text=output.text[num_chars:],
+                    num_tokens=len(output.token_ids) - num_tokens,
+                )
+            )
+        return pieces if self._has_pieces else []
+
+    def all_outputs(self) -> list[Any]:
+        """Return the last CompletionOutput of every answer, in order."""
+        return [self._outputs[index] for index in sorted(self._outputs)]
 
 
 def mean_logprob(output: Any) -> float:

@@ -17,8 +17,9 @@ import pytest
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import EngineDied, EngineLoadError, EngineStalled, Interrupted
 from batchinfer.core.records import Request, Sampling
-from batchinfer.engines import create_engine, share_out
+from batchinfer.engines import create_engine, host, share_out
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo import EchoEngine
 from batchinfer.engines.parent_death import is_alive
 from batchinfer.engines.pool import ProcessPool
 from batchinfer.prompts import PromptConfig
@@ -533,3 +534,35 @@ def test_nothing_that_the_engine_prints_reaches_our_standard_output(capfd, make_
 )
 def test_requests_go_to_those_that_hold_least(held, rooms, count, shares):
     assert share_out(held, rooms, count) == shares
+
+
+class SilentChannel:
+    """A connection that records the frames which are sent."""
+
+    has_unsent = False
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    def send(self, frame) -> None:
+        self.sent.append(frame)
+
+
+def test_an_idle_engine_process_does_not_send_the_same_counters_again(monkeypatch):
+    monkeypatch.setattr(host, "STATS_SECONDS", 0.0)
+    engine = EchoEngine()
+    channel = SilentChannel()
+
+    class Inbox(ListSource):
+        round = 0
+
+        def is_set(self) -> bool:
+            return len(self.asked) > 20
+
+        def take_rejected(self):
+            return []
+
+    host.answer(engine, channel, Inbox(requests(1), gaps=10))
+    with_news = [frame for frame in channel.sent if frame.completions]
+    assert len(with_news) == 1
+    assert 1 <= len(channel.sent) - len(with_news) <= 2
