@@ -54,6 +54,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.runs.report",
         "Write a run as one HTML page that opens anywhere, finished or not.",
     ),
+    "compare": CommandEntry(
+        "batchinfer.runs.compare", "Compare the answers of two runs over one job, row by row."
+    ),
     "collect": CommandEntry(
         "batchinfer.collect.command",
         "Collect a run's verified answers into parquet, JSON Lines, CSV or the Hub.",

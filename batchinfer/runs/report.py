@@ -1,30 +1,21 @@
-"""`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files.
-
-Texts from the bucket may be hostile. Jinja escapes them. The page's content security policy also forbids scripts
-and requests, so no script could run even if a text were not escaped.
-"""
+"""`batchinfer report`: write one HTML page about a run, finished or not. The page needs no other files."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
 import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
 
-from batchinfer import __version__
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
 from batchinfer.core.records import ErrorExample, Record, Worker
 from batchinfer.ledger.inventory import RunReader, Snapshot
-from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs import charts
 from batchinfer.runs.answers import (
     Answers,
@@ -38,6 +29,7 @@ from batchinfer.runs.answers import (
     with_answers,
 )
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, add_up, overview
+from batchinfer.runs.pages import put_page, render_template
 from batchinfer.runs.samples import SampleRow, cut, read_samples
 
 MAX_LANES = 100
@@ -79,13 +71,10 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
         if config.num_samples
         else []
     )
-    page = render_page(snapshot, seen, answers, samples, version=__version__).encode(
-        errors="replace"
-    )
-    put_page(config.output, page, open_store)
+    num_bytes = put_page(config.output, render_page(snapshot, seen, answers, samples), open_store)
     return {
         "report": config.output,
-        "bytes": len(page),
+        "bytes": num_bytes,
         "run": seen.run,
         "state": seen.state,
         "chunks_done": seen.chunks.done,
@@ -93,28 +82,6 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
         "rows_done": seen.rows.done,
         "rows_total": seen.rows.total,
     }
-
-
-def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
-    """Write the page to a path or URL. An older page there is replaced.
-
-    Raises:
-        ConfigError: the URL names no file, or names a folder.
-    """
-    folder, name = split_name(url)
-    if not name or name.startswith("."):
-        raise ConfigError(f"--output {url!r}: names no file", hint="add a name: -o report.html")
-    store = open_store(folder)
-    try:
-        store.create(name, page)
-    except AlreadyExists:
-        try:
-            store.replace(name, page, store.stat(name).etag)
-        except ObjectNotFound:
-            raise ConfigError(
-                f"--output {url}: is a folder, expected a file",
-                hint=f"name a file in it: -o {url.rstrip('/')}/report.html",
-            ) from None
 
 
 # --------------------------------------------------------------------------- the page
@@ -125,30 +92,13 @@ def render_page(
     seen: Overview,
     answers: Answers,
     samples: Sequence[SampleRow],
-    *,
-    version: str,
 ) -> str:
     """Return the whole page as HTML."""
-    import jinja2
-
     gone = {view.id for view in seen.workers if view.state == "gone"}
     pieces = pieces_of(answers, snapshot, gone)
     shares = shares_of(answers, pieces)
-
-    files = importlib.resources.files("batchinfer.runs") / "templates"
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8")),
-    )
-    environment.globals["f"] = units
-    environment.filters["cut"] = cut
-    style = (files / "report.css").read_text(encoding="utf-8")
-    return environment.get_template("report.html.jinja").render(
-        style=style,
-        policy=_policy(style),
+    return render_template(
+        "report.html.jinja",
         seen=seen,
         tiles=_tiles(seen),
         workers=seen.workers[:MAX_WORKER_ROWS],
@@ -158,16 +108,9 @@ def render_page(
         num_hidden_workers=max(0, len(seen.workers) - MAX_WORKER_ROWS),
         samples=samples,
         settings=_settings(snapshot),
-        version=version,
         **_charts(snapshot, seen, answers, pieces, gone),
         **_sums([worker.record for worker in snapshot.workers], seen),
     )
-
-
-def _policy(style: str) -> str:
-    """The page's content security policy: it allows no script, no request, and no style but `style`."""
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
 def _charts(

@@ -19,7 +19,7 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import Snapshot
 from batchinfer.ledger.jobs import OpenStore, job_chunks
 from batchinfer.storage import Store
-from batchinfer.storage.scratch import Scratch
+from batchinfer.storage.scratch import Scratch, remove_quietly
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,34 @@ def read_samples(
     return rows
 
 
+class SourceReader:
+    """Reads rows of a job's chunks, for people to look at. Chunks are copied to a scratch folder first."""
+
+    def __init__(self, snapshot: Snapshot, open_store: OpenStore, scratch: Scratch) -> None:
+        self._chunks = job_chunks(snapshot.job, snapshot.job_url) if snapshot.job else {}
+        self._open_store = open_store
+        self._scratch = scratch
+
+    def rows(self, name: str, wanted: Container[int]) -> dict[int, list[Cell]]:
+        """Return the columns of a chunk's wanted lines, by the line's index from 0.
+
+        The result is empty if the chunk is larger than MAX_OBJECT_BYTES, cannot be read, or is not in job.json.
+        """
+        ref = self._chunks.get(name)
+        if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
+            return {}
+        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
+        unchecked = ref._replace(rows=None, sha256=None)
+        try:
+            local = fetch(self._open_store(ref.root), unchecked, self._scratch)
+        except BatchinferError as error:
+            logger.info("%s: its answers are shown without their rows (%s)", name, error)
+            return {}
+        found = _lines_of(local.path, wanted)
+        remove_quietly(local.path)
+        return {index: _cells(line) for index, line in found.items()}
+
+
 class _SampleReader:
     """Reads sample rows of one run. Outputs and chunks are copied to a scratch folder first."""
 
@@ -95,8 +123,7 @@ class _SampleReader:
     ) -> None:
         self._store = store
         self._markers = snapshot.markers
-        self._chunks = job_chunks(snapshot.job, snapshot.job_url) if snapshot.job else {}
-        self._open_store = open_store
+        self._rows = SourceReader(snapshot, open_store, scratch)
         self._scratch = scratch
 
     def read(self, name: str, num_rows: int) -> list[SampleRow]:
@@ -113,25 +140,11 @@ class _SampleReader:
         total = marker.rows_ok + marker.rows_error
         wanted = {round(i * max(0, total - 1) / max(1, num_rows - 1)) for i in range(num_rows)}
         answers = _lines_of(path, wanted, with_failed=marker.rows_error > 0)
-        sources = self._sources(name, answers)
+        sources = self._rows.rows(name, answers)
         return [
-            SampleRow(name, index, _cells(sources.get(index)), read_line(line))
+            SampleRow(name, index, sources.get(index, []), read_line(line))
             for index, line in answers.items()
         ]
-
-    def _sources(self, name: str, wanted: Container[int]) -> dict[int, bytes]:
-        """The wanted lines of a chunk of the job, by index; empty if the chunk is too large or cannot be read."""
-        ref = self._chunks.get(name)
-        if ref is None or (ref.bytes or 0) > MAX_OBJECT_BYTES:
-            return {}
-        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
-        unchecked = ref._replace(rows=None, sha256=None)
-        try:
-            local = fetch(self._open_store(ref.root), unchecked, self._scratch)
-        except BatchinferError as error:
-            logger.info("%s: its answers are shown without their rows (%s)", name, error)
-            return {}
-        return _lines_of(local.path, wanted)
 
 
 def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) -> dict[int, bytes]:
@@ -149,10 +162,8 @@ def _lines_of(path: Path, wanted: Container[int], *, with_failed: bool = False) 
     return found
 
 
-def _cells(line: bytes | None) -> list[Cell]:
-    """The columns to show of a row; an empty list if the row was not read (`line` is None)."""
-    if line is None:
-        return []
+def _cells(line: bytes) -> list[Cell]:
+    """The columns to show of a row."""
     row = read_object(line)
     if row is None:
         return [Cell("line", cut(line.decode(errors="replace")))]

@@ -61,6 +61,7 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
         **{name: [str(job / "runs/a")] for name in RUN_COMMANDS},
         "collect": [str(job / "runs/a"), str(job.parent / "table")],
         "report": [str(job / "runs/a"), "-o", str(job.parent / "page.html")],
+        "compare": [str(job / "runs/a"), str(job / "runs/b")],
     }  # fmt: skip
 
 

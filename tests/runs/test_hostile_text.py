@@ -77,6 +77,8 @@ COMMANDS = {
     "verify as JSON": ["verify", "RUN", "--json"],
     "clean": ["clean", "RUN"],
     "report": ["report", "RUN", "-o", "PAGE"],
+    "compare": ["compare", "RUN", "RUN", "-o", "PAGE"],
+    "compare as JSON": ["compare", "RUN", "RUN", "--json"],
     "stop": ["stop", "RUN", "--reason", EVIL],
     "collect": ["collect", "RUN", "DEST"],
     "collect partial": ["collect", "RUN", "DEST", "--partial"],

@@ -351,11 +351,12 @@ def test_the_pages_parts_are_package_data() -> None:
     """A wheel without the template would break only after it was installed."""
     import importlib.resources
 
-    files = importlib.resources.files("batchinfer.runs")
+    files = importlib.resources.files("batchinfer")
     for name in (
-        "templates/report.html.jinja",
-        "templates/charts.jinja",
-        "templates/report.css",
-        "prices.yaml",
+        "runs/templates/report.html.jinja",
+        "runs/templates/compare.html.jinja",
+        "runs/templates/charts.jinja",
+        "runs/templates/report.css",
+        "core/prices.yaml",
     ):
         assert files.joinpath(name).is_file()
