@@ -28,6 +28,7 @@ _SEGMENT = re.compile(
 _RUN_OBJECT = re.compile(
     r"^(?P<folder>(?:.*/)?)(?:run\.json|outputs/[^/]+\.succeed(?:\.[0-9]+)?|checkpoints/[^/]+/[^/]+\.jsonl)$"
 )
+_NONCE = re.compile(r"^[0-9a-f]{1,64}\Z")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -50,13 +51,19 @@ def chunk_name(index: int, num_chunks: int) -> str:
     return f"part-{index:0{width}d}"
 
 
-def chunk_file(name: str, compression: str) -> str:
-    """Key of a chunk's file, relative to the folder of its job.
+def is_nonce(nonce: str) -> bool:
+    """Whether the nonce of a chunk's file in a job.json is safe to use as a part of keys."""
+    return _NONCE.match(nonce) is not None
 
-    >>> chunk_file("part-00007", "zstd")
-    'chunks/part-00007.jsonl.zst'
+
+def chunk_file(name: str, compression: str, nonce: str = "") -> str:
+    """Key of a chunk's file, relative to the folder of its job. With `nonce`, a key for when the plain key is taken.
+
+    >>> chunk_file("part-00007", "zstd"), chunk_file("part-00007", "none", "3f2a")
+    ('chunks/part-00007.jsonl.zst', 'chunks/part-00007.3f2a.jsonl')
     """
-    return f"{CHUNKS}{name}.jsonl{'.zst' if compression == 'zstd' else ''}"
+    stem = f"{name}.{nonce}" if nonce else name
+    return f"{CHUNKS}{stem}.jsonl{'.zst' if compression == 'zstd' else ''}"
 
 
 def stem(path: str) -> str:

@@ -65,10 +65,23 @@ class Chunk(Record, frozen=True, kw_only=True):
     rows: Count
     bytes: Count
     sha256: str
+    nonce: str | msgspec.UnsetType = msgspec.UNSET
+    """Nonce in the name of the chunk's file. Unset if the file has the plain name."""
+
+
+class Append(Record, frozen=True, kw_only=True):
+    """Where in the lists of job.json the data of one `split --append` begin: indices from 0."""
+
+    first_source: Count
+    first_chunk: Positive
+    first_row: Positive
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes."""
+    """Content of job.json: the sources of a job, and its chunks. It holds no time, so equal inputs give equal bytes.
+
+    A job to which nothing was appended has none of the fields `generation`, `first_sha256` and `appends`.
+    """
 
     format_version: Positive
     sources: list[Source]
@@ -87,6 +100,7 @@ class Job(Record, frozen=True, kw_only=True):
     broken_lines: Count = 0
     """Number of lines of JSON Lines sources that hold no JSON object; each becomes an error row."""
     duplicate_ids: Count = 0
+    """Number of rows with an `_id` that an earlier row has, among the rows that were split or appended together."""
     blank_lines: Count | msgspec.UnsetType = msgspec.UNSET
     """Number of blank lines of the JSON Lines and CSV sources, which are no rows. Unset if there are none."""
     schema: str | msgspec.UnsetType = msgspec.UNSET
@@ -94,6 +108,12 @@ class Job(Record, frozen=True, kw_only=True):
     files are parquet."""
     renamed: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """Names that the sources' own columns ``_row`` and ``_id`` have in the rows. Unset if no source has them."""
+    generation: Positive | msgspec.UnsetType = msgspec.UNSET
+    """Number of times that data were appended."""
+    first_sha256: str | msgspec.UnsetType = msgspec.UNSET
+    """sha256 of job.json before data were appended. It stands for the job in the fingerprints of runs."""
+    appends: list[Append] | msgspec.UnsetType = msgspec.UNSET
+    """Where the appended data begin, one entry for each time."""
 
     @property
     def source_names(self) -> dict[str, str]:

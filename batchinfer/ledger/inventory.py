@@ -398,6 +398,8 @@ class RunReader:
         self._asked_job_url = job_url
         self._run: Run | None = None
         self._job: tuple[Job, str] | None = None
+        self._job_etag = ""
+        """Etag that job.json had before `_job` was read; empty if it is not known."""
         self._seen: dict[str, _Seen] = {}
         self._fingerprints: dict[tuple[str, int], str] = {}
         """Fingerprints in those markers that were compared with run.json, by chunk and generation."""
@@ -515,7 +517,10 @@ class RunReader:
                 version.
         """
         if self._job is not None:
-            return self._job
+            etag = self._etag_of_job(self._job[1])
+            if etag in ("", self._job_etag):
+                return self._job
+            self._job_etag = etag  # data were appended, perhaps
         wanted = job_sha256_of(self._run)
 
         def note(error: BatchinferError) -> None:
@@ -541,12 +546,18 @@ class RunReader:
             notes.append("its job.json was not found, so totals are not known; pass --job URL")
             return None, ""
         if asked or self._run is not None:
-            # This object reads run.json only once, so the job stays the same.
+            # This object reads run.json only once, so the run's job stays the same, but it may grow.
             self._job = (
                 found.job,
                 found.url,
             )
         return found.job, found.url
+
+    def _etag_of_job(self, url: str) -> str:
+        try:
+            return self._open_store(url).stat(layout.JOB_KEY).etag
+        except BatchinferError:
+            return ""
 
 
 def _checkpointed(listing: Listing, markers: Mapping[str, SeenMarker]) -> dict[str, int | None]:

@@ -7,6 +7,7 @@ in it need the user's permission. A manifest in a local folder may name absolute
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from urllib.parse import unquote
 
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError, ObjectNotFound, near
-from batchinfer.core.records import Job
+from batchinfer.core.records import Chunk, Job
 from batchinfer.storage import Store
 from batchinfer.storage.opening import split_url
 
@@ -60,7 +61,7 @@ class Assignment(NamedTuple):
 
 
 def load_job(url: str, open_store: OpenStore, *, hint: str = "") -> tuple[Job, str] | None:
-    """Read the job.json below `url`. Return it with its sha256, or None if it does not exist.
+    """Read the job.json below `url`. Return it with its `identity`, or None if it does not exist.
 
     Args:
         url: URL of the job.
@@ -75,13 +76,27 @@ def load_job(url: str, open_store: OpenStore, *, hint: str = "") -> tuple[Job, s
         data = open_store(url).get(layout.JOB_KEY).data
     except ObjectNotFound:
         return None
+    job = decode_job(data, url, hint=hint)
+    return job, identity(job, data)
+
+
+def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:
+    """Decode and check the content of the job.json below `url`. Raises as `load_job` does."""
     name, hint = f"{url}/{layout.JOB_KEY}", hint or split_again(url)
     job = codec.decode(data, Job, name=name, hint=hint)
     codec.check_version(data, name=name)
-    problem = _contradiction(job)
+    problem = _contradiction(job) or _wrong_appends(job)
     if problem:
         raise InputError(f"{name}: {problem}", hint=hint)
-    return job, codec.sha256(data)
+    return job
+
+
+def identity(job: Job, data: bytes) -> str:
+    """Return the sha256 by which runs know a job: that of its first job.json, before any data were appended.
+
+    `data` is the content of the job.json from which `job` was decoded.
+    """
+    return job.first_sha256 or codec.sha256(data)
 
 
 def _contradiction(job: Job) -> str:
@@ -91,6 +106,8 @@ def _contradiction(job: Job) -> str:
     for chunk in job.chunks:
         if not layout.is_chunk_name(chunk.name):
             return f"{chunk.name!r} is no name of a chunk"
+        if chunk.nonce and not layout.is_nonce(chunk.nonce):
+            return f"{chunk.nonce!r} is no nonce of a chunk's file"
         if chunk.name in names:
             return f"it lists the chunk {chunk.name} twice"
         if chunk.first_row != row:
@@ -101,6 +118,24 @@ def _contradiction(job: Job) -> str:
         return f"its chunks have {row} rows together, expected the {job.rows} rows of the job"
     if job.num_workers > max(1, len(job.chunks)):
         return f"it has {job.num_workers} workers for {units.many(len(job.chunks), 'chunk')}"
+    return ""
+
+
+def _wrong_appends(job: Job) -> str:
+    """Return what is wrong with the entries of a job.json that say where appended data begin, or ""."""
+    appends = job.appends or []
+    generation = job.generation or 0
+    if len(appends) != generation or bool(appends) != bool(job.first_sha256):
+        return f"its generation is {generation}, but its list of appends has {len(appends)} entries"
+    chunk, source = 0, 0
+    for each in appends:
+        if not chunk < each.first_chunk < len(job.chunks):
+            return f"appended data begin at chunk {each.first_chunk}, expected {chunk + 1} to {len(job.chunks) - 1}"
+        if not source <= each.first_source < len(job.sources):
+            return f"appended data begin at source {each.first_source}, expected {source} to {len(job.sources) - 1}"
+        chunk, source = each.first_chunk, each.first_source
+        if each.first_row != job.chunks[chunk].first_row:
+            return f"appended data begin at row {each.first_row}, expected {job.chunks[chunk].first_row}"
     return ""
 
 
@@ -160,6 +195,46 @@ def check_columns(
             )
 
 
+def chunk_key(job: Job, chunk: Chunk) -> str:
+    """Key of the file of one of a job's chunks."""
+    return layout.chunk_file(chunk.name, job.compression, chunk.nonce or "")
+
+
+def manifest_chunks(job: Job) -> dict[str, list[Chunk]]:
+    """Return the chunks of every manifest of a job, by the manifest's key: all.txt and one for each worker. Pure.
+
+    The numbers of chunks of any two workers differ by at most one. Appended chunks come after those that a worker has.
+    """
+    starts = [each.first_chunk for each in job.appends or []]
+    first = job.chunks[: starts[0]] if starts else job.chunks
+    ends = [len(first) * place // job.num_workers for place in range(job.num_workers + 1)]
+    workers = [first[start:stop] for start, stop in itertools.pairwise(ends)]
+    for start, stop in itertools.pairwise([*starts, len(job.chunks)]):
+        place = start
+        for own, count in zip(workers, _shares([*map(len, workers)], stop - start), strict=True):
+            own.extend(job.chunks[place : place + count])
+            place += count
+    keys = [layout.worker_manifest(index, job.num_workers) for index in range(job.num_workers)]
+    return {layout.ALL_MANIFEST: job.chunks, **dict(zip(keys, workers, strict=True))}
+
+
+def _shares(sizes: list[int], count: int) -> list[int]:
+    """Divide `count` new chunks among workers so that the sums of old and new chunks differ by at most one.
+
+    `sizes` are the numbers of chunks that the workers have, which differ by at most one.
+
+    >>> _shares([3, 2, 2], 3)
+    [1, 1, 1]
+    >>> _shares([3, 2, 2], 1)
+    [0, 1, 0]
+    """
+    least, more = divmod(sum(sizes) + count, len(sizes))
+    wanted = [least] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index])[:more]:
+        wanted[index] += 1
+    return [total - size for total, size in zip(wanted, sizes, strict=True)]
+
+
 def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkRef]:
     """Return every chunk of a job by name, in order; with `limit`, only those that hold its first `limit` rows."""
     chunks: dict[str, ChunkRef] = {}
@@ -170,7 +245,7 @@ def job_chunks(job: Job, url: str, limit: int | None = None) -> dict[str, ChunkR
         chunks[chunk.name] = ChunkRef(
             name=chunk.name,
             root=url,
-            key=layout.chunk_file(chunk.name, job.compression),
+            key=chunk_key(job, chunk),
             first_row=chunk.first_row,
             rows=chunk.rows,
             bytes=chunk.bytes,
@@ -229,6 +304,10 @@ def read_assignment(
     lines = [
         (manifest, line) for manifest in manifests for line in _read_lines(manifest, open_store)
     ]
+    if found is not None and base:
+        if {line for _, line in lines} - {chunk_key(found[0], chunk) for chunk in found[0].chunks}:
+            found = load_job(base, open_store) or found  # chunks were appended meanwhile, perhaps
+        lines = _with_appended(lines, manifests, found[0], open_store(base).url, open_store)
     if not lines:
         raise InputError(
             f"{', '.join(manifests)}: no chunk in it", hint="give a manifest with one path a line"
@@ -294,6 +373,32 @@ def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
             hint="a chunk is no manifest: name the manifest that lists it, or write its path into one",
         )
     return lines
+
+
+def _with_appended(
+    lines: list[tuple[str, str]],
+    manifests: Sequence[str],
+    job: Job,
+    job_url: str,
+    open_store: OpenStore,
+) -> list[tuple[str, str]]:
+    """Return the lines of manifests, with the appended chunks that the job's own manifests lack.
+
+    `split --append` replaces job.json first and the manifests after it, so it may have been killed in between.
+    """
+    if not job.appends:
+        return lines
+    named = {line for _, line in lines}
+    appended = {chunk_key(job, chunk) for chunk in job.chunks[job.appends[0].first_chunk :]}
+    own = manifest_chunks(job)
+    result = []
+    for manifest in manifests:
+        result += [line for line in lines if line[0] == manifest]
+        key, above = layout.MANIFESTS + split_name(manifest)[1], _job_of(manifest)
+        if key in own and above is not None and open_store(above).url == job_url:
+            keys = [chunk_key(job, chunk) for chunk in own[key]]
+            result += [(manifest, each) for each in keys if each in appended and each not in named]
+    return result
 
 
 def _resolve_in_job(

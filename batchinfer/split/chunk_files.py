@@ -268,7 +268,7 @@ def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[li
     A turn ends near the end of a row group, because a row group divided between two processes is decoded twice.
     """
     group_starts = counted.row_group_starts()
-    group_start = next(group_starts, counted.rows)
+    group_start = next(group_starts, counted.end_row)
     turn: list[ChunkRange] = []
     rows = 0
     for chunk_range in ranges:
@@ -276,9 +276,9 @@ def _turns(counted: CountedSources, ranges: Sequence[ChunkRange]) -> Iterator[li
         rows += chunk_range.rows
         end = chunk_range.first_row + chunk_range.rows
         has_crossed = False
-        while group_start <= end and group_start < counted.rows:
+        while group_start <= end and group_start < counted.end_row:
             has_crossed = has_crossed or group_start > turn[0].first_row
-            group_start = next(group_starts, counted.rows)
+            group_start = next(group_starts, counted.end_row)
         if rows >= _TURN_ROWS and has_crossed:
             yield turn
             turn, rows = [], 0

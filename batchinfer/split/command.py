@@ -26,6 +26,7 @@ from batchinfer.storage import Store
 
 if TYPE_CHECKING:
     from batchinfer.split.chunk_files import ChunkRange
+    from batchinfer.split.job_writer import JobWriter
     from batchinfer.split.sources import CountedSources, Oddities
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     delimiter: str = ""
     compression: str = "none"
     processes: int = 1
+    append: bool = False
     overwrite: bool = False
     scratch_dir: str | None = None
 
@@ -83,6 +85,10 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
 
     started = time.monotonic()
     _check_options(config)
+    if config.append:
+        from batchinfer.split.append import run_append
+
+        return run_append(config, store=store)
     choice = ColumnChoice(columns=config.columns, id_column=config.id_column)
     counted = count_sources(
         config.sources, choice=choice, limit=config.limit, delimiter=config.delimiter
@@ -99,8 +105,12 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     if config.overwrite:
         refuse_newer(store)
     elif (existing := read_job(store, hint=_made_anew(config))) is not None:
-        _check_same(existing, draft, config)
-        return _result("unchanged", config, existing, {}, time.monotonic() - started)
+        is_all = _contents(existing) == _contents(draft)
+        _check_same(existing if is_all else _first_part(existing), draft, config)
+        logger.info(
+            "%s: finished before with the same sources and shape, nothing changed", config.output
+        )
+        return make_result("unchanged", config, existing, {}, time.monotonic() - started)
     _check_no_runs(store, config)
     if config.group_by:
         starts = chunk_files.group_chunk_starts(counted, config.group_by, starts)
@@ -108,16 +118,18 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     if config.overwrite:
         remove_job(store)
     job, odd = _write(config, store, counted, draft, chunk_files.chunk_ranges(starts))
-    _warn(odd, job)
-    return _result("done", config, job, odd.nulls, time.monotonic() - started)
+    warn(odd, job)
+    return make_result("done", config, job, odd.nulls, time.monotonic() - started)
 
 
-def _renamed(odd: Oddities, counted: CountedSources) -> dict[str, str] | msgspec.UnsetType:
+def renamed_columns(odd: Oddities, counted: CountedSources) -> dict[str, str] | msgspec.UnsetType:
+    """Return the field `renamed` of job.json."""
     names = {name: counted.choice.name_in_rows(name) for name in sorted(odd.renamed)}
     return names or msgspec.UNSET
 
 
-def _warn(odd: Oddities, job: Job) -> None:
+def warn(odd: Oddities, job: Job) -> None:
+    """Log a warning for each fact about the rows that a user may not expect. `job` holds the counts of these rows."""
     for name, source_name in job.source_names.items():
         logger.warning(
             "column %r: rows have a %s of the job's own, so the source's is kept as %r; `collect` gives its name back",
@@ -157,6 +169,12 @@ def _check_options(config: SplitConfig) -> None:
         raise ConfigError(
             "--num-chunks, --chunk-rows: both are given, expected one or none",
             hint="leave both out for chunks of a good size",
+        )
+    if config.append and (config.overwrite or config.limit is not None or config.group_by):
+        names = [name for name in ("overwrite", "limit", "group_by") if getattr(config, name)]
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ConfigError(
+            f"{options}: not together with --append", hint="leave it out, or make another job"
         )
     if not all(source.strip() for source in config.sources):
         raise ConfigError(
@@ -240,6 +258,19 @@ def _made_anew(config: SplitConfig) -> str:
     return " ".join([*words, "--overwrite"])
 
 
+def _first_part(job: Job) -> Job:
+    """Return a job as it was before data were appended to it, except for the numbers that were counted."""
+    if not job.appends:
+        return job
+    end = job.appends[0]
+    return msgspec.structs.replace(
+        job,
+        sources=job.sources[: end.first_source],
+        chunks=job.chunks[: end.first_chunk],
+        rows=end.first_row,
+    )
+
+
 def _contents(job: Job) -> list[tuple[int, int, str]]:
     return [(file.bytes, file.rows, file.digest) for source in job.sources for file in source.files]
 
@@ -274,47 +305,55 @@ def _write(
     config: SplitConfig, store: Store, counted: CountedSources, draft: Job, ranges: list[ChunkRange]
 ) -> tuple[Job, Oddities]:
     """Build and publish the chunks, then the manifests, then job.json. Returns the job and its oddities."""
-    from batchinfer.split import chunk_files
     from batchinfer.split.job_writer import JobWriter
-    from batchinfer.split.sources import Oddities
-    from batchinfer.storage.scratch import Scratch
 
-    odd = Oddities()
-    id_paths: list[Path] = []
-    chunks: list[Chunk] = []
-    with (
-        contextlib.closing(
-            Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
-        ) as scratch,
-        _progress(counted.rows) as advance,
-    ):
-        settings = chunk_files.BuildSettings(counted, scratch.folder, config.compression)
-        if config.processes > 1 and len(ranges) > 1 and counted.is_shared:
-            built = chunk_files.build_in_processes(settings, ranges, config.processes)
-        else:
-            built = chunk_files.build(settings, ranges)
+    with progress(counted.rows) as advance:
         writer = JobWriter(store, config.compression, advance)
-        for item in writer.publish(built):
-            chunks.append(item.chunk)
-            odd.add(item.odd)
-            if item.id_path is not None:
-                id_paths.append(item.id_path)
-        duplicates = chunk_files.count_duplicates(id_paths)
-        writer.write_manifests(chunks, config.num_workers)
+        chunks, odd, duplicates = publish_chunks(config, writer, counted, ranges, draft.compression)
         job = msgspec.structs.replace(
             draft,
             chunks=chunks,
             null_floats=odd.nulls.total(),
             broken_lines=odd.broken_lines,
             duplicate_ids=duplicates,
-            renamed=_renamed(odd, counted),
+            renamed=renamed_columns(odd, counted),
         )
         writer.finish(job)
     return job, odd
 
 
+def publish_chunks(
+    config: SplitConfig,
+    writer: JobWriter,
+    counted: CountedSources,
+    ranges: list[ChunkRange],
+    compression: str,
+) -> tuple[list[Chunk], Oddities, int]:
+    """Build and publish chunks. Returns them, their oddities, and the number of rows whose id an earlier row has."""
+    from batchinfer.split import chunk_files
+    from batchinfer.split.sources import Oddities
+    from batchinfer.storage.scratch import Scratch
+
+    odd = Oddities()
+    id_paths: list[Path] = []
+    chunks: list[Chunk] = []
+    folder = Path(config.scratch_dir) if config.scratch_dir else None
+    with contextlib.closing(Scratch(folder)) as scratch:
+        settings = chunk_files.BuildSettings(counted, scratch.folder, compression)
+        if config.processes > 1 and len(ranges) > 1 and counted.is_shared:
+            built = chunk_files.build_in_processes(settings, ranges, config.processes)
+        else:
+            built = chunk_files.build(settings, ranges)
+        for item in writer.publish(built):
+            chunks.append(item.chunk)
+            odd.add(item.odd)
+            if item.id_path is not None:
+                id_paths.append(item.id_path)
+        return chunks, odd, chunk_files.count_duplicates(id_paths)
+
+
 @contextlib.contextmanager
-def _progress(rows: int) -> Iterator[Callable[[int], object]]:
+def progress(rows: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the number of finished rows. It moves a bar on a terminal, or logs now and then."""
     if sys.stderr.isatty():
         from tqdm import tqdm
@@ -334,13 +373,10 @@ def _progress(rows: int) -> Iterator[Callable[[int], object]]:
     yield advance
 
 
-def _result(
+def make_result(
     status: str, config: SplitConfig, job: Job, nulls: dict[str, int], seconds: float
 ) -> dict[str, Any]:
-    if status == "unchanged":
-        logger.info(
-            "%s: finished before with the same sources and shape, nothing changed", config.output
-        )
+    """Make the JSON object that `split` prints as its last line."""
     return {
         "status": status,
         "job": config.output,
@@ -446,6 +482,11 @@ def _parse_delimiter(
     help="Build chunks in so many processes. The chunks are the same.",
 )
 @click.option(
+    "--append",
+    is_flag=True,
+    help="Add the sources to the job that is there: new chunks after the old ones. Files it has already are left out.",
+)
+@click.option(
     "--overwrite", is_flag=True, help="Replace the job that is there, unless a run is below it."
 )
 @click.option(
@@ -459,6 +500,8 @@ def command(**options: Any) -> dict[str, Any]:
 
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
     JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
+
+    With --append, runs of the job stay as they are, and the workers' next start does the new chunks.
     """
     from batchinfer.storage.opening import check_writable, open_store
 

@@ -1,19 +1,27 @@
-"""Writes a job to a store: chunks, then manifests, then job.json. Without job.json, the place holds no job."""
+"""Writes a job to a store: chunks, then manifests, then job.json. Without job.json, the place holds no job.
+
+When data are appended to a job, job.json is replaced once the new chunks are complete, and the manifests after it: two
+commands that append at once could each write manifests, but only one of them can replace job.json. Workers take the
+chunks that a manifest lacks from job.json.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound, PreconditionFailed
 from batchinfer.core.records import Chunk, Job
-from batchinfer.ledger.jobs import load_job
+from batchinfer.ledger.jobs import chunk_key, load_job, manifest_chunks
 from batchinfer.split.chunk_files import BuiltChunk
 from batchinfer.storage import Store
 
 _THREADS = 4
+_NONCE_DIGITS = 12
 _BYTES = 64 << 20
 """Most bytes of the chunks that are published at the same time, to limit memory. A larger chunk is published alone."""
 
@@ -40,6 +48,37 @@ def remove_job(store: Store) -> None:
         store.delete([item.key for item in store.list(prefix)])
 
 
+def replace_manifests(store: Store, job: Job, etag: str) -> None:
+    """Make the manifests list the chunks of `job`, unless job.json has another etag than `etag` by now.
+
+    The command that has replaced job.json writes its manifests itself.
+    """
+    for key, text in _manifests(job).items():
+        try:
+            there = store.get(key)
+        except ObjectNotFound:
+            there = None
+        if there is not None and there.data == text:
+            continue
+        try:
+            if there is None:
+                store.create(key, text)
+            elif store.stat(layout.JOB_KEY).etag == etag:
+                store.replace(key, text, there.etag)
+            else:
+                return
+        except (AlreadyExists, PreconditionFailed):
+            return
+
+
+def _manifests(job: Job) -> dict[str, bytes]:
+    """Return the content of every manifest, by its key."""
+    return {
+        key: "".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks).encode()
+        for key, chunks in manifest_chunks(job).items()
+    }
+
+
 class JobWriter:
     """Writes one job to a place that is empty or that holds what an unfinished split left.
 
@@ -49,23 +88,33 @@ class JobWriter:
         store: The store at the job's place.
         compression: Compression of the chunks, "none" or "zstd".
         advance: A function that is called after each chunk is durable, with the number of the chunk's rows.
+        appends: Whether the chunks are appended to a job. No object is then replaced: a chunk whose key holds other
+            bytes, which another command that appends has written, gets a key with a nonce.
     """
 
-    def __init__(self, store: Store, compression: str, advance: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        compression: str,
+        advance: Callable[[int], object],
+        *,
+        appends: bool = False,
+    ) -> None:
         self._store = store
         self._compression = compression
         self._advance = advance
+        self._appends = appends
 
     def publish(self, built: Iterable[BuiltChunk]) -> Iterator[BuiltChunk]:
         """Publish chunk files in threads while later chunks are built. Yields each chunk once it is durable."""
-        waiting: deque[tuple[BuiltChunk, Future[None]]] = deque()
+        waiting: deque[tuple[BuiltChunk, Future[Chunk]]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish") as pool:
 
             def finish() -> BuiltChunk:
                 nonlocal num_bytes
                 item, future = waiting.popleft()
-                future.result()
+                item = item._replace(chunk=future.result())
                 num_bytes -= item.chunk.bytes
                 self._advance(item.chunk.rows)
                 return item
@@ -80,29 +129,19 @@ class JobWriter:
             while waiting:
                 yield finish()
 
-    def write_manifests(self, chunks: Sequence[Chunk], num_workers: int) -> None:
-        """Write all.txt and one manifest of consecutive chunks for each worker. Remove other manifests.
-
-        The numbers of chunks of any two workers differ by at most one.
-        """
-        lines = [f"{self._key(chunk)}\n" for chunk in chunks]
-        texts = {layout.ALL_MANIFEST: "".join(lines)}
-        for index in range(num_workers):
-            start, stop = (len(lines) * place // num_workers for place in (index, index + 1))
-            texts[layout.worker_manifest(index, num_workers)] = "".join(lines[start:stop])
-        for key, text in texts.items():
-            self._create(key, text.encode())
-        stale = [item.key for item in self._store.list(layout.MANIFESTS) if item.key not in texts]
-        self._store.delete(stale)
-
     def finish(self, job: Job) -> None:
-        """Remove chunks that are not of the job, check that all of the job exist, and write job.json.
+        """Write the manifests, remove chunks that are not of the job, check that all of the job exist, write job.json.
 
         Raises:
             InputError: Another split wrote to the same place meanwhile.
         """
-        there = {item.key: item.bytes for item in self._store.list(layout.CHUNKS)}
-        expected = {self._key(chunk): chunk.bytes for chunk in job.chunks}
+        texts = _manifests(job)
+        for key, text in texts.items():
+            self._create(key, text)
+        stale = [item.key for item in self._store.list(layout.MANIFESTS) if item.key not in texts]
+        self._store.delete(stale)
+        there = self._sizes()
+        expected = {chunk_key(job, chunk): chunk.bytes for chunk in job.chunks}
         self._store.delete([key for key in there if key not in expected])
         if any(there.get(key) != size for key, size in expected.items()):
             raise self._other_split()
@@ -111,17 +150,47 @@ class JobWriter:
         except AlreadyExists as error:
             raise self._other_split() from error
 
-    def _key(self, chunk: Chunk) -> str:
-        return layout.chunk_file(chunk.name, self._compression)
+    def finish_append(self, job: Job, etag: str) -> None:
+        """Check that the new chunks exist, replace job.json, then write the manifests.
 
-    def _publish_chunk(self, item: BuiltChunk) -> None:
-        key = self._key(item.chunk)
+        Args:
+            job: The job with the new chunks.
+            etag: Etag of the job.json without them.
+
+        Raises:
+            InputError: Another command has appended data or replaced the job meanwhile.
+        """
+        assert job.appends
+        there = self._sizes()
+        new = job.chunks[job.appends[-1].first_chunk :]
+        if any(there.get(chunk_key(job, chunk)) != chunk.bytes for chunk in new):
+            raise self._other_split()
+        try:
+            new_etag = self._store.replace(layout.JOB_KEY, codec.encode_pretty(job), etag)
+        except PreconditionFailed as error:
+            raise InputError(
+                f"{self._store.url}: another command changed the job meanwhile; nothing was appended to it",
+                hint="run the same command again",
+            ) from error
+        replace_manifests(self._store, job, new_etag)
+
+    def _sizes(self) -> dict[str, int]:
+        return {item.key: item.bytes for item in self._store.list(layout.CHUNKS)}
+
+    def _publish_chunk(self, item: BuiltChunk) -> Chunk:
+        chunk = item.chunk
+        key = layout.chunk_file(chunk.name, self._compression)
         try:
             self._store.create_file(key, item.path, is_final=True)
         except AlreadyExists:
-            self._remove_leftover(key)
+            if self._appends:
+                chunk = msgspec.structs.replace(chunk, nonce=chunk.sha256[:_NONCE_DIGITS])
+                key = layout.chunk_file(chunk.name, self._compression, chunk.nonce or "")
+            else:
+                self._remove_leftover(key)
             self._store.create_file(key, item.path, is_final=True)
         item.path.unlink()
+        return chunk
 
     def _create(self, key: str, data: bytes) -> None:
         try:

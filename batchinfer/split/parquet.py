@@ -108,6 +108,25 @@ def common_schema(
     return base64.b64encode(pa.schema(fields).serialize()).decode()
 
 
+def merge_schemas(first: str, second: str) -> str:
+    """Return the schema of the columns that have one type in two parts of a job, from the parts' common schemas.
+
+    Both arguments and the result are as `common_schema` returns them, for the same columns.
+    """
+    before, after = (
+        pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text))) for text in (first, second)
+    )
+    fields = []
+    for field in before:
+        index = after.get_field_index(field.name)
+        kind = after.field(index).type if index >= 0 else None
+        if kind is not None and pa.types.is_null(field.type):
+            fields.append(field.with_type(kind))
+        elif kind is not None and (kind == field.type or pa.types.is_null(kind)):
+            fields.append(field)
+    return base64.b64encode(pa.schema(fields).serialize()).decode()
+
+
 def _read_tail(found: FoundFile, file: Any) -> bytes:
     """Return the magic at the start of the file, followed by the footer, its length and the magic at the end."""
     size = found.bytes

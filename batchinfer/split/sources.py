@@ -10,7 +10,7 @@ import importlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class CountedSources(Record, frozen=True, kw_only=True):
-    """Sources whose rows have been counted. The job numbers their rows from 0, over all files in order."""
+    """Sources whose rows have been counted. The job numbers their rows from `first_row`, over all files in order."""
 
     sources: list[Source]
     files: list[CountedFile]
@@ -56,6 +56,13 @@ class CountedSources(Record, frozen=True, kw_only=True):
     """Columns of the job: those chosen, else the known columns of all files, in order of appearance."""
     schema: str | msgspec.UnsetType = msgspec.UNSET
     """Field `schema` of job.json."""
+    first_row: int = 0
+    """Number of rows that the job has before these."""
+
+    @property
+    def end_row(self) -> int:
+        """Number of rows of the job up to and with these."""
+        return self.first_row + self.rows
 
     @property
     def blank_lines(self) -> int:
@@ -77,7 +84,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
         Raises:
             InputError: A file is damaged, changed since it was counted, or holds a value without an exact JSON form.
         """
-        first = 0
+        first = self.first_row
         for item in self.files:
             start, stop = max(rows.start, first), min(rows.stop, first + item.rows)
             if start < stop:
@@ -87,10 +94,28 @@ class CountedSources(Record, frozen=True, kw_only=True):
 
     def row_group_starts(self) -> Iterator[int]:
         """Yield the rows at which a reader can start without reading earlier rows: the marks of all files."""
-        first = 0
+        first = self.first_row
         for item in self.files:
             yield from (first + row for row, _ in item.marks)
             first += item.rows
+
+    def only(self, is_wanted: Callable[[CountedFile], bool], *, first_row: int) -> CountedSources:
+        """Return the sources with only some of their files. Their rows are numbered from `first_row`."""
+        files = [item for item in self.files if is_wanted(item)]
+        rest = iter(self.files)
+        sources = []
+        for source in self.sources:
+            kept = [file for file, item in zip(source.files, rest, strict=False) if is_wanted(item)]
+            if kept:
+                sources.append(msgspec.structs.replace(source, files=kept))
+        return msgspec.structs.replace(
+            self,
+            sources=sources,
+            files=files,
+            rows=sum(item.rows for item in files),
+            schema=_common_schema(files, self.choice, self.columns),
+            first_row=first_row,
+        )
 
     def require_column(self, option: str, name: str) -> None:
         """Raise InputError if a parquet or CSV file lacks the column, or if no file has it.

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Source, SourceFile
+from batchinfer.core.records import FORMAT_VERSION, Append, Chunk, Job, Source, SourceFile
 from batchinfer.ledger import jobs
 from batchinfer.ledger.jobs import (
     Assignment,
@@ -296,7 +296,7 @@ def _full_job() -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(
         Job(
             format_version=FORMAT_VERSION,
-            sources=[Source(url="a.csv", format="csv", files=[file])],
+            sources=[Source(url="a.csv", format="csv", files=[file])] * 2,
             columns=["a"],
             rows=3,
             chunks=chunks,
@@ -304,6 +304,9 @@ def _full_job() -> dict[str, Any]:
             limit=3,
             blank_lines=1,
             shape={"num_chunks": 3},
+            generation=1,
+            first_sha256="0" * 64,
+            appends=[Append(first_source=1, first_chunk=2, first_row=2)],
         )
     )
     return found
@@ -320,7 +323,7 @@ def _load(content: dict[str, Any]) -> Job:
 
 def test_every_number_of_a_job_is_tried_below() -> None:
     """A field that is added to job.json later must be among the numbers of the next test."""
-    fields = {name for kind in (Job, Chunk, SourceFile) for name in _number_fields(kind)}
+    fields = {name for kind in (Job, Chunk, SourceFile, Append) for name in _number_fields(kind)}
     assert fields == {str(path[-1]) for path in _numbers(_full_job())} - {"num_chunks"} | {"shape"}
 
 
@@ -357,6 +360,11 @@ def test_a_wrong_number_in_a_job_is_refused_with_its_place(
         ({"num_workers": 0}, "num_workers"),
         ({"limit": 0}, "limit"),
         ({"shape": {"num_chunks": 0}}, "shape"),
+        ({"generation": 2}, "its generation is 2, but its list of appends has 1 entries"),
+        ({"first_sha256": ""}, "its generation is 1"),
+        ({"appends": [{"first_source": 1, "first_chunk": 3, "first_row": 3}]}, "begin at chunk 3"),
+        ({"appends": [{"first_source": 1, "first_chunk": 2, "first_row": 1}]}, "begin at row 1"),
+        ({"appends": [{"first_source": 2, "first_chunk": 2, "first_row": 2}]}, "begin at source 2"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], what: str) -> None:
@@ -373,6 +381,7 @@ def test_numbers_that_contradict_each_other_are_refused(change: dict[str, Any], 
         (1, {"rows": 0}, "part-00002 begins at row 2, expected 1"),
         (2, {"name": "part-00000"}, "lists the chunk part-00000 twice"),
         (2, {"name": "../evil"}, "'../evil' is no name of a chunk"),
+        (2, {"nonce": "../evil"}, "'../evil' is no nonce"),
     ],
 )
 def test_chunks_that_do_not_hold_each_row_once_are_refused(
