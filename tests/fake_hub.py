@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_test"
 
@@ -33,6 +33,10 @@ class FakeHub:
         self.repos.setdefault(repo, {})[revision] = folder
         return commit_of(repo, revision)
 
+    def commit_of(self, repo: str, revision: str) -> str:
+        """Return the hash of a revision's newest commit."""
+        return commit_of(repo, revision)
+
     @contextmanager
     def serving(self) -> Iterator[str]:
         """Serve on a free port of 127.0.0.1; yields the endpoint's URL."""
@@ -42,7 +46,7 @@ class FakeHub:
             state = hub
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -59,6 +63,8 @@ def commit_of(repo: str, revision: str) -> str:
 class _Handler(BaseHTTPRequestHandler):
     state: FakeHub
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # a reply in one packet: two of them would wait for each other
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -91,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         if revision is None:
             return self.fail(404, "RevisionNotFound")
         folder = self.state.repos[repo][revision]
-        commit = commit_of(repo, revision)
+        commit = self.state.commit_of(repo, revision)
         if verb in (None, "revision"):
             return self.send({"id": repo, "sha": commit, "private": False, "siblings": []}, commit)
         if verb == "tree":
@@ -101,14 +107,15 @@ class _Handler(BaseHTTPRequestHandler):
             found = (folder / tail).rglob("*") if deep else (folder / tail).glob("*")
             return self.send([self.entry(folder, item) for item in sorted(found)], commit)
         if verb == "paths-info":
-            paths = json.loads(body)["paths"]
+            is_form = "urlencoded" in (self.headers.get("Content-Type") or "")
+            paths = (parse_qs(body.decode()) if is_form else json.loads(body))["paths"]
             found = [folder / item for item in paths if item and (folder / item).exists()]
             return self.send([self.entry(folder, item) for item in found], commit)
         return self.send_file(folder / tail, commit)
 
     def split_revision(self, repo: str, rest: str) -> tuple[str | None, str]:
-        for name in self.state.repos[repo]:
-            for spelling in (name, commit_of(repo, name)):
+        for name in sorted(self.state.repos[repo], key=len, reverse=True):
+            for spelling in (name, self.state.commit_of(repo, name)):
                 if rest == spelling or rest.startswith(spelling + "/"):
                     return name, rest[len(spelling) :].strip("/")
         return None, ""
@@ -120,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = item.read_bytes()
         return {
             "type": "file",
-            "oid": hashlib.sha1(data).hexdigest(),
+            "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
             "size": len(data),
             "path": name,
         }

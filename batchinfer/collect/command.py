@@ -19,10 +19,10 @@ from batchinfer.collect.destinations import (
     Destination,
     FileDestination,
     FolderDestination,
-    HubDestination,
     suffix_of,
 )
 from batchinfer.collect.files import FORMATS, LINES
+from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.lines import Concatenation
 from batchinfer.collect.reader import Selection, select
 from batchinfer.collect.table import SHARD_ROWS, CollectConfig, Collecting, Collection
@@ -30,7 +30,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.ledger.jobs import OpenStore, split_name
-from batchinfer.storage.hub import HubRepository, parse_address
+from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     """Collect a run. Nothing in the run is changed.
 
     Data at DEST is replaced only if `overwrite` is set, or if an unfinished `collect` left it there. Every file at DEST
-    is whole or absent. A crash may leave finished files in a folder without `_COLLECTED`, but nothing on the Hub. The
-    same command can then be run again. The same run, options and version give the same bytes.
+    is whole or absent. A crash may leave finished files in a folder without `_COLLECTED`, and on a side branch on the
+    Hub. The same command can then be run again. The same run, options and version give the same bytes.
 
     Raises:
         ConfigError: the options do not fit together, or DEST is inside the run or the job.
@@ -69,16 +69,17 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         dest = _open_dest(config, kind, scratch, open_store)
         key = _key(config, kind, selection)
         done = dest.prepare(key)
-        if done is not None:
-            return _result("UNCHANGED", config, kind, selection, done, clock.monotonic() - started)
         collection: Collecting
-        if kind == LINES:
-            collection = Concatenation(config, selection, store, open_store, scratch)
+        if done is not None:
+            status, record = "UNCHANGED", done
         else:
-            collection = Collection(config, kind, selection, store, open_store, scratch)
-        record = collection.write(dest, key)
-        dest.finish(record, lambda: collection.card(record))
-        status = "PARTIAL" if selection.gaps or collection.damaged else "SUCCESS"
+            if kind == LINES:
+                collection = Concatenation(config, selection, store, open_store, scratch)
+            else:
+                collection = Collection(config, kind, selection, store, open_store, scratch)
+            record = collection.write(dest, key)
+            dest.finish(record, lambda: collection.card(record))
+            status = "PARTIAL" if selection.gaps or collection.damaged else "SUCCESS"
         result = _result(status, config, kind, selection, record, clock.monotonic() - started)
         if isinstance(dest, HubDestination):
             result["commit"] = dest.commit
@@ -179,7 +180,7 @@ def _open_dest(
 ) -> Destination:
     suffix = FORMATS[kind]
     if config.dest.startswith("hf://"):
-        dataset = HubRepository(parse_address(config.dest), is_private=config.is_private)
+        dataset = open_hub(config.dest, is_private=config.is_private)
         return HubDestination(dataset, scratch.new_path("hub"), suffix, overwrite=config.overwrite)
     if suffix_of(config.dest):
         folder, name = split_name(config.dest)

@@ -1,11 +1,10 @@
-"""The places to which `collect` writes: a folder or one file in any store, or a data set on the Hub."""
+"""The places to which `collect` writes: a folder or one file in any store. The Hub is in hub_destination.py."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 from batchinfer.collect.files import FORMATS, TableFile
@@ -13,7 +12,6 @@ from batchinfer.core import codec
 from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.storage import Store
-from batchinfer.storage.hub import CARD, HubRepository
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +20,7 @@ RECORD_KEY = "_COLLECTED"
 
 Many programs that read data sets skip names that begin with an underscore.
 """
-_OURS = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
-_REPLACED = ["data/part-*.parquet", "data/part-*.jsonl", "data/part-*.csv"]
+OWN_NAME = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 
 
 class CollectedFile(Record, frozen=True, kw_only=True):
@@ -55,12 +52,12 @@ class Collected(Record, frozen=True, kw_only=True):
 
 
 class Destination(Protocol):
-    """A place that stores the files of a collection one after the other. A folder then gets a record of them."""
+    """A place that stores the files of a collection one after the other, and then a record of them."""
 
     def prepare(self, key: str) -> Collected | None:
         """Raise InputError unless the place may be written to.
 
-        If a folder holds a collection with the same key, the record of that collection is returned, else None.
+        If the place holds a collection with the same key, the record of that collection is returned, else None.
         """
         ...
 
@@ -126,13 +123,13 @@ class FolderDestination:
                     hint="name another DEST, or add --overwrite to replace it",
                 )
             self._store.delete([RECORD_KEY])
-        foreign = [name for name in there if suffix_of(name) and not _OURS.match(name)]
+        foreign = [name for name in there if suffix_of(name) and not OWN_NAME.match(name)]
         if foreign:
             raise InputError(
                 f"{self._store.url}: holds data of something else ({foreign[0]}), expected an empty folder",
                 hint="name another DEST",
             )
-        self._leftovers = {name for name in there if _OURS.match(name)}
+        self._leftovers = {name for name in there if OWN_NAME.match(name)}
         return None
 
     def _read_record(self) -> Collected | None:
@@ -149,7 +146,7 @@ class FolderDestination:
             self._store.create_file(name, file.path)
         except AlreadyExists:
             if name not in self._leftovers:
-                raise _raced(self._store.url) from None
+                raise raced(self._store.url) from None
             self._store.delete([name])
             self._store.create_file(name, file.path)
         self._leftovers.discard(name)
@@ -162,7 +159,7 @@ class FolderDestination:
         try:
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
         except AlreadyExists as error:
-            raise _raced(self._store.url) from error
+            raise raced(self._store.url) from error
 
 
 class FileDestination:
@@ -194,7 +191,7 @@ class FileDestination:
         try:
             self._store.create_file(self._name, file.path)
         except AlreadyExists as error:
-            raise _raced(f"{self._store.url}/{self._name}") from error
+            raise raced(f"{self._store.url}/{self._name}") from error
         file.path.unlink()
         return self._name
 
@@ -202,61 +199,8 @@ class FileDestination:
         """See Destination."""
 
 
-class HubDestination:
-    """A data set on the Hub. Files are gathered in a local folder, and one commit at the end uploads them all."""
-
-    def __init__(
-        self, dataset: HubRepository, folder: Path, suffix: str, *, overwrite: bool
-    ) -> None:
-        self._dataset = dataset
-        self._folder = folder
-        self._suffix = suffix
-        self._overwrite = overwrite
-        self._has_card = False
-        self._delete: list[str] = []
-        self.commit = ""
-
-    def prepare(self, key: str) -> Collected | None:  # noqa: ARG002 - the Hub itself skips unchanged files
-        """See Destination. A repository that holds data files is refused.
-
-        With `overwrite`, it may hold files that an earlier `collect` wrote. They are replaced.
-        """
-        there = self._dataset.files()
-        self._has_card = CARD in there
-        data = [name for name in there if suffix_of(name)]
-        foreign = [
-            name
-            for name in data
-            if not (name.startswith("data/") and _OURS.match(name[len("data/") :]))
-        ]
-        if foreign or (data and not self._overwrite):
-            raise InputError(
-                f"{self._dataset.url}: holds data already ({(foreign or data)[0]})",
-                hint="name another data set"
-                + ("" if foreign else ", or add --overwrite to replace what was collected before"),
-            )
-        self._delete = _REPLACED if data else []
-        (self._folder / "data").mkdir(parents=True)
-        return None
-
-    def put(self, file: TableFile, index: int) -> str:
-        """See Destination."""
-        name = f"data/{file_name(index, self._suffix)}"
-        file.path.rename(self._folder / name)
-        return name
-
-    def finish(self, record: Collected, card: Callable[[], str]) -> None:
-        """See Destination."""
-        if not self._has_card or self._overwrite:
-            (self._folder / CARD).write_text(card(), encoding="utf-8")
-        else:
-            logger.info("%s: its card stays as it is", self._dataset.url)
-        message = f"{record.rows:,} rows of the run {record.fingerprint}"
-        logger.info("uploading %d files to %s", len(record.files), self._dataset.url)
-        self.commit = self._dataset.upload(self._folder, message=message, delete=self._delete)
-
-
-def _raced(where: str) -> InputError:
+def raced(where: str) -> InputError:
+    """Return the error for a place that somebody else writes to meanwhile."""
     return InputError(
         f"{where}: somebody else writes there at the same time",
         hint="let one command write to one place",

@@ -30,7 +30,7 @@ from batchinfer.core.records import Record
 from batchinfer.formats.columns import shape_of
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage import Store
-from batchinfer.storage.hub import parse_address
+from batchinfer.storage.hub_data_set import parse_address
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)

@@ -165,6 +165,7 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     if rows_there and not options["retry_errors"]:
         work.refuse_other_options(options)
         return {"status": "UNCHANGED", "dest": config.dest, "rows": rows_there, "work": config.work}
+    work.check_hub()
     options |= {"job": work.job_url, "output": work.run_url, "manifests": (work.manifest(),)}
     options["steal"] = config.limit is None
     try:

@@ -15,6 +15,7 @@ from batchinfer.check.steps import CheckConfig, CheckWorld, differences
 from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of
+from batchinfer.collect.hub_destination import data_files
 from batchinfer.collect.reader import select
 from batchinfer.collect.table import CollectConfig
 from batchinfer.core import codec, layout, units
@@ -32,6 +33,7 @@ from batchinfer.ledger.jobs import OpenStore, load_job, split_name
 from batchinfer.pipeline.sources import recognise
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.split.sources import ColumnChoice, count_sources
+from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 
@@ -76,6 +78,8 @@ class WorkFolder:
         self.job_url = join_url(config.work, "job")
         self.run_url = join_url(config.work, "run")
         self._store = open_store(config.work)
+        is_hub = config.dest.startswith("hf://")
+        self._hub = open_hub(config.dest, is_private=True) if is_hub else None
         self._open_store = open_store
         self._clock = clock
 
@@ -170,6 +174,15 @@ class WorkFolder:
             )
 
     # -- generate
+
+    def check_hub(self) -> None:
+        """Make DEST if it is a data set on the Hub that is missing, so that no row is answered for nothing.
+
+        Raises:
+            AccessDenied: The token may not write there.
+        """
+        if self._hub is not None:
+            self._hub.prepare()
 
     def manifest(self) -> str:
         """Return the URL of the manifest of the chunks to do now."""
@@ -298,6 +311,9 @@ class WorkFolder:
         }
 
     def _is_there(self) -> bool:
+        if self._hub is not None:
+            found = self._hub.look()
+            return found is not None and bool(data_files(found))
         if not suffix_of(self.config.dest):
             return any(True for _ in self._open_store(self.config.dest).list(""))
         folder, name = split_name(self.config.dest)

@@ -1,22 +1,20 @@
-"""The Hugging Face Hub and the web: a read-only store, publishing a data set, and the translation of errors.
+"""The Hugging Face Hub and the web: a read-only store, and the translation of errors.
 
 huggingface_hub and fsspec take their time to load, so only the functions that use them import them.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from batchinfer.core.errors import (
     AccessDenied,
     BatchinferError,
-    ConfigError,
     InputError,
     ObjectNotFound,
     StorageError,
@@ -28,10 +26,6 @@ from batchinfer.storage.waits import waiting
 
 T = TypeVar("T")
 
-CARD = "README.md"
-"""File of a data set's repository that the Hub shows as its page."""
-
-_ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
 _CLIENTS = {
     *("aiohttp", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
     *("requests", "urllib3"),
@@ -63,7 +57,7 @@ def hub_errors(subject: str, *, otherwise: str = "") -> Iterator[None]:
         InputError: There is no such repository or revision, the name is invalid, HF_HUB_OFFLINE forbids to ask, or
             the Hub refuses what was sent.
         ObjectNotFound: There is no such file.
-        TransientError: The server cannot be reached, is overloaded or fails.
+        TransientError: The server cannot be reached, is overloaded or fails, or somebody else has committed meanwhile.
         StorageError: The server answered with another error.
     """
     try:
@@ -83,6 +77,9 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     # fsspec and the Hub's cache also raise FileNotFoundError if the Hub cannot be reached. Its cause is the real error.
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise) or ObjectNotFound(f"{subject}: no such file")
+    # An upload that fails is a RuntimeError, whose cause is the real error.
+    if type(error) is RuntimeError and isinstance(cause, Exception):
+        return _translate(cause, subject, otherwise)
     retry_hint = "; or ".join(filter(None, (_NETWORK_HINT, otherwise)))
     status = _status(error)
     by_name = _of_hub(error, subject, otherwise)
@@ -99,6 +96,8 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     if status is None:
         what = f"cannot be reached ({type(error).__name__}: {_first_line(error)})"
         return TransientError(f"{subject}: {what}", hint=retry_hint)
+    if status in {409, 412}:
+        return TransientError(f"{subject}: another commit came in between", hint=retry_hint)
     if status in {408, 429} or status >= 500:
         return TransientError(f"{subject}: the server answered {status}", hint=retry_hint)
     return StorageError(f"{subject}: the server answered {status}")
@@ -255,99 +254,3 @@ def _info(key: str, found: dict[str, Any]) -> ObjectInfo:
     commit = found.get("last_commit")
     modified = commit.date.timestamp() if commit is not None and hasattr(commit, "date") else 0.0
     return ObjectInfo(key, int(found.get("size") or 0), str(etag), modified)
-
-
-# --------------------------------------------------------------------------- publishing
-
-
-class Address(NamedTuple):
-    """Repository and branch of a data set; an empty branch means the main one."""
-
-    repo: str
-    branch: str
-
-
-def parse_address(url: str) -> Address:
-    """Read hf://datasets/org/name[@branch].
-
-    Raises:
-        ConfigError: The URL is not of this form.
-
-    >>> parse_address("hf://datasets/org/name")
-    Address(repo='org/name', branch='')
-    """
-    match = _ADDRESS.match(url)
-    if match is None:
-        raise ConfigError(
-            f"{url}: no place for a data set on the Hub, expected hf://datasets/org/name[@branch]",
-            hint="a model's or a space's repository takes no data set, nor does a folder in one",
-        )
-    return Address(match["repo"], match["branch"] or "")
-
-
-class HubRepository:
-    """The repository of a data set on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN)."""
-
-    def __init__(self, address: Address, *, is_private: bool) -> None:
-        self._address = address
-        self._is_private = is_private
-
-    @property
-    def url(self) -> str:
-        """The repository's address, with its branch if one was given."""
-        branch = f"@{self._address.branch}" if self._address.branch else ""
-        return f"hf://datasets/{self._address.repo}{branch}"
-
-    def files(self) -> list[str]:
-        """Return the paths of the repository's files; an empty list if repository or branch is missing. Read-only.
-
-        Raises:
-            AccessDenied: The token is missing or refused.
-        """
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-        with hub_errors(self.url):
-            try:
-                return list(
-                    HfApi().list_repo_files(
-                        self._address.repo,
-                        repo_type="dataset",
-                        revision=self._address.branch or None,
-                    )
-                )
-            except (RepositoryNotFoundError, RevisionNotFoundError):
-                return []
-
-    def upload(self, folder: Path, *, message: str, delete: list[str]) -> str:
-        """Upload a folder in one commit. The repository and the branch are made if they are missing.
-
-        Args:
-            folder: Folder to upload.
-            message: Message of the commit.
-            delete: Patterns of files to remove in the same commit.
-
-        Returns:
-            Hash of the commit.
-
-        Raises:
-            AccessDenied: The token may not write there.
-            StorageError: The Hub failed.
-        """
-        from huggingface_hub import HfApi
-
-        repo, branch = self._address
-        with hub_errors(self.url):
-            api = HfApi()
-            api.create_repo(repo, repo_type="dataset", private=self._is_private, exist_ok=True)
-            if branch:
-                api.create_branch(repo, repo_type="dataset", branch=branch, exist_ok=True)
-            info = api.upload_folder(
-                repo_id=repo,
-                repo_type="dataset",
-                revision=branch or None,
-                folder_path=str(folder),
-                commit_message=message,
-                delete_patterns=delete or None,
-            )
-        return str(getattr(info, "oid", "") or "")

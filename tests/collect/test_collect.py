@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ from batchinfer.formats.columns import OutputBlock, Shape
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
-from fake_hub import TOKEN
-from fake_hub_upload import UploadHub
 from making import (
-    Finished,
     change_marker,
     make_job,
     overwrite,
@@ -727,86 +723,3 @@ def test_wrong_destination_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=message):
         collect(run, place, **options)
     assert not (tmp_path / dest.partition("/")[0]).exists() or dest.startswith("job")
-
-
-# --------------------------------------------------------------------------- the Hub
-
-
-def upload(
-    hub: UploadHub, endpoint: str, run: str, *options: str, tmp_path: Path, token: str = TOKEN
-) -> Finished:
-    environment = {
-        "HF_ENDPOINT": endpoint,
-        "HF_TOKEN": token,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    return run_process(
-        ["collect", run, "hf://datasets/org/answers", *options], environment=environment
-    )
-
-
-def test_upload_is_one_commit_with_a_card_and_reads_back(run: str, tmp_path: Path) -> None:
-    hub = UploadHub()
-    with hub.serving() as endpoint:
-        done = upload(hub, endpoint, run, "--shard-rows", "10", "--with-source", tmp_path=tmp_path)
-        assert done.status == 0, done.stderr
-        assert done.result["commit"]
-        [commit] = hub.commits
-        data = [f"data/part-0000{index}.parquet" for index in range(3)]
-        assert sorted(commit["files"]) == ["README.md", *data]
-        assert "private" in json.dumps(hub.created[0])
-        folder = hub.repos["org/answers"]["main"]
-        card = (folder / "README.md").read_text()
-        assert "# license:" in card
-        assert "| model | echo |" in card
-        assert "| rows | 25 |" in card
-        assert str(tmp_path) not in card
-        script = (
-            "import datasets, json; found = datasets.load_dataset('org/answers', split='train');"
-            "print(json.dumps([found['row'][:], found['text'][3]]))"
-        )
-        environment = {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "b")}
-        assert json.loads(run_python(script, environment)) == [list(range(ROWS)), texts_of(3)]
-        again = upload(hub, endpoint, run, tmp_path=tmp_path)
-        assert again.status == 2
-        assert "holds data already" in again.stderr
-        replaced = upload(hub, endpoint, run, "--overwrite", tmp_path=tmp_path)
-        assert replaced.status == 0, replaced.stderr
-        assert sorted(hub.commits[-1]["deleted"]) == data[1:]
-        assert len(read_table(folder)) == ROWS
-
-
-def test_upload_without_permission_is_refused_before_the_work(run: str, tmp_path: Path) -> None:
-    hub = UploadHub()
-    with hub.serving() as endpoint:
-        done = upload(hub, endpoint, run, tmp_path=tmp_path, token="hf_wrong")
-    assert done.status == 2
-    assert "HF_TOKEN" in done.stderr
-    assert hub.commits == []
-
-
-def test_card_of_a_person_is_kept(run: str, tmp_path: Path) -> None:
-    hub = UploadHub()
-    with hub.serving() as endpoint:
-        folder = hub.make("org/answers")
-        (folder / "README.md").write_text("my own words")
-        assert upload(hub, endpoint, run, tmp_path=tmp_path).status == 0
-        assert (folder / "README.md").read_text() == "my own words"
-
-
-def run_python(script: str, environment: dict[str, str]) -> str:
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]

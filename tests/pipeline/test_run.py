@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.cli.main import main
+from fake_hub_upload import UploadHub
 from tiny_model import DEMO_MODEL
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -350,6 +351,28 @@ class TestWhatIsRefused:
     ) -> None:
         assert run(rows, "-o", "hf://datasets/org/name") == 2
         assert "--work" in capsys.readouterr().err
+
+    @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
+    def test_the_hub_gets_some_rows_and_then_all(
+        self, rows: Path, tmp_path: Path, hub: UploadHub, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dest = ("-o", "hf://datasets/org/new", "--work", tmp_path / "work")
+        for limit, status, count in ((20, "PARTIAL", 20), (60, "SUCCESS", 60)):
+            assert run(rows, *dest, "--limit", limit) == 0
+            assert last(capsys)[0]["status"] == status
+            table = pq.read_table(hub.repos["org/new"]["main"] / "data/part-00000.parquet")
+            assert table.column("text").to_pylist() == [row["text"] for row in ROWS[:count]]
+        assert run(rows, *dest, "--limit", 60) == 0
+        assert last(capsys)[0]["status"] == "UNCHANGED"
+
+    def test_a_token_that_may_not_write_is_refused_before_a_row_is_answered(
+        self, rows: Path, tmp_path: Path, hub: UploadHub, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.namespaces.clear()
+        work = tmp_path / "work"
+        assert run(rows, "-o", "hf://datasets/org/new", "--work", work) == 2
+        assert "is 'org' your name" in capsys.readouterr().err
+        assert not (work / "run").exists()
 
 
 class TestWhatStopsIt:

@@ -1,0 +1,377 @@
+"""`batchinfer collect hf://…`: a Hub that fails, other people's commits, and kills. Readers see all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.collect import hub_destination
+from batchinfer.collect.command import run_collect
+from batchinfer.collect.table import CollectConfig
+from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import AccessDenied, InputError, StorageError
+from batchinfer.storage.opening import open_store
+from fake_hub import TOKEN
+from fake_hub_upload import Fault, UploadHub
+from making import (
+    Finished,
+    finish_process,
+    make_job,
+    run_process,
+    run_worker_here,
+    start_process,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use .content=:DeprecationWarning"
+)  # huggingface_hub uploads in an old way
+
+ROWS = 10
+FEW = 4
+"""Most files of one commit in these tests."""
+REPO = "org/answers"
+DEST = f"hf://datasets/{REPO}"
+CARD = "README.md"
+RECORD = ".collected.json"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = str(tmp_path_factory.mktemp("hub") / "job")
+    make_job(job, rows=ROWS, per_chunk=5)
+    run_worker_here(job, f"{job}/runs/a")
+    return f"{job}/runs/a"
+
+
+@pytest.fixture(autouse=True)
+def small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_destination, "COMMIT_FILES", FEW)
+
+
+def collect(run: str, **options: Any) -> dict[str, Any]:
+    config = CollectConfig(run=run, dest=DEST, **{"shard_rows": 1, **options})
+    return run_collect(config, open_store=open_store, clock=SystemClock())
+
+
+def undisturbed(run: str, folder: Path, **options: Any) -> dict[str, bytes]:
+    """The files that a collection into a folder has."""
+    config = CollectConfig(run=run, dest=str(folder), **{"shard_rows": 1, **options})
+    run_collect(config, open_store=open_store, clock=SystemClock())
+    return {path.name: path.read_bytes() for path in folder.glob("part-*")}
+
+
+def published(hub: UploadHub) -> dict[str, bytes]:
+    """The data files that readers see."""
+    folder = hub.repos[REPO]["main"]
+    return {path.name: path.read_bytes() for path in folder.glob("data/*")}
+
+
+# --------------------------------------------------------------------------- several commits
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_many_files_come_in_several_commits_and_at_once_for_readers(
+    hub: UploadHub, run: str, tmp_path: Path, kind: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    on_disk: list[int] = []
+    for _ in range(4):
+        look = lambda: on_disk.append(sum(path.is_file() for path in scratch.rglob("data/*")))  # noqa: E731
+        hub.faults.append(Fault("POST", "/commit/", look))
+    result = collect(run, format=kind, scratch_dir=str(scratch))
+    assert on_disk == [FEW, FEW, ROWS - 2 * FEW, 0]
+    assert [commit["branch"] == "main" for commit in hub.commits] == [False, False, False, True]
+    assert max(len(commit["files"]) for commit in hub.commits[:-1]) == FEW
+    assert published(hub) == undisturbed(run, tmp_path / "folder", format=kind)
+    assert [len(names) for names in hub.seen_by_readers] == [ROWS]
+    assert hub.num_uploads == (ROWS if kind == "parquet" else 0)
+    assert hub.branches(REPO) == ["main"]
+    assert result["commit"] == hub.commit_of(REPO, "main")
+    files = hub.repos[REPO]["main"]
+    assert json.loads((files / RECORD).read_text())["rows"] == ROWS
+    assert "path: data/part-*" in (files / CARD).read_text()
+
+
+def test_a_file_larger_than_a_commit_goes_alone(
+    hub: UploadHub, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_destination, "COMMIT_BYTES", 1)
+    collect(run, shard_rows=4)
+    assert [len(commit["files"]) for commit in hub.commits] == [1, 1, 1, 5]
+
+
+def test_text_files_that_the_last_commit_could_not_hold_are_refused(
+    hub: UploadHub, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_destination, "SMALL_BYTES", 100)
+    with pytest.raises(InputError, match="text") as caught:
+        collect(run, format="jsonl")
+    assert "--shard-rows" in caught.value.hint
+    assert published(hub) == {}
+
+
+def test_the_same_command_again_changes_nothing_and_another_is_refused(
+    hub: UploadHub, run: str
+) -> None:
+    first = collect(run)
+    count = len(hub.commits)
+    again = collect(run)
+    assert (again["status"], again["commit"], len(hub.commits)) == (
+        "UNCHANGED",
+        first["commit"],
+        count,
+    )
+    with pytest.raises(InputError, match="holds data already"):
+        collect(run, shard_rows=5)
+    assert len(hub.commits) == count
+
+
+def test_readers_see_the_old_collection_until_the_new_one_is_whole(
+    hub: UploadHub, run: str, tmp_path: Path
+) -> None:
+    collect(run, shard_rows=2)
+    collect(run, shard_rows=1, overwrite=True)
+    collect(run, shard_rows=5, overwrite=True)
+    assert [len(names) for names in hub.seen_by_readers] == [5, 10, 2]
+    assert published(hub) == undisturbed(run, tmp_path / "folder", shard_rows=5)
+    assert hub.branches(REPO) == ["main"]
+
+
+def test_a_branch_of_the_readers_is_made_and_the_main_one_stays(hub: UploadHub, run: str) -> None:
+    config = CollectConfig(run=run, dest=f"{DEST}@v2", shard_rows=1)
+    run_collect(config, open_store=open_store, clock=SystemClock())
+    assert sorted(hub.branches(REPO)) == ["main", "v2"]
+    assert published(hub) == {}
+    assert len(list(hub.repos[REPO]["v2"].glob("data/*"))) == ROWS
+
+
+# --------------------------------------------------------------------------- a Hub that fails
+
+FAULTS = {
+    "a commit fails": Fault("POST", "/commit/", 500),
+    "too many requests": Fault("POST", "/commit/", 429),
+    "a commit is cut": Fault("POST", "/commit/", None),
+    "the reply to a commit is lost": Fault("POST", "/commit/", None, True),
+    "the last commit fails": Fault("POST", "/commit/main", 503),
+    "the reply to the last commit is lost": Fault("POST", "/commit/main", None, True),
+    "somebody commits at the same instant": Fault("POST", "/commit/", 409),
+    "large files are refused": Fault("POST", "/info/lfs", 502),
+    "a large file's upload fails": Fault("PUT", "/objects/", 500),
+    "a large file's upload is cut": Fault("PUT", "/objects/", None),
+    "no branch": Fault("POST", "/branch/", 500),
+    "the reply to a branch is lost": Fault("POST", "/branch/", None, True),
+    "no deletion": Fault("DELETE", "/branch/", 500),
+    "no listing": Fault("GET", "/tree/", 504),
+    "no announcement": Fault("POST", "/preupload/", 500),
+    "no new repository": Fault("POST", "/repos/create", 500),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_failure_that_passes_changes_nothing(
+    hub: UploadHub, run: str, tmp_path: Path, fault: Fault
+) -> None:
+    hub.faults.append(fault)
+    assert collect(run)["status"] == "SUCCESS"
+    assert not hub.faults
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+    assert [len(names) for names in hub.seen_by_readers] == [ROWS]
+    assert hub.branches(REPO) == ["main"]
+
+
+def test_a_failure_that_lasts_ends_it_and_the_same_command_goes_on(
+    hub: UploadHub, run: str, tmp_path: Path
+) -> None:
+    hub.faults += [Fault("POST", "/commit/main", 500)] * 4
+    with pytest.raises(StorageError, match="500") as caught:
+        collect(run)
+    assert caught.value.exit_status == 34
+    assert "run the same command again" in caught.value.hint
+    assert published(hub) == {}
+    uploads, commits = hub.num_uploads, len(hub.commits)
+    assert collect(run)["status"] == "SUCCESS"
+    assert (hub.num_uploads, len(hub.commits)) == (uploads, commits + 1)
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+
+
+def test_an_upload_that_fails_for_good_is_an_error_of_storage(hub: UploadHub, run: str) -> None:
+    hub.faults += [Fault("PUT", "/objects/", None)] * 500
+    with pytest.raises(StorageError, match=r"attempts"):
+        collect(run)
+    assert published(hub) == {}
+
+
+# --------------------------------------------------------------------------- other people
+
+
+def test_a_card_that_somebody_writes_meanwhile_is_kept(
+    hub: UploadHub, run: str, tmp_path: Path
+) -> None:
+    write = lambda: hub.someone_commits(REPO, CARD, b"my own words")  # noqa: E731
+    hub.faults.append(Fault("POST", "/commit/main", write))
+    assert collect(run)["status"] == "SUCCESS"
+    assert (hub.repos[REPO]["main"] / CARD).read_bytes() == b"my own words"
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("shard_rows", [1, 5])
+def test_data_that_somebody_publishes_meanwhile_is_not_mixed_in(
+    hub: UploadHub, run: str, shard_rows: int
+) -> None:
+    write = lambda: hub.someone_commits(REPO, "data/part-00000.parquet", b"theirs")  # noqa: E731
+    hub.faults.append(Fault("POST", "/commit/main", write))
+    with pytest.raises(InputError, match="at the same time"):
+        collect(run, shard_rows=shard_rows)
+    assert published(hub) == {"part-00000.parquet": b"theirs"}
+
+
+def test_a_second_process_of_the_same_command_may_finish_first(
+    hub: UploadHub, run: str, tmp_path: Path
+) -> None:
+    hub.faults.append(Fault("POST", "/commit/main", lambda: collect(run)))
+    assert collect(run)["status"] == "SUCCESS"
+    assert [len(names) for names in hub.seen_by_readers] == [ROWS]
+    assert published(hub) == undisturbed(run, tmp_path / "folder")
+
+
+def test_a_card_of_a_person_is_kept(hub: UploadHub, run: str) -> None:
+    hub.make(REPO)
+    hub.someone_commits(REPO, CARD, b"my own words")
+    collect(run)
+    assert (hub.repos[REPO]["main"] / CARD).read_bytes() == b"my own words"
+
+
+# --------------------------------------------------------------------------- who may write
+
+
+def wrong_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+
+
+def no_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
+    hub.make(REPO)
+
+
+def no_namespace(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.namespaces.clear()
+
+
+def no_rights(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make(REPO)
+    hub.has_rights = False
+
+
+@pytest.mark.parametrize("trouble", [wrong_token, no_token, no_namespace, no_rights])
+def test_a_token_that_may_not_write_is_refused_before_rows_are_read(
+    hub: UploadHub,
+    run: str,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[UploadHub, pytest.MonkeyPatch], None],
+) -> None:
+    trouble(hub, monkeypatch)
+    monkeypatch.setattr("batchinfer.collect.command.Collection", None)  # a use of it would fail
+    with pytest.raises(AccessDenied, match=re.escape(DEST)) as caught:
+        collect(run)
+    assert "HF_TOKEN" in caught.value.hint
+    assert "'org'" in caught.value.hint
+    assert hub.commits == []
+
+
+# --------------------------------------------------------------------------- the command, and kills
+
+
+def variables(endpoint: str, home: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": endpoint,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def test_small_collection_is_one_commit_with_a_card_and_reads_back(
+    run: str, tmp_path: Path
+) -> None:
+    hub = UploadHub()
+    with hub.serving() as endpoint:
+        environment = variables(endpoint, tmp_path / "hf")
+        done = run_process(
+            ["collect", run, DEST, "--shard-rows", "4", "--with-source"], environment=environment
+        )
+        assert done.status == 0, done.stderr
+        [commit] = hub.commits
+        data = [f"data/part-0000{index}.parquet" for index in range(3)]
+        assert sorted(commit["files"]) == [RECORD, CARD, *data]
+        assert "private" in json.dumps(hub.created[0])
+        card = (hub.repos[REPO]["main"] / CARD).read_text()
+        assert "# license:" in card
+        assert "| model | echo |" in card
+        assert "| rows | 10 |" in card
+        assert str(tmp_path) not in card
+        script = (
+            "import datasets, json; found = datasets.load_dataset('org/answers', split='train');"
+            "print(json.dumps([found['row'][:], found['text'][3]]))"
+        )
+        read = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **variables(endpoint, tmp_path / "b")},
+            timeout=120,
+            check=False,
+        )
+        assert read.returncode == 0, read.stderr[-3000:]
+        rows, text = json.loads(read.stdout.splitlines()[-1])
+        assert (rows, text) == (list(range(ROWS)), "hello row 3 x x x ")
+
+
+def test_kills_cost_no_upload_and_show_readers_nothing(tmp_path: Path) -> None:
+    """A commit holds 50 files, so 60 files are two of them and the one for readers."""
+    rows = 60
+    job = str(tmp_path / "job")
+    make_job(job, rows=rows, per_chunk=20)
+    run_worker_here(job, f"{job}/run")
+    hub = UploadHub()
+    running: list[subprocess.Popen[str]] = []
+
+    def kill() -> bool:
+        running[-1].kill()
+        return True
+
+    points = [
+        (Fault("PUT", "/objects/", kill), 0),
+        (Fault("POST", "/commit/batchinfer-", kill, True), 0),
+        (Fault("POST", "/commit/main", kill), 0),
+        (Fault("POST", "/commit/main", kill, True), rows),
+    ]
+    with hub.serving() as endpoint:
+
+        def start() -> Finished:
+            command = ["collect", f"{job}/run", DEST, "--shard-rows", "1"]
+            environment = variables(endpoint, tmp_path / "hf")
+            running.append(start_process(command, environment=environment))
+            return finish_process(running[-1])
+
+        for fault, seen in points:
+            hub.faults.append(fault)
+            assert start().status == -signal.SIGKILL
+            assert len(published(hub)) == seen
+        uploads = hub.num_uploads
+        last = start()
+        assert (last.status, last.result["status"]) == (0, "UNCHANGED")
+        assert uploads == hub.num_uploads == rows
+        assert published(hub) == undisturbed(f"{job}/run", tmp_path / "folder")
+        assert [len(names) for names in hub.seen_by_readers] == [rows]
+        assert hub.branches(REPO) == ["main"]
