@@ -6,6 +6,7 @@
 #   DATA_BUCKET                  the job; needed unless MANIFEST_URL lies in one
 #   MANIFEST_URL                 a URL or a path here; empty: this worker's share by its rank
 #   WORKER_ARGS                  further options, quoted as on a command line
+#   WORKER_WORDS                 further options as words of bash; `batchinfer launch` sets it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -59,4 +60,4 @@ unset 'further[-1]'
 unset DATA_METADATA
 if [ -z "${HF_TOKEN:-}" ]; then unset HF_TOKEN; fi
 
-exec .venv/bin/batchinfer worker "${arguments[@]}" "${further[@]}"
+eval "exec .venv/bin/batchinfer worker \"\${arguments[@]}\" \"\${further[@]}\" ${WORKER_WORDS:-}"

@@ -42,6 +42,10 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.worker.command",
         "Run a model over the chunks of a manifest; resumes where it was stopped.",
     ),
+    "launch": CommandEntry(
+        "batchinfer.pipeline.launch",
+        "Start workers on machines, through SkyPilot, Slurm, Kubernetes or here.",
+    ),
     "status": CommandEntry(
         "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."
     ),
@@ -72,7 +76,7 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 """All commands by name. Modules are named, not imported, so that `batchinfer --help` answers at once."""
 
-RUN_COMMANDS = ("run", "worker", "check")
+RUN_COMMANDS = ("run", "worker", "check", "launch")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
 
 

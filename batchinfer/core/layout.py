@@ -19,6 +19,7 @@ CHECKPOINTS = "checkpoints/"
 CLAIMS = "claims/"
 WORKERS = "workers/"
 PROBES = "probes/"
+LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
 
 _MARKER = re.compile(r"^(?P<output>.+?)\.succeed(?:\.(?P<generation>[1-9][0-9]*))?$")
@@ -212,6 +213,25 @@ def worker_key(worker_id: str) -> str:
             hint="pass another --worker-id",
         )
     return f"{WORKERS}{worker_id}.json"
+
+
+def launch_key(launch_id: str) -> str:
+    """Key of the record of a launch, written before anything is submitted."""
+    return f"{LAUNCHES}{launch_id}.json"
+
+
+def submission_key(launch_id: str) -> str:
+    """Key of the record of what was submitted for a launch, written afterwards."""
+    return f"{LAUNCHES}{launch_id}.submitted.json"
+
+
+def launched_worker(launch_id: str, rank: int) -> str:
+    """Id of the worker of one rank, counted from 0, of a launch.
+
+    >>> launched_worker("20261122-7f3a", 3)
+    '20261122-7f3a-00003'
+    """
+    return f"{launch_id}-{rank:05d}"
 
 
 def without_slash(url: str) -> str:

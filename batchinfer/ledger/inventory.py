@@ -96,6 +96,8 @@ class Listing:
             self.claim_infos[name] = info
         elif (name := _record_name(key, layout.WORKERS)) is not None:
             self.worker_infos[name] = info
+        elif key.startswith(layout.LAUNCHES):
+            pass  # records of `launch`, kept for `status`
         elif key.startswith(layout.PROBES):
             self.probes.append(info)
         else:
@@ -420,7 +422,7 @@ class RunReader:
         foreign = [info.key for info in listing.foreign]
         markers = _newest_markers(listing, foreign)
         workers = self._read_workers(listing.worker_infos.values(), notes)
-        if self._run is None and not markers and not workers:
+        if self._run is None and not markers and not workers and not self._was_launched():
             raise no_run(self._store)
         job, job_url = self._find_job(notes)
         if foreign:
@@ -443,6 +445,9 @@ class RunReader:
         )
 
     # -- parts
+
+    def _was_launched(self) -> bool:
+        return next(iter(self._store.list(layout.LAUNCHES)), None) is not None
 
     def _exists(self, key: str) -> bool:
         try:

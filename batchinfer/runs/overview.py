@@ -268,6 +268,17 @@ class Cost(Record, frozen=True, kw_only=True):
     source: str
 
 
+class LaunchView(Record, frozen=True, kw_only=True):
+    """Figures of one launch. A worker is seen if it has a record, which it writes when it begins to load its engine."""
+
+    id: str
+    cluster: str
+    expected: int
+    seen: int
+    not_seen: dict[str, int]
+    """Number of the workers that were not seen, by what the cluster says of them; "" if it says nothing."""
+
+
 class Overview(Record, frozen=True, kw_only=True):
     """A run at one moment. `status --json` prints these fields."""
 
@@ -291,6 +302,7 @@ class Overview(Record, frozen=True, kw_only=True):
     errors: dict[str, int]
     finish_reasons: dict[str, int]
     workers: list[WorkerView]
+    launches: list[LaunchView] = []
     cost: Cost
     notes: list[str]
     warnings: list[str]

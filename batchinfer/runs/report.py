@@ -28,6 +28,7 @@ from batchinfer.runs.answers import (
     shares_of,
     with_answers,
 )
+from batchinfer.runs.launched import with_launches
 from batchinfer.runs.overview import RECENT_MINUTES, Overview, add_up, overview
 from batchinfer.runs.pages import put_page, render_template
 from batchinfer.runs.samples import SampleRow, cut, read_samples
@@ -66,6 +67,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     snapshot = RunReader(store, open_store, clock, config.job).read()
     answers = read_answers(store, snapshot)
     seen = with_answers(overview(snapshot, prices, is_spot=config.is_spot), answers)
+    seen = with_launches(seen, store)
     samples = (
         read_samples(store, snapshot, open_store, num_rows=config.num_samples)
         if config.num_samples

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.values import FromFile
+from batchinfer.cli.shell import in_bash, quote
 from batchinfer.core.records import Run, Sampling
 from batchinfer.engines import UNLIMITED_LENGTH
 from batchinfer.prompts import PromptConfig
@@ -27,18 +26,18 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     Anybody who can write to the bucket can change run.json, so every value is quoted. If the run had
     --trust-remote-code, the command leaves this option out. A comment after the command says so, and the user decides.
     """
-    words = [f"--manifest {_quote(manifest)}" for manifest in manifests]
+    words = [f"--manifest {quote(manifest)}" for manifest in manifests]
     if job_url:
-        words.insert(0, f"--job {_quote(job_url)}")
+        words.insert(0, f"--job {quote(job_url)}")
     elif not manifests:
         words.append("--manifest LIST")
-    words.append(f"--output {_quote(url)}")
+    words.append(f"--output {quote(url)}")
     parts, is_readable = _parts_of(run)
     for option in OPTIONS:
         part = parts.get(option.part, {})
         if option.parameter in part:
             for flag, word in option.spell(part[option.parameter]):
-                words.append(flag if word is None else f"{flag} {_in_bash(word)}")
+                words.append(flag if word is None else f"{flag} {in_bash(word)}")
     if not is_readable:
         words.append("…")
     if run.recorded.get("trust_remote_code"):
@@ -96,23 +95,3 @@ def _without_option(sampling: Sampling) -> dict[str, Any]:
     extra = given.pop("extra", None) or {}
     known = {option.target for option in OPTIONS if option.struct == "Sampling"}
     return {name: value for name, value in given.items() if name not in known} | extra
-
-
-def _quote(text: str) -> str:
-    """Quote a text as one word for bash.
-
-    Control characters are written as escapes, because they could move the cursor of a terminal.
-    """
-    if all(letter.isprintable() or letter == "\n" for letter in text):
-        return shlex.quote(text)
-    letters = (
-        letter if letter.isprintable() and letter not in "\\'" else f"\\U{ord(letter):08x}"
-        for letter in text
-    )
-    return f"$'{''.join(letters)}'"
-
-
-def _in_bash(word: str | FromFile) -> str:
-    if isinstance(word, FromFile):
-        return f"{word.prefix}<(printf %s {_quote(word.text)})"
-    return _quote(word)

@@ -22,6 +22,7 @@ from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
+from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
 
 MAX_SHOWN_WORKERS = 60
@@ -61,7 +62,8 @@ class Status:
 
     def __init__(self, config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> None:
         self._config = config
-        self._reader = RunReader(open_store(config.run), open_store, clock, config.job)
+        self._store = open_store(config.run)
+        self._reader = RunReader(self._store, open_store, clock, config.job)
         self._prices = Prices(config.price_per_hour)
 
     def look(self) -> Overview:
@@ -70,7 +72,8 @@ class Status:
         Raises:
             InputError: there is no such run, or the run cannot be read.
         """
-        return overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
+        seen = overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
+        return with_launches(seen, self._store)
 
 
 def run_status(config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
@@ -116,6 +119,7 @@ def summary(seen: Overview) -> dict[str, Any]:
         "eta_sec": None if seen.eta_seconds is None else round(seen.eta_seconds),
         "cost": None if seen.cost.so_far is None else round(seen.cost.so_far, 4),
         "workers": len(seen.workers),
+        "workers_expected": sum(launch.expected for launch in seen.launches) or None,
     }
 
 
@@ -169,6 +173,8 @@ def _head(seen: Overview) -> Group:
     add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
     add("time left", _time_left(seen))
     add("cost", _cost(seen))
+    for launch in seen.launches:
+        add("launched", launch_text(launch))
     bar = Table.grid()
     if rows.total:
         bar.add_row(

@@ -11,9 +11,10 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock, iso_utc
-from batchinfer.core.errors import AlreadyExists, ObjectNotFound
+from batchinfer.core.errors import AlreadyExists, ConfigError, ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.ledger.runs import no_run, refuse_newer
+from batchinfer.runs.launched import cancel_launches
 from batchinfer.storage import Store
 
 
@@ -69,14 +70,15 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
 
 
 def _require_run(store: Store) -> None:
-    """Raise InputError if there is no run: neither run.json nor a worker's record.
+    """Raise InputError if there is no run: neither run.json nor a worker's record nor that of a launch.
 
     A worker writes its record first, and run.json only after its engine has been loaded.
     """
     try:
         store.stat(layout.RUN_KEY)
     except ObjectNotFound:
-        if next(iter(store.list(layout.WORKERS)), None) is None:
+        places = (layout.WORKERS, layout.LAUNCHES)
+        if not any(next(iter(store.list(place)), None) for place in places):
             raise no_run(store) from None
 
 
@@ -84,6 +86,12 @@ def _require_run(store: Store) -> None:
 @click.argument("run")
 @click.option("--resume", is_flag=True, help="Take the request back: workers may start again.")
 @click.option("--reason", default="", help="Why, for whoever finds the run stopped.")
+@click.option(
+    "--cancel",
+    "is_cancelled",
+    is_flag=True,
+    help="Cancel what `batchinfer launch` submitted, too, and say what is left.",
+)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Stop every worker of a run, wherever it is, and keep new ones from starting.
@@ -93,11 +101,19 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
+    is_cancelled = options.pop("is_cancelled")
     config = StopConfig(**options)
-    result = run_stop(config, store=open_store(config.run), clock=SystemClock())
+    if config.resume and is_cancelled:
+        raise ConfigError("--resume and --cancel: expected one of them")
+    store = open_store(config.run)
+    result = run_stop(config, store=store, clock=SystemClock())
+    if is_cancelled:
+        result["left"] = cancel_launches(store)
     if config.resume:
         text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
     else:
         text = "is stopped; its workers end within a heartbeat and their grace"
     say(f"{result['run']}: {text}")
+    for line in result.get("left", ()):
+        say(line)
     return result

@@ -147,7 +147,8 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
 def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str]:
     """Return the manifests of this worker when no --manifest is given.
 
-    SkyPilot's variables say which worker this is (SKYPILOT_JOB_RANK) and how many there are (SKYPILOT_NUM_JOBS).
+    Variables say which worker this is and how many there are: BATCHINFER_RANK and BATCHINFER_NUM_WORKERS, which
+    `batchinfer launch` sets, or SkyPilot's SKYPILOT_JOB_RANK and SKYPILOT_NUM_JOBS.
     """
     if not job:
         raise ConfigError(
@@ -163,9 +164,21 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
             f"{job}: no job.json there",
             hint=f"make the job first: batchinfer split SOURCE --output {job}",
         )
-    rank = _number(environment, "SKYPILOT_JOB_RANK", "0")
-    num_ranks = _number(environment, "SKYPILOT_NUM_JOBS", "1")
+    rank, num_ranks = _rank_and_count(environment)
     return [f"{job.rstrip('/')}/{key}" for key in rank_manifests(found[0], rank, num_ranks)]
+
+
+def _rank_and_count(environment: dict[str, str]) -> tuple[int, int]:
+    """Return this worker's rank, counted from 0, and the number of workers."""
+    if environment.get("BATCHINFER_RANK"):
+        return (
+            _number(environment, "BATCHINFER_RANK", "0"),
+            _number(environment, "BATCHINFER_NUM_WORKERS", "1"),
+        )
+    return (
+        _number(environment, "SKYPILOT_JOB_RANK", "0"),
+        _number(environment, "SKYPILOT_NUM_JOBS", "1"),
+    )
 
 
 def _number(environment: dict[str, str], name: str, default: str) -> int:
@@ -203,10 +216,15 @@ def _job_of_run(output: str, manifests: list[str]) -> str | None:
 
 
 def _default_worker_id(environment: dict[str, str]) -> str:
-    """Return SkyPilot's task id and node rank as one name; "" outside SkyPilot.
+    """Return a name that stays the same when a lost machine is replaced, so the worker there knows its own claims.
 
-    Both stay the same when SkyPilot recovers a lost machine, so the worker there knows its own earlier claims.
+    It is the launch and the rank if `batchinfer launch` started the worker, else SkyPilot's task id and node rank, and
+    "" elsewhere.
     """
+    if environment.get("BATCHINFER_LAUNCH"):
+        return layout.launched_worker(
+            environment["BATCHINFER_LAUNCH"], _rank_and_count(environment)[0]
+        )
     task = environment.get("SKYPILOT_TASK_ID")
     if not task:
         return ""

@@ -56,6 +56,7 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
         "split": [str(job.parent / "x.jsonl"), "--output", str(job.parent / "out"), "--num-chunks", "1"],
         "run": [str(job.parent / "x.jsonl"), "-o", str(job.parent / "a.jsonl"), *ECHO],
         "convert": ["composer-to-hf", str(job.parent / "x.pt"), str(job.parent / "model")],
+        "launch": [str(job), "--run", str(job / "runs/a"), "--on", "local", *ECHO, "--workers", "1", "--dry-run"],
         "worker": [*worker, "--show-config"],
         "check": [*worker, "--show-config"],
         **{name: [str(job / "runs/a")] for name in RUN_COMMANDS},

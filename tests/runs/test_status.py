@@ -102,9 +102,8 @@ def test_requests_are_listing_pages_and_workers_not_markers(root: str) -> None:
     run_status(StatusConfig(run=run), open_store=open_store, clock=FakeClock(NOW))
     requests = sum((store.requests for store in stores), start=stores[0].requests.__class__())
     assert requests["get"] == 5 + 2  # workers, run.json, job.json
-    assert (
-        requests["list"] == 4 + 1 + 1
-    )  # 3002 objects in outputs/, one page each of checkpoints and workers
+    # 3002 objects in outputs/, one page each of checkpoints, workers and launches
+    assert requests["list"] == 4 + 1 + 1 + 1
     assert requests["stat"] <= 2
     assert set(requests) <= {"get", "list", "stat"}, "status changes nothing"
 

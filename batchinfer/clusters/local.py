@@ -1,0 +1,278 @@
+"""Workers as processes of this machine, kept alive by one supervisor process that outlives the command.
+
+The supervisor restarts workers that end with a status of `RESTART_STATUSES`. It has a folder with the plan, the state
+of each worker and the workers' logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchinfer.clusters import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    RESTART_STATUSES,
+    RUNNING,
+    STARTING,
+    ClusterState,
+    Plan,
+    worker_words,
+)
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.processes import child_environment, describe_exit
+from batchinfer.core.records import Record
+
+_PLAN, _STATE = "plan.json", "state.json"
+_POLL_SECONDS = 0.2
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
+
+
+class WorkerState(Record, frozen=True, kw_only=True):
+    """State of one worker's process. `status` is how its last start ended; None while none has ended."""
+
+    state: str
+    pid: int = 0
+    starts: int = 0
+    status: int | None = None
+
+
+class Local:
+    """See `Cluster`."""
+
+    is_remote = False
+    options = {"log-dir": "folder of logs and states (default: batchinfer-launches)"}
+
+    def check(self, plan: Plan) -> None:
+        """See `Cluster`."""
+        _devices(plan)
+
+    def describe(self, plan: Plan) -> str:
+        """See `Cluster`."""
+        lines = []
+        for rank, devices in enumerate(_devices(plan)):
+            variables = _variables(plan, rank, devices).items()
+            lines.append(
+                f"{shlex.join(f'{name}={value}' for name, value in variables)} {_command(plan)}"
+            )
+        return "\n".join(lines)
+
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        """See `Cluster`."""
+        folder = Path(plan.options.get("log-dir", "batchinfer-launches")).resolve() / plan.id
+        folder.mkdir(parents=True)
+        (folder / _PLAN).write_bytes(msgspec.json.encode(plan))
+        with (folder / "supervisor.log").open("wb") as log:
+            subprocess.run(
+                [sys.executable, "-m", "batchinfer.clusters.local", str(folder)],
+                env=child_environment({}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                check=True,
+            )
+        return {"folder": str(folder)}
+
+    def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
+        """See `Cluster`."""
+        del workers
+        folder = Path(handle["folder"])
+        try:
+            data = (folder / _STATE).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{folder}: its state cannot be read here ({error})") from error
+        states = msgspec.json.decode(data, type=list[WorkerState])
+        is_watched = bool(_processes(folder.name, "supervisor"))
+        return {rank: _seen(one, is_watched=is_watched) for rank, one in enumerate(states)}
+
+    def cancel(self, handle: dict[str, Any]) -> None:
+        """See `Cluster`."""
+        launch = Path(handle["folder"]).name
+        for role in (
+            "supervisor",
+            "worker",
+        ):  # workers get the signal from their supervisor, if it lives
+            pids = _processes(launch, role)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            if pids:
+                break
+
+
+CLUSTER = Local()
+
+
+def _seen(one: WorkerState, *, is_watched: bool) -> ClusterState:
+    text = "" if one.status is None else describe_exit(one.status)
+    if one.state in (RUNNING, STARTING) and not is_watched:
+        return ClusterState(FAILED, "its supervisor is gone")
+    return ClusterState(one.state, text)
+
+
+def _devices(plan: Plan) -> list[str]:
+    """Return the GPUs of each worker, as in CUDA_VISIBLE_DEVICES; "" for all workers on a machine without GPUs.
+
+    Raises:
+        ConfigError: There are too few GPUs.
+    """
+    from batchinfer.engines.gpus import visible_gpus
+
+    found = [gpu.id for gpu in visible_gpus()]
+    if not found:
+        return [""] * plan.workers
+    wanted = int(plan.gpu.partition(":")[2] or 0) or max(1, len(found) // plan.workers)
+    if wanted * plan.workers > len(found):
+        raise ConfigError(
+            f"--workers {plan.workers}: with {wanted} each, this machine's {len(found)} GPUs are too few",
+            hint=f"start at most {len(found) // wanted}",
+        )
+    return [",".join(found[rank * wanted : (rank + 1) * wanted]) for rank in range(plan.workers)]
+
+
+def _variables(plan: Plan, rank: int, devices: str) -> dict[str, str]:
+    variables = {**plan.variables(), "BATCHINFER_RANK": str(rank)}
+    return {**variables, "CUDA_VISIBLE_DEVICES": devices} if devices else variables
+
+
+def _command(plan: Plan) -> str:
+    return f"{shlex.quote(sys.executable)} -m batchinfer worker {worker_words(plan)}"
+
+
+def _processes(launch: str, role: str) -> list[int]:
+    """Return the ids of the processes of a launch: its supervisor, or its workers. Linux only."""
+    marks = {
+        "supervisor": lambda words: b"batchinfer.clusters.local" in words,
+        "worker": lambda words: b"batchinfer" in words and b"worker" in words,
+    }
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if role == "supervisor":
+                is_ours = any(word.endswith(f"/{launch}".encode()) for word in words)
+            else:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                is_ours = f"BATCHINFER_LAUNCH={launch}".encode() in variables
+            if is_ours and marks[role](words):
+                found.append(int(entry.name))
+    return found
+
+
+# --------------------------------------------------------------------------- the supervisor
+
+
+class _Process:
+    """One worker's process, started again as long as that may help."""
+
+    def __init__(self, plan: Plan, variables: dict[str, str], log: Path) -> None:
+        self._plan = plan
+        self._variables = variables
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._due = 0.0
+        self._delay = _FIRST_DELAY_SECONDS
+        self.state = WorkerState(state=STARTING)
+
+    def tick(self, *, is_ending: bool) -> None:
+        """Start the process if it is due, or notice that it has ended."""
+        now = time.monotonic()
+        if self._process is None:
+            if self.state.state == STARTING and is_ending:
+                self._set(state=CANCELLED)
+            elif self.state.state == STARTING and now >= self._due:
+                self._start()
+            return
+        status = self._process.poll()
+        if status is None:
+            return
+        self._process = None
+        self._set(state=_state_after(status, is_ending=is_ending), status=status, pid=0)
+        if self.state.state == STARTING:
+            self._due, self._delay = now + self._delay, min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+
+    def terminate(self) -> None:
+        """Ask the process to end; its worker saves what it has finished."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has ended for good."""
+        return self.state.state in (DONE, FAILED, CANCELLED)
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f"exec {_command(self._plan)}"],
+                env=child_environment(self._variables),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a signal reaches a worker once, through this process
+            )
+        self._set(state=RUNNING, pid=self._process.pid, starts=self.state.starts + 1)
+
+    def _set(self, **fields: Any) -> None:
+        self.state = msgspec.structs.replace(self.state, **fields)
+
+
+def _state_after(status: int, *, is_ending: bool) -> str:
+    if status == 0:
+        return DONE
+    if is_ending:
+        return CANCELLED
+    # A kill (of the kernel for lack of memory, say) is repeated: the worker itself counts starts without progress.
+    return STARTING if status in RESTART_STATUSES or status < 0 else FAILED
+
+
+def supervise(folder: Path) -> int:
+    """Keep the workers of the plan in a folder running until all have ended. Return 1 if one failed, else 0.
+
+    SIGTERM and SIGINT end the workers in order; none is started again then.
+    """
+    plan = msgspec.json.decode((folder / _PLAN).read_bytes(), type=Plan)
+    processes = [
+        _Process(plan, _variables(plan, rank, devices), folder / f"worker-{rank:05d}.log")
+        for rank, devices in enumerate(_devices(plan))
+    ]
+    is_ending = False
+
+    def end(_number: int, _frame: object) -> None:
+        nonlocal is_ending
+        is_ending = True
+        for process in processes:
+            process.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    written: list[WorkerState] = []
+    while True:
+        for process in processes:
+            process.tick(is_ending=is_ending)
+        states = [process.state for process in processes]
+        if states != written:
+            temporary = folder / f"{_STATE}.tmp"
+            temporary.write_bytes(msgspec.json.encode(states))
+            temporary.replace(folder / _STATE)
+            written = states
+        if all(process.has_ended for process in processes):
+            return int(any(state.state == FAILED for state in states))
+        time.sleep(_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # the command that launches waits only until its supervisor is on its own
+    sys.exit(supervise(Path(sys.argv[1])))

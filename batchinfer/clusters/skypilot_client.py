@@ -1,0 +1,56 @@
+"""Calls SkyPilot's SDK. Runs with SkyPilot's own Python, so it imports nothing of batchinfer.
+
+The argument is a verb, standard input its arguments as JSON, and the last line of standard output the answer as JSON.
+The SDK is that of SkyPilot 0.14.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+
+
+def launch(asked: dict[str, Any]) -> list[int]:
+    """Submit the jobs and return their ids."""
+    import sky  # type: ignore[import-not-found]
+
+    envs = sorted(asked["task"].pop("envs").items())
+    asked["task"]["envs"] = dict(envs)
+    task = sky.Task.from_yaml_config(
+        asked["task"], secrets_overrides=sorted(asked["secrets"].items())
+    )
+    request = sky.jobs.launch(
+        task, name=asked["name"], pool=asked["pool"], num_jobs=asked["workers"]
+    )
+    jobs, _ = sky.stream_and_get(request, output_stream=sys.stderr)
+    return sorted(jobs)
+
+
+def queue(asked: dict[str, Any]) -> dict[str, list[str]]:
+    """Return status and reason of each job that SkyPilot knows."""
+    import sky
+
+    records = sky.get(sky.jobs.queue_v2(refresh=False, job_ids=asked["jobs"]))[0]
+    return {
+        str(one.job_id): [one.status.value if one.status else "", one.failure_reason or ""]
+        for one in records
+    }
+
+
+def cancel(asked: dict[str, Any]) -> list[int]:
+    """Cancel the jobs. Jobs that have ended are left as they are."""
+    import sky
+
+    sky.get(sky.jobs.cancel(job_ids=asked["jobs"]))
+    jobs: list[int] = asked["jobs"]
+    return jobs
+
+
+if __name__ == "__main__":
+    verb = {"launch": launch, "queue": queue, "cancel": cancel}[sys.argv[1]]
+    answer = verb(json.load(sys.stdin))
+    json.dump(answer, sys.stdout)

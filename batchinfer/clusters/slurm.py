@@ -1,0 +1,204 @@
+"""Workers as a job array on Slurm.
+
+Job and run are in a bucket or on storage that all nodes share; so is this Python, with which the workers run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchinfer.clusters import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    RUNNING,
+    STARTING,
+    WAITING,
+    ClusterState,
+    Plan,
+    worker_words,
+)
+from batchinfer.core.errors import ConfigError
+
+_CLIENT_SECONDS = 60.0
+_WARNING_SECONDS = 120
+"""Seconds before the end of the job's time at which Slurm sends USR1, so that the worker saves what it has."""
+
+# 75 means "stopped by a signal". It asks for a requeue only if the job's time was over: after scancel, nobody wants
+# the job back, and Slurm itself requeues a preempted one.
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
+{exports}
+{command} &
+worker=$!
+is_out_of_time=
+trap 'is_out_of_time=yes; kill -TERM $worker' USR1
+trap 'kill -TERM $worker' TERM
+wait $worker
+status=$?
+while kill -0 $worker 2>/dev/null; do
+  wait $worker
+  status=$?
+done
+case $status in
+  33 | 34) again=yes ;;
+  75) again=$is_out_of_time ;;
+  *) again= ;;
+esac
+if [ -n "$again" ]; then
+  echo "batchinfer: the worker ended with $status; this job is queued again" >&2
+  scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+fi
+exit $status
+"""
+
+_STATES = {
+    "PENDING": WAITING,
+    "REQUEUED": WAITING,
+    "REQUEUE_HOLD": FAILED,
+    "SPECIAL_EXIT": FAILED,
+    "CONFIGURING": STARTING,
+    "RUNNING": RUNNING,
+    "COMPLETING": RUNNING,
+    "SUSPENDED": WAITING,
+    "PREEMPTED": WAITING,
+    "COMPLETED": DONE,
+    "CANCELLED": CANCELLED,
+}
+_ARRAY_TASKS = re.compile(r"^\d+_\[?([0-9,\-]+)")
+
+
+class Slurm:
+    """See `Cluster`."""
+
+    is_remote = False
+    options = {
+        "log-dir": "folder of logs on shared storage (default: batchinfer-launches)",
+        **{
+            name: f"sbatch's --{name}"
+            for name in (
+                "account", "constraint", "cpus-per-task", "gres", "mem", "nodelist", "partition", "qos",
+                "reservation", "time",
+            )
+        },
+    }  # fmt: skip
+
+    def check(self, plan: Plan) -> None:
+        """See `Cluster`."""
+        if plan.is_spot is not None:
+            raise ConfigError(
+                "--spot/--on-demand: Slurm has no spot market",
+                hint="choose a partition: --cluster-option partition=NAME",
+            )
+        _require_client()
+
+    def describe(self, plan: Plan) -> str:
+        """See `Cluster`."""
+        exports = {**plan.variables()}
+        return _SCRIPT.format(
+            directives="\n".join(f"#SBATCH {word}" for word in _directives(plan)),
+            exports=f"export {shlex.join(f'{name}={value}' for name, value in exports.items())}",
+            command=f"{shlex.quote(sys.executable)} -m batchinfer worker {worker_words(plan)}",
+        )
+
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        """See `Cluster`."""
+        _log_folder(plan).mkdir(parents=True, exist_ok=True)
+        printed = _client(["sbatch", "--parsable"], text=self.describe(plan))
+        return {"job": printed.strip().partition(";")[0], "logs": str(_log_folder(plan))}
+
+    def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
+        """See `Cluster`. Slurm forgets ended jobs after some minutes; sacct knows them longer, where it is set up."""
+        job = str(handle["job"])
+        found: dict[int, ClusterState] = {}
+        for command in (
+            ["sacct", "-X", "-n", "-P", "-j", job, "-o", "JobID,State,ExitCode"],
+            ["squeue", "-h", "-t", "all", "-j", job, "-o", "%i|%T|%r"],
+        ):
+            try:
+                printed = _client(command)
+            except ConfigError:
+                if command[0] == "squeue" and not found:
+                    return {}  # Slurm has forgotten the job
+                continue
+            for line in printed.splitlines():
+                found |= _states_of(line, workers)
+        return found
+
+    def cancel(self, handle: dict[str, Any]) -> None:
+        """See `Cluster`."""
+        _client(["scancel", str(handle["job"])])
+
+
+CLUSTER = Slurm()
+
+
+def _log_folder(plan: Plan) -> Path:
+    return Path(plan.options.get("log-dir", "batchinfer-launches")).resolve() / plan.id
+
+
+def _directives(plan: Plan) -> list[str]:
+    words = [
+        f"--job-name={plan.name}",
+        f"--array=0-{plan.workers - 1}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={_log_folder(plan)}/worker-%a.log",
+        f"--signal=B:USR1@{_WARNING_SECONDS}",
+    ]
+    if plan.gpu:
+        words.append(f"--gres=gpu:{plan.gpu.lower()}")
+    words += [f"--{name}={value}" for name, value in plan.options.items() if name != "log-dir"]
+    return words
+
+
+def _states_of(line: str, workers: int) -> dict[int, ClusterState]:
+    """Return the states that one line of squeue or sacct tells, by rank.
+
+    >>> found = _states_of("12_[2-3]|PENDING|Resources", 4)
+    >>> {rank: f"{seen.state}: {seen.text}" for rank, seen in found.items()}
+    {2: 'waiting: PENDING Resources', 3: 'waiting: PENDING Resources'}
+    """
+    job, _, rest = line.partition("|")
+    match = _ARRAY_TASKS.match(job)
+    if match is None:
+        return {}
+    state, _, more = rest.partition("|")
+    word = state.partition(" ")[0].rstrip("+")
+    seen = ClusterState(_STATES.get(word, FAILED), " ".join(filter(None, (state, more))))
+    ranks: dict[int, ClusterState] = {}
+    for part in match[1].split(","):
+        first, dash, last = part.partition("-")
+        for rank in range(int(first), int(last if dash else first) + 1):
+            if rank < workers:
+                ranks[rank] = seen
+    return ranks
+
+
+def _require_client() -> None:
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "slurm: sbatch is not on the PATH", hint="run this on a login node of the Slurm cluster"
+        )
+
+
+def _client(words: Sequence[str], text: str = "") -> str:
+    try:
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=_CLIENT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{words[0]}: {error}") from error
+    if done.returncode:
+        raise ConfigError(f"{words[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

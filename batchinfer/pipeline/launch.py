@@ -1,0 +1,164 @@
+"""The command `batchinfer launch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
+from batchinfer.cli.run_options import run_options
+from batchinfer.cli.settings import common_options, price_options
+from batchinfer.cli.terminal import say
+from batchinfer.clusters import CLUSTERS
+from batchinfer.core import units
+from batchinfer.core.errors import ConfigError
+from batchinfer.pipeline.launching import OWN
+
+
+@click.command("launch", cls=SectionCommand)
+@click.argument("source", metavar="JOB")
+@click.option(
+    "--run",
+    cls=SectionOption,
+    section=FIRST,
+    metavar="URL",
+    required=True,
+    help="Where the run lies, as in JOB/runs/llama.",
+)
+@click.option(
+    "--on",
+    "cluster",
+    cls=SectionOption,
+    section=FIRST,
+    required=True,
+    metavar="CLUSTER",
+    help=f"What starts the workers: {', '.join(CLUSTERS)}.",
+)
+@click.option(
+    "--workers",
+    cls=SectionOption,
+    section=FIRST,
+    type=click.IntRange(1),
+    help="How many; or see --hours. A second launch adds workers to those of the first.",
+)
+@click.option(
+    "--gpu", metavar="NAME[:N]", help="GPUs of one worker: L4, H100:8; none for CPU machines."
+)
+@click.option(
+    "--hours",
+    type=click.FloatRange(0, min_open=True),
+    help="As many workers as finish in so long, by --rate or --rate-from.",
+)
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Rows per second of one worker."
+)
+@click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
+@click.option("--pool", metavar="NAME", help="Machines of this pool (skypilot).")
+@click.option(
+    "--cluster-option",
+    "cluster_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of the cluster, as in partition=gpu; may be repeated.",
+)
+@click.option(
+    "--env", "environment", multiple=True, metavar="NAME=VALUE", help="Environment of the workers."
+)
+@click.option(
+    "--secret",
+    "secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Variable here that the workers get as a secret (skypilot), or a Secret (kubernetes).",
+)
+@click.option(
+    "--name", default="batchinfer", show_default=True, help="Name of the jobs in the cluster."
+)
+@click.option(
+    "--check/--no-check",
+    "is_checked",
+    default=True,
+    help="Run `batchinfer check` first.  [default: check]",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and stop.")
+@price_options
+@run_options(with_look=False, without=tuple(name for name in OWN if name != "model"))
+@common_options
+def command(**options: Any) -> dict[str, Any]:
+    """Start workers for JOB on machines: checks everything first, and notes below the run what was started.
+
+    \b
+      batchinfer launch s3://my-bucket/job --run s3://my-bucket/job/runs/llama --on skypilot --workers 16 --gpu L4 \\
+          --model meta-llama/Llama-3.1-8B-Instruct --messages-column conversation --max-tokens 512
+
+    The options of the worker are options of this command. `batchinfer status RUN` shows how many of the workers were
+    seen; `batchinfer stop RUN --cancel` stops the run and cancels what was launched.
+    """  # noqa: D301 - \b keeps click from wrapping the example
+    from batchinfer.check.steps import CheckWorld
+    from batchinfer.core.clock import SystemClock
+    from batchinfer.core.prices import Prices, listed_accelerators
+    from batchinfer.engines.models import describe_model
+    from batchinfer.engines.tokenizers import tokenizer_for
+    from batchinfer.pipeline.launching import Launch, LaunchConfig
+    from batchinfer.storage.opening import check_writable, open_store, probe
+
+    check_writable(options["run"], option="--run")
+    clock = SystemClock()
+    world = CheckWorld(
+        open_store=open_store,
+        probe=probe,
+        describe_model=describe_model,
+        load_tokenizer=tokenizer_for,
+        prices=Prices(options["price_per_hour"]),
+        accelerators=listed_accelerators(),
+        clock=clock,
+    )
+    config = LaunchConfig(
+        source=options["source"],
+        run=options["run"],
+        cluster=options["cluster"],
+        workers=options["workers"],
+        hours=options["hours"],
+        gpu=options["gpu"] or "",
+        is_spot=options["is_spot"],
+        name=options["name"],
+        environment=_environment(options["environment"]),
+        secrets=list(options["secrets"]),
+        options=_cluster_options(options["cluster_options"], options["pool"]),
+        is_checked=options["is_checked"],
+    )
+    launch = Launch(config, options, open_store=open_store, world=world, clock=clock)
+    plan = launch.plan()
+    known = {"run": plan.run, "launch": plan.id, "cluster": config.cluster, "workers": plan.workers}
+    if options["dry_run"]:
+        text = launch.cluster.describe(plan)
+        for line in text.splitlines():
+            say(line)
+        return {"status": "DRY_RUN", **known, "submission": text}
+    handle = launch.submit(plan)
+    say(
+        f"{units.many(plan.workers, 'worker')} submitted on {config.cluster}; "
+        f"watch them with: batchinfer status {plan.run}"
+    )
+    return {"status": "SUCCESS", **known, "handle": handle}
+
+
+def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--env {pair!r}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _cluster_options(pairs: tuple[str, ...], pool: str | None) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--cluster-option {pair!r}: expected NAME=VALUE")
+        found[name.replace("_", "-")] = value
+    return found | ({"pool": pool} if pool else {})

@@ -1,0 +1,216 @@
+"""The steps of `launch`: check everything, record the launch below the run, submit the workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.check.command import make_config, run_check, tell
+from batchinfer.check.steps import CheckWorld
+from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.shell import in_bash
+from batchinfer.clusters import Cluster, Plan, check_cluster_options, find_cluster
+from batchinfer.clusters.launches import (
+    find_launches,
+    forget_launch,
+    new_id,
+    record_launch,
+    record_submission,
+)
+from batchinfer.core import layout, units
+from batchinfer.core.clock import Clock
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.core.records import Record
+from batchinfer.ledger.jobs import OpenStore, load_job
+from batchinfer.storage import Store
+from batchinfer.storage.opening import local_path, split_url
+
+logger = logging.getLogger(__name__)
+
+LAUNCHING_SECONDS = 900.0
+"""Seconds for which a launch without a record of what was submitted counts as under way."""
+
+
+class LaunchConfig(Record, frozen=True, kw_only=True):
+    """Options of `launch` that are not the worker's. `workers` is None to ask the estimate for the number."""
+
+    source: str
+    run: str
+    cluster: str
+    workers: int | None = None
+    hours: float | None = None
+    gpu: str = ""
+    is_spot: bool | None = None
+    name: str = "batchinfer"
+    environment: dict[str, str] = {}
+    secrets: list[str] = []
+    options: dict[str, str] = {}
+    is_checked: bool = True
+
+
+def worker_options(options: Mapping[str, Any]) -> str:
+    """Return a worker's options as words of bash. Files that options name become part of the words.
+
+    Options with their default value are left out, and so are those that `launch` itself gives.
+
+    Raises:
+        ConfigError: A value cannot be read.
+    """
+    words = []
+    for option in OPTIONS:
+        if option.parameter in options and option.parameter not in OWN:
+            for flag, word in option.spell(option.read(options[option.parameter])):
+                words.append(flag if word is None else f"{flag} {in_bash(word)}")
+    return " ".join(words)
+
+
+def _absolute(url: str) -> str:
+    """Return a URL as it is, and a path of this machine without its dependence on the current folder."""
+    if split_url(url)[0] == "file":
+        return str(local_path(url).resolve())
+    return layout.without_slash(url)
+
+
+OWN = ("manifests", "job", "output", "worker_id", "model", "show_config", "preview")
+"""Parameters of the worker that `launch` gives itself."""
+
+
+class Launch:
+    """One launch: first everything is checked, then `submit` hands the workers to the cluster."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        options: dict[str, Any],
+        *,
+        open_store: OpenStore,
+        world: CheckWorld,
+        clock: Clock,
+    ) -> None:
+        self.config = config
+        self.cluster: Cluster = find_cluster(config.cluster)
+        self._options = options
+        self._open_store = open_store
+        self._world = world
+        self._clock = clock
+
+    def plan(self) -> Plan:
+        """Check everything, and return what is to be submitted. Nothing is written but a probe object.
+
+        Raises:
+            ConfigError: It would not work. The message names the last problem; all are printed.
+            InputError: There is no job, or it has fewer manifests than there are to be workers.
+        """
+        config = self.config
+        check_cluster_options(config.cluster, config.options)
+        self._refuse_local_places()
+        found = load_job(config.source, self._open_store)
+        if found is None:
+            raise InputError(
+                f"{config.source}: no job.json there",
+                hint=f"make the job first: batchinfer split SOURCE --output {config.source}",
+            )
+        words = worker_options(self._options)
+        advised = self._check()
+        workers = config.workers or advised
+        if workers is None:
+            raise ConfigError(
+                "--workers: is missing, and the estimate lacks a rate",
+                hint="say --workers N, or --hours H with --rate or --rate-from RUN",
+            )
+        most = found[0].num_workers
+        if workers > most:
+            raise ConfigError(
+                f"--workers {workers}: the job has {units.many(most, 'worker manifest')}",
+                hint=f"launch at most {most}, or split again with --num-workers {workers}",
+            )
+        plan = Plan(
+            id=new_id(self._clock.now()),
+            name=config.name,
+            workers=workers,
+            job=_absolute(config.source),
+            run=_absolute(config.run),
+            model=self._options["model"] or "",
+            words=words,
+            environment=config.environment,
+            secrets=config.secrets,
+            gpu=config.gpu,
+            is_spot=config.is_spot,
+            options=config.options,
+        )
+        self.cluster.check(plan)
+        self._refuse_second()
+        return plan
+
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        """Record the launch below the run, submit it, and record what was submitted.
+
+        Raises:
+            ConfigError: The cluster refuses; then nothing is left of the launch.
+        """
+        store = self._open_store(plan.run)
+        record_launch(store, self.config.cluster, plan, self._clock.now())
+        try:
+            handle = self.cluster.submit(plan)
+        except BatchinferError:
+            forget_launch(store, plan)
+            raise
+        record_submission(store, plan, handle, self._clock.now())
+        return handle
+
+    # -- checks
+
+    def _refuse_local_places(self) -> None:
+        if not self.cluster.is_remote:
+            return
+        for what, url in (("the job", self.config.source), ("--run", self.config.run)):
+            if split_url(url)[0] in ("file", "memory"):
+                raise ConfigError(
+                    f"{what} {url}: workers on {self.config.cluster} cannot reach a folder of this machine",
+                    hint="split to a bucket, as in s3://bucket/job",
+                )
+
+    def _check(self) -> int | None:
+        """Run `check` over all options, print what it finds, and return the number of workers that it advises."""
+        if not self.config.is_checked:
+            return None
+        config = self.config
+        options = {
+            **self._options,
+            "sources": (),
+            "manifests": (),
+            "job": config.source,
+            "output": config.run,
+            "task_files": (),
+            "gpu": "" if config.gpu.lower() in ("none", "cpu") else config.gpu,
+            "workers": config.workers,
+            "hours": config.hours,
+            "is_spot": config.is_spot,
+            "sample_rows": 50,
+            "show": 0,
+            "synthetic": None,
+        }
+        result = run_check(make_config(options), self._world)
+        tell(result)
+        if result["errors"]:
+            raise ConfigError(
+                f"would not work: {units.many(result['errors'], 'error')}, listed above",
+                hint="nothing was submitted; --no-check leaves the check out",
+            )
+        advised: int | None = result.get("workers_advised")
+        return advised
+
+    def _refuse_second(self) -> None:
+        """Refuse a launch while another one of the same run is being made."""
+        store: Store = self._open_store(self.config.run)
+        launches, notes = find_launches(store)
+        for note in notes:
+            logger.warning("%s", note)
+        for launch in launches:
+            age = self._clock.now() - launch.created
+            if launch.handle is None and age < LAUNCHING_SECONDS:
+                raise ConfigError(
+                    f"{store.url}: the launch {launch.record.plan.id} is being made, since {units.duration(age)}",
+                    hint=f"wait for it; if it was killed, remove {layout.launch_key(launch.record.plan.id)}",
+                )

@@ -1,0 +1,101 @@
+"""What was launched for a run, joined with the workers that were seen, and with what their cluster says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from batchinfer.clusters import ClusterState, find_cluster
+from batchinfer.clusters.launches import FoundLaunch, find_launches
+from batchinfer.core.errors import BatchinferError
+from batchinfer.runs.overview import LaunchView, Overview
+from batchinfer.storage import Store
+
+_UNKNOWN = ""
+_OVER = ("done", "cancelled", "failed")
+
+
+def with_launches(seen: Overview, store: Store) -> Overview:
+    """Return the overview with the run's launches. Their clusters are asked about workers that were not seen.
+
+    A cluster that cannot be asked from this machine gets a note.
+    """
+    launches, notes = find_launches(store)
+    known = {view.id for view in seen.workers}
+    views = []
+    for launch in launches:
+        view, note = _view(launch, known, is_done=seen.state == "done")
+        views.append(view)
+        notes += [note] if note else []
+    return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
+
+
+def launch_text(view: LaunchView) -> str:
+    """Say in words how many workers of a launch were seen, and what became of the others.
+
+    >>> launch_text(
+    ...     LaunchView(
+    ...         id="a", cluster="slurm", expected=4, seen=3, not_seen={"failed (NODE_FAIL)": 1}
+    ...     )
+    ... )
+    '4 workers on slurm (a), 3 seen, 1 failed (NODE_FAIL)'
+    """
+    parts = [f"{view.expected} workers on {view.cluster} ({view.id})", f"{view.seen} seen"]
+    parts += [f"{number} {what or 'not seen yet'}" for what, number in view.not_seen.items()]
+    return ", ".join(parts)
+
+
+def cancel_launches(store: Store) -> list[str]:
+    """Cancel all that was launched for a run. Return a sentence for each launch of which something is left."""
+    launches, left = find_launches(store)
+    for launch in launches:
+        name = f"launch {launch.record.plan.id} on {launch.record.cluster}"
+        if launch.handle is None:
+            left.append(f"{name}: what it submitted is not known; look there for jobs of its name")
+            continue
+        try:
+            cluster = find_cluster(launch.record.cluster)
+            cluster.cancel(launch.handle)
+            states = cluster.look(launch.handle, launch.record.plan.workers)
+        except BatchinferError as error:
+            left.append(f"{name}: not cancelled: {error.message}")
+            continue
+        alive = [one for one in states.values() if one.state not in _OVER]
+        if alive:
+            left.append(f"{name}: {len(alive)} workers are still ending")
+    return left
+
+
+def _view(launch: FoundLaunch, known: set[str], *, is_done: bool) -> tuple[LaunchView, str]:
+    """Return the figures of one launch, and a note if its cluster could not be asked."""
+    ids = launch.worker_ids
+    missing = [rank for rank, name in enumerate(ids) if name not in known]
+    states: dict[int, ClusterState] = {}
+    note = ""
+    if missing and not is_done:
+        try:
+            states = _ask(launch)
+        except BatchinferError as error:
+            note = f"launch {launch.record.plan.id}: {launch.record.cluster} cannot be asked here: {error.message}"
+    said = Counter(_said(states.get(rank)) for rank in missing)
+    view = LaunchView(
+        id=launch.record.plan.id,
+        cluster=launch.record.cluster,
+        expected=len(ids),
+        seen=len(ids) - len(missing),
+        not_seen=dict(said),
+    )
+    return view, note
+
+
+def _ask(launch: FoundLaunch) -> dict[int, ClusterState]:
+    if launch.handle is None:
+        return {}
+    return find_cluster(launch.record.cluster).look(launch.handle, launch.record.plan.workers)
+
+
+def _said(seen: ClusterState | None) -> str:
+    if seen is None:
+        return _UNKNOWN
+    return f"{seen.state} ({seen.text})" if seen.text else seen.state

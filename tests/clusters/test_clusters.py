@@ -1,0 +1,310 @@
+"""Adapters to clusters: what they would submit, and what they make of their clients' answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from batchinfer.clusters import CLUSTERS, STATES, Plan, check_cluster_options, find_cluster
+from batchinfer.clusters.kubernetes import job_name
+from batchinfer.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PLAN = Plan(
+    id="20261122-101112-ab12",
+    name="label",
+    workers=3,
+    job="s3://bucket/my job",
+    run="s3://bucket/my job/runs/a",
+    model="org/model",
+    words="""--engine echo --system-prompt 'Say "it"
+in $HOME'""",
+    environment={"AWS_REGION": "eu-west-1"},
+)
+
+
+def plan(**changes: Any) -> Plan:
+    return msgspec.structs.replace(PLAN, **changes)
+
+
+def fake_client(folder: Path, name: str, script: str) -> None:
+    """Put a program on the PATH that keeps its arguments and standard input, and answers as `script` does."""
+    path = folder / name
+    path.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$*" >>{folder}/{name}.calls\n'
+        f'case "$1" in --parsable | create) cat >{folder}/{name}.stdin ;; esac\n{script}\n'
+    )
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def words_of(script: str, tmp_path: Path) -> list[str]:
+    """Run a bash script whose worker is a program that prints its arguments, and return these."""
+    program = tmp_path / "printer"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, check=True, env={"PATH": "/usr/bin:/bin"}
+    )
+    return done.stdout.decode().split("\0")[:-1]
+
+
+EXPECTED_WORDS = [
+    "--job", "s3://bucket/my job", "--output", "s3://bucket/my job/runs/a", "--model", "org/model",
+    "--engine", "echo", "--system-prompt", 'Say "it"\nin $HOME',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_each_cluster_says_what_its_options_mean(name: str) -> None:
+    cluster = find_cluster(name)
+    assert all(cluster.options.values())
+    check_cluster_options(name, dict.fromkeys(cluster.options, "x"))
+    with pytest.raises(ConfigError, match="no such option"):
+        check_cluster_options(name, {"colour": "red"})
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as raised:
+        find_cluster("slrum")
+    assert "did you mean slurm" in raised.value.hint
+
+
+# --------------------------------------------------------------------------- Slurm
+
+
+def test_a_slurm_script_hands_the_words_to_the_worker_as_they_are(
+    clients: Path, tmp_path: Path
+) -> None:
+    script = find_cluster("slurm").describe(plan())
+    script = script.replace(f"{sys.executable} -m batchinfer worker", str(tmp_path / "printer"))
+    assert words_of(f"SLURM_ARRAY_TASK_ID=1\n{script}", tmp_path) == EXPECTED_WORDS
+
+
+@pytest.mark.parametrize(
+    ("status", "signal", "is_queued_again"),
+    [(0, "", False), (33, "", True), (34, "", True), (75, "", False), (75, "USR1", True),
+     (75, "TERM", False), (2, "", False), (3, "", False), (137, "", False)],
+)  # fmt: skip
+def test_slurm_queues_a_worker_again_if_that_may_help(
+    status: int, signal: str, is_queued_again: bool, clients: Path, tmp_path: Path
+) -> None:
+    fake_client(clients, "scontrol", "")
+    worker = tmp_path / "worker"
+    waits = f"trap 'exit {status}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    worker.write_text(f"#!/bin/bash\n{waits if signal else f'exit {status}'}\n")
+    worker.chmod(0o755)
+    script = find_cluster("slurm").describe(plan())
+    script = script.replace(f"{sys.executable} -m batchinfer worker", str(worker))
+    variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "77"}
+    process = subprocess.Popen(["bash", "-c", script], env=variables)
+    if signal:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+        subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)
+    assert process.wait(timeout=20) == status
+    calls = clients / "scontrol.calls"
+    assert calls.exists() == is_queued_again
+    if is_queued_again:
+        assert calls.read_text() == "requeue 77_2\n"
+
+
+def test_slurm_is_asked_and_cancelled_by_the_jobs_id(clients: Path, tmp_path: Path) -> None:
+    fake_client(clients, "sbatch", "echo '4711;cluster'")
+    fake_client(clients, "scancel", "")
+    fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|CANCELLED by 5|0:15'")
+    fake_client(clients, "squeue", "echo '4711_[2]|PENDING|Resources'")
+    cluster = find_cluster("slurm")
+    asked = plan(gpu="L4:2", options={"partition": "gpu", "log-dir": str(tmp_path / "logs")})
+    cluster.check(asked)
+    handle = cluster.submit(asked)
+    script = (clients / "sbatch.stdin").read_text()
+    assert "#SBATCH --partition=gpu\n" in script
+    assert "#SBATCH --gres=gpu:l4:2\n" in script
+    assert "#SBATCH --array=0-2\n" in script
+    assert handle["job"] == "4711"
+    assert Path(handle["logs"]).is_dir()
+    states = cluster.look(handle, 3)
+    assert {rank: seen.state for rank, seen in states.items()} == {
+        0: "done",
+        1: "cancelled",
+        2: "waiting",
+    }
+    cluster.cancel(handle)
+    assert (clients / "scancel.calls").read_text() == "4711\n"
+
+
+def test_slurm_without_its_client_or_with_a_spot_market_is_refused(
+    clients: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(clients))
+    with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
+        find_cluster("slurm").check(plan())
+    with pytest.raises(ConfigError, match="no spot market"):
+        find_cluster("slurm").check(plan(is_spot=True))
+
+
+# --------------------------------------------------------------------------- Kubernetes
+
+POD = plan(
+    gpu="L4:2",
+    secrets=["bucket-keys"],
+    options={
+        "image": "registry/batchinfer:1",
+        "service-account": "writer",
+        "node-selector": "a/b=c",
+    },
+)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33"])
+@pytest.mark.parametrize("asked", [POD, plan(gpu="none", options={"image": "i"})])
+def test_the_job_of_kubernetes_fits_the_published_schema(version: str, asked: Plan) -> None:
+    manifest = yaml.safe_load(find_cluster("kubernetes").describe(asked))
+    kubernetes_validate.validate(manifest, version, strict=True)
+    manifest["spec"]["completion"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_job_of_kubernetes_says_which_ends_count(tmp_path: Path) -> None:
+    spec = yaml.safe_load(find_cluster("kubernetes").describe(POD))["spec"]
+    rules = {
+        tuple(rule["onExitCodes"]["values"]): rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert rules == {(33, 34, 75): "Ignore", (2, 3): "FailIndex"}
+    assert (spec["completions"], spec["parallelism"]) == (3, 3)
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert container["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
+    values = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert values["BATCHINFER_LAUNCH"] == PLAN.id
+    assert values["BATCHINFER_NUM_WORKERS"] == "3"
+    script = container["command"][2].replace("batchinfer worker", str(tmp_path / "printer"))
+    assert words_of(script, tmp_path) == EXPECTED_WORDS
+
+
+def test_a_job_of_kubernetes_has_a_name_that_hosts_may_have() -> None:
+    name = job_name(plan(name="Übersetzung_der_Welt " * 9))
+    assert len(name) <= 56
+    assert name.endswith(PLAN.id)
+    assert name.replace("-", "").isalnum()
+    assert name.isascii()
+
+
+def test_kubernetes_is_asked_for_its_pods_and_the_newest_counts(clients: Path) -> None:
+    def pod(index: int, at: str, status: dict[str, Any]) -> dict[str, Any]:
+        annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+        return {"metadata": {"creationTimestamp": at, "annotations": annotations}, "status": status}
+
+    pull = {"state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    pods = [
+        pod(0, "2026-01-02", {"phase": "Running"}),
+        pod(0, "2026-01-01", {"phase": "Failed"}),
+        pod(1, "2026-01-01", {"phase": "Pending", "containerStatuses": [pull]}),
+    ]
+    (clients / "pods.json").write_text(json.dumps({"items": pods}))
+    cluster = find_cluster("kubernetes")
+    asked = msgspec.structs.replace(POD, options={**POD.options, "namespace": "batch"})
+    fake_client(clients, "kubectl", f'if [ "$1" = get ]; then cat {clients}/pods.json; fi')
+    cluster.check(asked)
+    handle = cluster.submit(asked)
+    assert yaml.safe_load((clients / "kubectl.stdin").read_text())["kind"] == "Job"
+    states = cluster.look(handle, 3)
+    assert states[0].state == "running"
+    assert states[1] == ("waiting", "Pending ImagePullBackOff")
+    assert 2 not in states
+    cluster.cancel(handle)
+    assert all(
+        "--namespace batch" in line for line in (clients / "kubectl.calls").read_text().splitlines()
+    )
+
+
+def test_kubernetes_without_an_image_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        find_cluster("kubernetes").check(plan())
+    assert "examples/docker/Dockerfile" in raised.value.hint
+
+
+# --------------------------------------------------------------------------- SkyPilot
+
+
+def test_the_task_of_skypilot_is_worker_yaml_with_the_plan_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = plan(gpu="H100:8", is_spot=True, secrets=["MY_TOKEN"])
+    text = find_cluster("skypilot").describe(asked)
+    task = yaml.safe_load(text)
+    template = yaml.safe_load((ROOT / "worker.yaml").read_text())
+    assert task["resources"]["accelerators"] == "H100:8"
+    assert task["resources"]["use_spot"] is True
+    assert task["resources"]["job_recovery"] == template["resources"]["job_recovery"]
+    assert task["run"] == template["run"]
+    assert task["secrets"]["MY_TOKEN"] == "***"
+    envs = task["envs"]
+    assert (envs["DATA_BUCKET"], envs["OUTPUT_BUCKET"]) == (PLAN.job, PLAN.run)
+    assert envs["BATCHINFER_LAUNCH"] == PLAN.id
+    assert None not in envs.values()
+
+
+def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_path: Path) -> None:
+    """The script that becomes the worker there, with a program in the worker's place that prints its arguments."""
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts/skypilot_worker.sh"
+    script.write_text((ROOT / "scripts/skypilot_worker.sh").read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    program = tmp_path / ".venv/bin/batchinfer"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    asked = plan(words=f"{PLAN.words} --examples <(printf %s '{{}}')")
+    variables = {
+        "PATH": "/usr/bin:/bin", "MODEL_NAME": asked.model, "OUTPUT_BUCKET": asked.run,
+        "DATA_BUCKET": asked.job, "WORKER_ARGS": "", "WORKER_WORDS": asked.words,
+    }  # fmt: skip
+    done = subprocess.run(["bash", script], env=variables, capture_output=True, check=True)
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words[:3] == ["worker", "--model", "org/model"]
+    assert words[-6:-2] == ["--engine", "echo", "--system-prompt", 'Say "it"\nin $HOME']
+    assert words[-2] == "--examples"
+    assert words[-1].startswith("/dev/fd/")
+
+
+def test_skypilot_says_what_is_missing(clients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(clients))
+    cluster = find_cluster("skypilot")
+    with pytest.raises(ConfigError, match=r"worker\.yaml cannot be read"):
+        cluster.check(plan())
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as raised:
+        cluster.check(plan())
+    assert "pip install 'skypilot[aws]" in raised.value.hint
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="--secret MY_TOKEN: has no value"):
+        cluster.check(plan(secrets=["MY_TOKEN"]))
+
+
+def test_states_of_all_clusters_are_words_that_status_knows() -> None:
+    from batchinfer.clusters import kubernetes, skypilot, slurm
+
+    for table in (kubernetes._PODS, skypilot._STATES, slurm._STATES):
+        assert set(table.values()) <= set(STATES)

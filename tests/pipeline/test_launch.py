@@ -1,0 +1,265 @@
+"""`batchinfer launch`: real workers of this machine, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.cli import main
+from batchinfer.clusters import Plan, find_cluster
+from batchinfer.clusters.launches import find_launches, record_launch
+from batchinfer.core.clock import SystemClock
+from batchinfer.storage.opening import open_store
+from making import ECHO, make_job
+
+SLOW = (
+    "--echo-latency-seconds",
+    "0.3",
+    "--max-num-seqs",
+    "4",
+    "--lease-seconds",
+    "3",
+    "--grace-seconds",
+    "1",
+)
+WAIT_SECONDS = 60.0
+
+
+class Outcome:
+    """Exit status, result and messages of one command."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.result: dict[str, Any] = json.loads(out.splitlines()[-1]) if out.strip() else {}
+        self.err = err
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    def called(*arguments: str) -> Outcome:
+        status = main.main(arguments)
+        return Outcome(status, *capfd.readouterr())
+
+    return called
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    make_job(tmp_path / "job", rows=60, per_chunk=10, workers=2)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "job"
+    for folder in tmp_path.glob("batchinfer-launches/*"):
+        find_cluster("local").cancel({"folder": str(folder)})
+        wait_for(lambda folder=folder: not processes_of(folder.name))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds, at most WAIT_SECONDS."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def processes_of(launch: str) -> list[int]:
+    """Ids of the worker processes of a launch."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"BATCHINFER_LAUNCH={launch}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def states_of(launched: Outcome) -> list[dict[str, Any]]:
+    path = Path(launched.result["handle"]["folder"]) / "state.json"
+    return json.loads(path.read_bytes()) if path.exists() else []
+
+
+def is_done(launched: Outcome) -> bool:
+    return [one["state"] for one in states_of(launched)] == ["done", "done"]
+
+
+def rows_done(run: Path) -> int:
+    return sum(
+        len(path.read_bytes().splitlines()) for path in run.glob("checkpoints/*/*.jsonl")
+    ) + 10 * len(list(run.glob("outputs/*.succeed")))
+
+
+def test_launched_workers_do_the_job_and_one_that_is_killed_comes_back(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = job / "runs/a"
+    launched = call(
+        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO, *SLOW,
+        "--checkpoint-seconds", "1",
+    )  # fmt: skip
+    assert launched.status == 0, launched.err
+    wait_for(lambda: rows_done(run))
+    victim = states_of(launched)[0]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: is_done(launched))
+    states = states_of(launched)
+    assert states[0]["starts"] == 2
+    assert states[1]["starts"] == 1
+    verified = call("verify", str(run))
+    assert verified.status == 0, verified.err
+    assert verified.result["rows_ok"] == 60
+    seen = call("status", str(run), "--json").result
+    (view,) = seen["launches"]
+    assert (view["expected"], view["seen"], view["not_seen"]) == (2, 2, {})
+    names = {worker["id"] for worker in seen["workers"]}
+    assert names == {f"{launched.result['launch']}-0000{rank}" for rank in (0, 1)}
+
+
+def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = job / "runs/a"
+    arguments = ("launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO)
+    launched = call(*arguments, *SLOW)
+    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+    stopped = call("stop", str(run), "--cancel")
+    assert stopped.status == 0
+    assert stopped.result["stopped"]
+    wait_for(lambda: not processes_of(launched.result["launch"]))
+    wait_for(lambda: {one["state"] for one in states_of(launched)} == {"cancelled"})
+    assert call("stop", str(run), "--cancel").result["left"] == []
+    assert call("stop", str(run), "--resume").status == 0
+    again = call(*arguments)
+    wait_for(lambda: is_done(again))
+    assert call("verify", str(run)).status == 0
+    seen = call("status", str(run), "--json").result
+    assert [view["seen"] for view in seen["launches"]] == [2, 2]
+
+
+def test_status_shows_workers_that_failed_before_they_could_say_so(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    """A worker that cannot even begin leaves no record; only its cluster knows of it."""
+    run = job / "runs/a"
+    launched = call(
+        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO,
+        "--env", "BATCHINFER_WORKER_MAX_TOKENS=none-such", "--no-check",
+    )  # fmt: skip
+    wait_for(lambda: [one["state"] for one in states_of(launched)] == ["failed", "failed"])
+    seen = call("status", str(run), "--json").result
+    (view,) = seen["launches"]
+    assert (view["expected"], view["seen"]) == (2, 0)
+    assert view["not_seen"] == {"failed (ended with exit status 2)": 2}
+    shown = call("status", str(run))
+    assert "2 workers on local" in shown.err
+    assert "2 failed (ended with exit status 2)" in shown.err
+
+
+def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outcome]) -> None:
+    """What it prints is what would run: the lines are run here, as a user might."""
+    run = job / "runs/a"
+    shown = call(
+        "launch", str(job), "--run", str(run), "--on", "local", "--workers", "2", *ECHO,
+        "--system-prompt", "it's \"one\"", "--as-chat", "--dry-run",
+    )  # fmt: skip
+    assert shown.status == 0, shown.err
+    assert not list(run.glob("launches/*"))
+    assert not Path("batchinfer-launches").exists()
+    lines = shown.result["submission"].splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        subprocess.run(["bash", "-c", f"env {line}"], check=True, capture_output=True)
+    assert call("verify", str(run)).result["rows_ok"] == 60
+
+
+REFUSED = [
+    (["--workers", "3"], "the job has 2 worker manifests", "--num-workers 3"),
+    ([], "--workers: is missing", "--hours H"),
+    (["--workers", "2", "--prompt-column", "promt"], "would not work", "nothing was submitted"),
+    (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
+    (
+        ["--workers", "2", "--cluster-option", "log_dirs=x"],
+        "no such option",
+        "did you mean log-dir?",
+    ),
+    (["--workers", "2", "--on", "kubernetes"], "cannot reach a folder of this machine", "bucket"),
+    (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine", "bucket"),
+    (["--workers", "2", "--on", "lokal"], "is no cluster", "did you mean local?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message", "hint"), REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    arguments: list[str], message: str, hint: str, job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = job / "runs/a"
+    done = call("launch", str(job), "--run", str(run), "--on", "local", *ECHO, *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert hint in done.err
+    assert not list(run.glob("launches/*"))
+    assert not Path("batchinfer-launches").exists()
+
+
+def test_a_launch_with_another_configuration_is_refused(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = str(job / "runs/a")
+    assert call("worker", "--job", str(job), "--output", run, *ECHO).status == 0
+    done = call(
+        "launch",
+        str(job),
+        "--run",
+        run,
+        "--on",
+        "local",
+        "--workers",
+        "2",
+        *ECHO,
+        "--max-tokens",
+        "9",
+    )
+    assert done.status == 2
+    assert "another sampling" in done.err
+
+
+def test_a_second_launch_waits_for_the_first_to_be_recorded(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = str(job / "runs/a")
+    plan = Plan(id="first", name="x", workers=1, job=str(job), run=run, model="", words="")
+    store = open_store(run)
+    record_launch(store, "local", plan, SystemClock().now())
+    done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
+    assert done.status == 2
+    assert "the launch first is being made" in done.err
+    (found,), _ = find_launches(store)
+    assert found.handle is None
+
+
+def test_a_damaged_record_of_a_launch_is_a_note(job: Path, call: Callable[..., Outcome]) -> None:
+    run = job / "runs/a"
+    assert call("worker", "--job", str(job), "--output", str(run), *ECHO).status == 0
+    (run / "launches").mkdir()
+    (run / "launches/x.json").write_text('{"plan": \x1b[31m')
+    seen = call("status", str(run), "--json")
+    assert seen.status == 0
+    assert seen.result["launches"] == []
+    assert any("launches/x.json: cannot be read" in note for note in seen.result["notes"])
+
+
+def test_hours_and_a_rate_say_how_many_workers(job: Path, call: Callable[..., Outcome]) -> None:
+    """60 rows at one row in 200 s take 12,000 s of one worker; two are done within 2 hours, and 1 is not."""
+    done = call(
+        "launch", str(job), "--run", str(job / "runs/a"), "--on", "local", *ECHO, "--hours", "2",
+        "--rate", "0.005", "--dry-run",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert done.result["workers"] == 2
