@@ -19,14 +19,15 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines import check_engine, find_engine, has_model
+from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length
 from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
-from batchinfer.prompts import PromptConfig, Tokenizer
+from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.config import check_together
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
 
 
@@ -124,6 +125,9 @@ class Examination:
                 self.result["model"] = msgspec.to_builtins(self.model)
                 if warning := check_length(config.engine, self.model):
                     self._problem(WARNING, "model", warning)
+        if config.engine is not None:
+            with self._step("model"):
+                self._look_at_engine(config.engine)
         with self._step("data"):
             self.data = self._find_data()
         if config.output:
@@ -158,6 +162,16 @@ class Examination:
 
     # -- steps
 
+    def _look_at_engine(self, engine: EngineConfig) -> None:
+        """Ask the program that runs the model, if it is another one, whether it knows the model."""
+        try:
+            kind = check_engine(engine)
+        except BatchinferError:
+            return  # the step "config" has reported it
+        kind.look(engine)
+        if kind.is_remote:
+            self.result["endpoint"] = {"base_url": engine.base_url, "model": engine.model}
+
     def _check_options(self) -> None:
         from batchinfer.formats import encoder_for
 
@@ -168,12 +182,24 @@ class Examination:
         if config.engine is not None:
             with self._step("config"):
                 check_engine(config.engine)
-        if config.engine is not None and config.sampling is not None and config.sampling.extra:
+        if not (config.engine is None or config.prompt is None or config.sampling is None):
             with self._step("config"):
-                find_engine(config.engine.engine).check_parameters(config.sampling.extra)
+                check_together(config.engine, config.prompt, config.sampling)
         if config.prompt is not None and config.sampling is not None:
-            make_preview_builder(config.prompt, config.sampling, config.run_seed, None, None)
+            self._make_builder(config.prompt, config.sampling, None, None)
             encoder_for(config.prompt)
+
+    def _make_builder(
+        self,
+        prompt: PromptConfig,
+        sampling: Sampling,
+        tokenizer: Tokenizer | None,
+        room: int | None,
+    ) -> PromptBuilder:
+        engine = self.config.engine or EngineConfig()
+        return make_preview_builder(
+            prompt, sampling, self.config.run_seed, tokenizer, room, engine=engine
+        )
 
     def _find_data(self) -> Data | None:
         config = self.config
@@ -240,9 +266,7 @@ class Examination:
             tokenizer = self.world.load_tokenizer(config.engine)
         room = config.engine.max_model_len if config.engine is not None else None
         room = room or (self.model.max_model_len if self.model is not None else 0) or None
-        builder = make_preview_builder(
-            config.prompt, config.sampling, config.run_seed, tokenizer, room
-        )
+        builder = self._make_builder(config.prompt, config.sampling, tokenizer, room)
         if data.job is not None:
             with self._step("data"):
                 check_columns(

@@ -22,9 +22,10 @@ SECTIONS = ("input", "model", "engine", "prompt", "sampling", "output", "behavio
 FIRST = "what a first run needs"
 LOOK = "a look before working"
 COMMON = "settings and logs"
+ENDPOINT = "endpoint, with --engine openai"
 REHEARSAL = "rehearsal, with --engine echo"
 _OTHERS = "options"
-_HELP_ORDER = (_OTHERS, FIRST, *SECTIONS, LOOK, COMMON, REHEARSAL)
+_HELP_ORDER = (_OTHERS, FIRST, *SECTIONS, ENDPOINT, LOOK, COMMON, REHEARSAL)
 
 
 @dataclass(frozen=True, slots=True)

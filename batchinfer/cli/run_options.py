@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from batchinfer.cli.options import LOOK, REHEARSAL, F, Option, group
+from batchinfer.cli.options import ENDPOINT, LOOK, REHEARSAL, F, Option, group
 from batchinfer.cli.values import (
     FILE,
     FILE_OF_ROWS,
@@ -77,7 +77,7 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--engine",
             TEXT,
-            "vllm, or echo to rehearse without a model.",
+            "vllm; openai, a running endpoint; or echo, to rehearse without a model.",
             default="vllm",
             recorded="recorded",
         ),
@@ -182,7 +182,7 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--stall-seconds",
             NUMBER,
-            "Without progress for so long, the engine counts as hung.",
+            "Without progress for so long, the engine counts as hung, or an endpoint as down.",
             default=300.0,
         ),
         Option(
@@ -190,6 +190,31 @@ OPTIONS: tuple[Option, ...] = (
             NUMBER,
             "Longest time that the model may take to load.",
             default=1800.0,
+        ),
+    ),
+    *group(
+        ENDPOINT,
+        "EngineConfig",
+        Option(
+            "--base-url",
+            TEXT,
+            "URL of an endpoint that speaks the OpenAI API, e.g. http://127.0.0.1:8000/v1. Its key comes from "
+            "OPENAI_API_KEY.",
+            default="",
+            recorded="recorded",
+        ),
+        Option("--max-concurrency", at_least(1), "Requests under way at once.", default=100),
+        Option("--requests-per-minute", at_least(1), "Most requests that are sent in a minute."),
+        Option(
+            "--tokens-per-minute",
+            at_least(1),
+            "Most tokens, of prompts and answers together, in a minute.",
+        ),
+        Option(
+            "--request-timeout-seconds",
+            number_from(0, is_open=True),
+            "Longest time that one attempt at a request may take.",
+            default=600.0,
         ),
     ),
     *group(

@@ -172,6 +172,9 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     messages: list[dict[str, Any]] | None = None
     adapter: str | None = None
     task: str = "generate"
+    chat_options: dict[str, Any] | None = None
+    """How an engine that renders conversations itself should render `messages`: fields of vLLM's chat requests, such as
+    `chat_template_kwargs`. None for what the model's own chat template does."""
     is_streamed: bool = False
     """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
 

@@ -22,6 +22,7 @@ from batchinfer.core.records import (
     Sampling,
     TextPiece,
 )
+from batchinfer.engines import openai_options
 from batchinfer.engines.config import EngineConfig, check_config
 
 UNLIMITED_LENGTH = 2**31 - 1
@@ -136,6 +137,11 @@ class EngineKind:
     create: Callable[[EngineConfig], Engine]
     """Function that creates an engine in the calling process, without opening it. The engine's module is imported only
     when this function runs."""
+    is_remote: bool = False
+    """Whether another program, reached by ``--base-url``, runs the model. If so, this engine needs the model's name but
+    none of its files, runs inside the worker's process, and renders conversations and tokenizes prompts elsewhere."""
+    own_parameters: frozenset[str] = frozenset()
+    """Names of request parameters that go to the engine as they are, besides those that the prompts room reads."""
     check_installed: Callable[[], None] = _accept
     """Function that raises ConfigError if the engine's package is not installed. It does not import the package."""
     check_parameters: Callable[[Iterable[str]], None] = _accept
@@ -143,6 +149,11 @@ class EngineKind:
     import the engine's package."""
     check_arguments: Callable[[Iterable[str]], None] = _accept
     """Like `check_parameters`, but for the names of engine arguments."""
+    check_options: Callable[[EngineConfig], None] = _accept
+    """Function that raises ConfigError if an option does not fit the engine. Starts nothing, and asks no other
+    machine."""
+    look: Callable[[EngineConfig], None] = _accept
+    """Function that raises UsageError if the program that runs the model cannot be reached, or refuses the model."""
 
 
 def _create_vllm(config: EngineConfig) -> Engine:
@@ -155,6 +166,27 @@ def _create_echo(config: EngineConfig) -> Engine:
     from batchinfer.engines.echo import EchoEngine
 
     return EchoEngine(config)
+
+
+def _create_openai(config: EngineConfig) -> Engine:
+    from batchinfer.engines.openai_engine import OpenAIEngine
+
+    return OpenAIEngine(config)
+
+
+def _require_openai() -> None:
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError(
+            "--engine openai: the package openai is not installed in this environment",
+            hint="pip install openai, or in batchinfer's checkout: pip install '.[openai]'",
+        )
+
+
+def _look_openai(config: EngineConfig) -> None:
+    from batchinfer.engines.openai_engine import look
+
+    _require_openai()
+    look(config)
 
 
 def _require_vllm() -> None:
@@ -200,6 +232,18 @@ ENGINES = {
             check_parameters=_check_parameters,
             check_arguments=_check_arguments,
         ),
+        EngineKind(
+            name="openai",
+            needs_model=False,
+            is_rehearsal=False,
+            create=_create_openai,
+            is_remote=True,
+            own_parameters=openai_options.PASSED_NAMES,
+            check_installed=_require_openai,
+            check_parameters=openai_options.check_parameters,
+            check_options=openai_options.check_options,
+            look=_look_openai,
+        ),
     )
 }
 """All engines by name. The default engine is the default of `EngineConfig.engine`."""
@@ -233,10 +277,11 @@ def check_engine(config: EngineConfig) -> EngineKind:
     """
     kind = find_engine(config.engine)
     check_config(config)
+    kind.check_options(config)
     if config.engine_args:
         kind.check_arguments(config.engine_args)
     if kind.needs_model and not config.model:
-        rehearsal = next(each.name for each in ENGINES.values() if not each.needs_model)
+        rehearsal = next(each.name for each in ENGINES.values() if each.is_rehearsal)
         raise ConfigError(
             "--model: is missing, expected a model's folder or its name on the Hub",
             hint=f"add --model Qwen/Qwen3-0.6B, or --engine {rehearsal} to rehearse without a model",
@@ -250,6 +295,12 @@ def has_model(config: EngineConfig) -> bool:
     return bool(config.model) and (kind is None or kind.needs_model)
 
 
+def own_parameters_of(config: EngineConfig) -> frozenset[str]:
+    """Return `EngineKind.own_parameters` of the configuration's engine. An unknown engine has none."""
+    kind = ENGINES.get(config.engine)
+    return frozenset() if kind is None else kind.own_parameters
+
+
 def create_engine(config: EngineConfig) -> Engine:
     """Create an engine without opening it. Starts no process, and imports neither vllm nor torch.
 
@@ -258,7 +309,9 @@ def create_engine(config: EngineConfig) -> Engine:
     """
     kind = check_engine(config)
     kind.check_installed()
-    if kind.is_rehearsal and (config.in_process or config.replicas in {1, "auto"}):
+    if kind.is_remote or (
+        kind.is_rehearsal and (config.in_process or config.replicas in {1, "auto"})
+    ):
         return kind.create(config)
     from batchinfer.engines.pool import ProcessPool
 

@@ -49,6 +49,14 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     in_process: bool = False
     """Whether the echo engine runs inside the worker's process, whatever `replicas` says. Other engines ignore this."""
 
+    base_url: str = ""
+    """URL of the endpoint, for ``--engine openai``. The four next fields concern this engine, too."""
+    max_concurrency: int = 100
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    request_timeout_seconds: float = 600.0
+    """Longest time that one attempt at a request may take."""
+
     echo_latency_seconds: float = 0.0
     echo_seed: int = 0
     echo_tokens: tuple[int, int] | None = None
@@ -91,11 +99,15 @@ def check_config(config: EngineConfig) -> None:
         "--max-model-len": config.max_model_len,
         "--max-num-seqs": config.max_num_seqs,
         "--max-num-batched-tokens": config.max_num_batched_tokens,
+        "--max-concurrency": config.max_concurrency,
+        "--requests-per-minute": config.requests_per_minute,
+        "--tokens-per-minute": config.tokens_per_minute,
     }
     for option, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{option}: is {value}, expected at least 1")
     seconds = {
+        "--request-timeout-seconds": config.request_timeout_seconds,
         "--stall-seconds": config.stall_seconds,
         "--load-timeout-seconds": config.load_timeout_seconds,
     }

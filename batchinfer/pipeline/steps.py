@@ -29,6 +29,7 @@ from batchinfer.core.errors import (
     RunMismatch,
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Record
+from batchinfer.engines import find_engine
 from batchinfer.ledger.jobs import OpenStore, load_job, split_name
 from batchinfer.pipeline.sources import recognise
 from batchinfer.split.command import SplitConfig, run_split
@@ -126,6 +127,8 @@ class WorkFolder:
         if options["as_chat"] or not options["prompt_column"] or self.config.is_plain:
             return {}
         reason = "--system-prompt" if options["system_prompt"] else ""
+        if find_engine(options["engine"]).is_remote:
+            reason = reason or "endpoints answer chats"
         if not reason:
             tokenizer = world.load_tokenizer(engine_config(options))
             if tokenizer is None or not tokenizer.has_chat_template:

@@ -17,6 +17,7 @@ from batchinfer.prompts.types import (
     TRUNCATIONS,
     Code,
     Draft,
+    EngineFacts,
     Prepared,
     PromptConfig,
     RawRow,
@@ -69,6 +70,7 @@ class PromptBuilder:
             tokenizes prompts.
         max_model_len: Largest number of tokens of prompt and answer together. With None the builder does not check
             lengths and leaves this to the engine.
+        own_parameters: Names of request parameters that go to the engine unread.
         needs_prompt: Whether the output format needs each row's prompt. Then prompts are kept even without
             ``--keep-prompt``.
 
@@ -84,6 +86,7 @@ class PromptBuilder:
         tokenizer: Tokenizer | None,
         max_model_len: int | None,
         *,
+        own_parameters: frozenset[str] = frozenset(),
         needs_prompt: bool = False,
     ) -> None:
         _check_values(config)
@@ -101,9 +104,12 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._has_prompt = config.keep_prompt or needs_prompt
-        eos_token = tokenizer.eos_token if tokenizer is not None else ""
+        facts = EngineFacts(
+            eos_token=tokenizer.eos_token if tokenizer is not None else "",
+            own_parameters=own_parameters,
+        )
         self._reader = find_request_format(config.request_format).make_reader(
-            config, sampling, eos_token
+            config, sampling, facts
         )
         if self._reader.is_chat:
             self._check_chat()
@@ -174,6 +180,7 @@ class PromptBuilder:
                 token_ids=token_ids,
                 messages=messages,
                 task=self._config.task,
+                chat_options=None if messages is None else self._chat_options(draft),
             ),
             source=draft.source,
             body=draft.body,
@@ -182,6 +189,18 @@ class PromptBuilder:
             is_chat=draft.messages is not None,
             view=view,
         )
+
+    def _chat_options(self, draft: Draft) -> dict[str, Any] | None:
+        """Return how the engine should render a conversation, by the names of vLLM's chat requests."""
+        options: dict[str, Any] = {}
+        if self._config.chat_template:
+            options["chat_template"] = self._config.chat_template
+        kwargs = {**self._config.chat_template_kwargs, **(draft.chat_template_kwargs or {})}
+        if kwargs:
+            options["chat_template_kwargs"] = kwargs
+        if draft.continue_final:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        return options or None
 
     def _sampling_of(
         self, line_index: int, draft: Draft, seed_of: Callable[[int], int] | None

@@ -308,7 +308,7 @@ def token_ids(value: Any, subject: str) -> list[int]:
 
 ROWS = RequestFormat(
     name="rows",
-    make_reader=lambda config, _sampling, eos_token: RowsReader(config, eos_token=eos_token),
+    make_reader=lambda config, _sampling, facts: RowsReader(config, eos_token=facts.eos_token),
     has_own_parameters=False,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from batchinfer.prompts.types import (
     Code,
     Draft,
     EchoView,
+    EngineFacts,
     PromptConfig,
     RequestFormat,
     RowProblem,
@@ -51,6 +53,7 @@ class RequestsReader:
     Args:
         config: The prompt options.
         sampling: The run's sampling parameters. A parameter that a request sets itself replaces the run's.
+        facts: Facts about the engine.
         is_batch: Whether rows are lines of an OpenAI batch (custom_id, method, url, body); otherwise the row itself is
             the body of a completion.
 
@@ -61,11 +64,17 @@ class RequestsReader:
     is_chat = False
     """Always False: not every request is a chat request, so the run does not require a chat template."""
 
-    def __init__(self, config: PromptConfig, sampling: Sampling, *, is_batch: bool) -> None:
+    def __init__(
+        self, config: PromptConfig, sampling: Sampling, facts: EngineFacts, *, is_batch: bool
+    ) -> None:
         _refuse_row_options(config)
         self._config = config
         self._sampling = sampling
-        self._limits = RequestLimits(max_n=config.max_n, max_logprobs=config.max_logprobs)
+        self._limits = RequestLimits(
+            max_n=config.max_n,
+            max_logprobs=config.max_logprobs,
+            passed_on=facts.own_parameters,
+        )
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
         self._is_batch = is_batch
 
@@ -233,12 +242,12 @@ def _batch_row(row_id: str, text: str) -> dict[str, Any]:
 
 COMPLETIONS = RequestFormat(
     name="completions",
-    make_reader=lambda config, sampling, _eos: RequestsReader(config, sampling, is_batch=False),
+    make_reader=partial(RequestsReader, is_batch=False),
     make_row=lambda _row_id, text: {"prompt": text},
 )
 OPENAI_BATCH = RequestFormat(
     name="openai-batch",
-    make_reader=lambda config, sampling, _eos: RequestsReader(config, sampling, is_batch=True),
+    make_reader=partial(RequestsReader, is_batch=True),
     id_field="custom_id",
     make_row=_batch_row,
 )

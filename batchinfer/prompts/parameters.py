@@ -73,6 +73,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "echo": (False,),
 }
+# Values with which a parameter that goes to the engine unread asks for nothing.
+_EMPTY: tuple[Any, ...] = ([], "")
 _STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -83,6 +85,8 @@ class RequestLimits(Record, frozen=True, kw_only=True):
     """Largest number of answers to one request (`n`, `best_of`)."""
     max_logprobs: int
     """Largest number of alternative tokens that are reported at each position (`logprobs`, `prompt_logprobs`)."""
+    passed_on: frozenset[str] = frozenset()
+    """Names of further parameters that go to the engine unread (`Sampling.extra`)."""
 
 
 class RequestOptions(msgspec.Struct):
@@ -119,6 +123,9 @@ def read_parameters(
     options = RequestOptions()
     for name, value in body.items():
         if value is None or name in HARMLESS:
+            continue
+        if name in limits.passed_on and value not in _EMPTY:
+            found["extra"] = {**(found.get("extra") or base.extra or {}), name: value}
             continue
         if name in _NUMBERS:
             found[name] = _number(name, value)

@@ -231,13 +231,22 @@ def fill_each(
             draft.fail(error)
 
 
+class EngineFacts(Record, frozen=True, kw_only=True):
+    """Facts about a run's engine that readers of rows use."""
+
+    eos_token: str = ""
+    """Text of the end-of-sequence token; empty if there is none, or if only the engine knows it."""
+    own_parameters: frozenset[str] = frozenset()
+    """Names of request parameters that go to the engine unread."""
+
+
 class RequestFormat(Record, frozen=True, kw_only=True):
     """A request format: what a row holds and how it is read. `REQUEST_FORMATS` is the table of all request formats."""
 
     name: str
     """Value of ``--request-format``."""
-    make_reader: Callable[[PromptConfig, Sampling, str], RowReader]
-    """Function that makes a run's reader. Arguments: prompt options, sampling parameters, end-of-sequence text."""
+    make_reader: Callable[[PromptConfig, Sampling, EngineFacts], RowReader]
+    """Function that makes a run's reader. Arguments: prompt options, sampling parameters, facts about the engine."""
     has_own_parameters: bool = True
     """Whether rows may bring sampling parameters of their own, which replace the run's."""
     id_field: str = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import Engine, create_engine, find_engine, identify_model
 from batchinfer.engines.config import EngineConfig
@@ -138,9 +139,24 @@ def real_environment(
 
 
 def check_sampling(config: WorkerConfig) -> None:
-    """Raise if the engine does not know one of the additional sampling parameters.
+    """Check the options of prompts and sampling against the engine; see `check_together`."""
+    check_together(config.engine, config.prompt, config.sampling)
+
+
+def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Sampling) -> None:
+    """Refuse options of prompts and sampling that the engine cannot do.
 
     Does not start the engine, and imports no large library.
+
+    Raises:
+        ConfigError: the engine does not know one of the additional sampling parameters, or prompts should be cut and
+            only another program has the tokenizer.
     """
-    if config.sampling.extra:
-        find_engine(config.engine.engine).check_parameters(config.sampling.extra)
+    kind = find_engine(engine.engine)
+    if sampling.extra:
+        kind.check_parameters(sampling.extra)
+    if kind.is_remote and prompt.truncate_prompt != PromptConfig().truncate_prompt:
+        raise ConfigError(
+            f"--truncate-prompt {prompt.truncate_prompt}: needs the model's tokenizer, which only the endpoint has",
+            hint="a vLLM server cuts prompts itself: --sampling truncate_prompt_tokens=N",
+        )

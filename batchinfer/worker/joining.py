@@ -15,6 +15,7 @@ from batchinfer import __version__
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
+from batchinfer.engines import own_parameters_of
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import (
@@ -141,6 +142,7 @@ class Membership:
             config.run_seed,
             tokenizer,
             None if info is None else info.max_model_len,
+            own_parameters=own_parameters_of(config.engine),
             needs_prompt=find_format(prompt.output_format).repeats_request,
         )
 
@@ -227,6 +229,7 @@ class Membership:
             "trust_remote_code": engine.trust_remote_code,
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
+            **({"base_url": redact(engine.base_url)} if engine.base_url else {}),
         }
 
 

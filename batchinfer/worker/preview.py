@@ -11,8 +11,9 @@ import msgspec
 
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec
+from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines import longest_sequence
+from batchinfer.engines import check_engine, longest_sequence, own_parameters_of
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, check_columns, read_assignment
@@ -99,10 +100,15 @@ def make_preview_builder(
     run_seed: int | None,
     tokenizer: Tokenizer | None,
     max_model_len: int | None,
+    *,
+    engine: EngineConfig,
 ) -> PromptBuilder:
     """Make the prompt builder that a worker would use, but let it keep every prompt, so that it can be shown."""
     prompt = msgspec.structs.replace(prompt, keep_prompt=True)
-    return PromptBuilder(prompt, sampling, run_seed, tokenizer, max_model_len)
+    own_parameters = own_parameters_of(engine)
+    return PromptBuilder(
+        prompt, sampling, run_seed, tokenizer, max_model_len, own_parameters=own_parameters
+    )
 
 
 def read_first_rows(
@@ -142,7 +148,12 @@ def run_preview(
     )
     tokenizer = load_tokenizer(config.engine)
     builder = make_preview_builder(
-        config.prompt, config.sampling, config.run_seed, tokenizer, longest_sequence(config.engine)
+        config.prompt,
+        config.sampling,
+        config.run_seed,
+        tokenizer,
+        longest_sequence(config.engine),
+        engine=config.engine,
     )
     if assignment.job is not None:
         check_columns(
@@ -159,6 +170,10 @@ def run_preview(
     finally:
         scratch.close()
     show_rows(found)
+    try:
+        check_engine(config.engine).look(config.engine)
+    except BatchinferError as error:
+        say(f"warning: {error.message} ({error.hint})")
     return {"preview": msgspec.to_builtins(found)}
 
 

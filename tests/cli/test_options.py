@@ -149,6 +149,7 @@ def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> N
         "Sampling",
         "Output",
         "Behaviour",
+        "Endpoint, with --engine openai",
         "A look before working",
         "Settings and logs",
         "Rehearsal, with --engine echo",

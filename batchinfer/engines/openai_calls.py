@@ -1,0 +1,323 @@
+"""Asks an endpoint for the answers of rows, and never gives a row up because of an outage.
+
+A request is sent again until it has an answer, with growing waits. A row fails only by its own fault: the endpoint
+refuses its request, or its answers are not whole again and again while the endpoint answers another request. That other
+request is a short one of ours. It is sent, too, after a status that may concern one row or all of them (403, 404).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.errors import AccessDenied, ConfigError, RowError
+from batchinfer.core.records import Completion, Failure, Request
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.openai_client import (
+    CallError,
+    Cut,
+    Endpoint,
+    Refusal,
+    Reply,
+    TooSlow,
+    Unavailable,
+)
+from batchinfer.engines.openai_pace import LONGEST_HOLD_SECONDS, Pace
+from batchinfer.engines.openai_requests import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    BrokenAnswer,
+    body_of,
+    completion_of,
+    num_tokens_asked,
+)
+
+logger = logging.getLogger(__name__)
+
+# Faults after which a row may be given up, as a sum over its attempts.
+MOST_FAULT = 10
+# Fault of an attempt whose answer was not whole, and of one that took too long. An outage is nobody's fault.
+_FAULTS: dict[type[CallError], int] = {Unavailable: 0, Cut: 1, TooSlow: 4}
+# Seconds to wait before the second attempt. Each further wait is about twice as long.
+FIRST_WAIT_SECONDS = 0.5
+# Most seconds for the short request that tells whether the endpoint answers.
+PROBE_SECONDS = 60.0
+# Seconds between two warnings that requests are sent again.
+_WARNING_SECONDS = 15.0
+_PROMPT_PARAMS = frozenset({"input_tokens", "input_text"})
+"""Parameters that vLLM names if a prompt is too long."""
+_SHORT: dict[str, dict[str, Any]] = {
+    CHAT_PATH: {"messages": [{"role": "user", "content": "Hello"}]},
+    COMPLETIONS_PATH: {"prompt": "Hello"},
+}
+"""Prompt of a short request, by the path of the kind of requests."""
+_OF_THE_PROMPT = ("messages", "prompt", "add_generation_prompt", "continue_final_message")
+# Most names of models in a message.
+_SHOWN_MODELS = 10
+# Largest number of different parameter sets for which it is remembered whether the endpoint takes them.
+_MOST_ACCEPTED = 1000
+# Tokens of an answer whose length has no limit, before any answer is known.
+_ANSWER_TOKENS = 256.0
+
+
+class Calls:
+    """The requests to one endpoint. All methods but `outage` are called in the event loop.
+
+    Args:
+        config: Configuration of the engine.
+        endpoint: The endpoint.
+        end: Function that ends the engine with an error.
+    """
+
+    def __init__(
+        self, config: EngineConfig, endpoint: Endpoint, end: Callable[[Exception], None]
+    ) -> None:
+        self._config = config
+        self._endpoint = endpoint
+        self._end = end
+        self._pace = Pace(
+            config.max_concurrency,
+            requests_per_minute=config.requests_per_minute,
+            tokens_per_minute=config.tokens_per_minute,
+        )
+        self._probing = asyncio.Lock()
+        self._probed: tuple[float, CallError | None] = (0.0, None)
+        """Time at which the latest probe was sent, and why it failed."""
+        self._accepted: dict[bytes, bool] = {}
+        """Whether the endpoint takes sets of parameters, by their JSON."""
+        self._outage: tuple[float, str] | None = None
+        self._warned = 0.0
+        self._num_again = 0
+        self._mean_answer = _ANSWER_TOKENS
+        self._limit_name = "max_tokens"
+        """Name of the parameter for the longest answer. Chats with newer models of OpenAI have another one."""
+        self.num_answers = 0
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+
+    @property
+    def outage(self) -> tuple[float, str] | None:
+        """Time since which no request was answered, on the monotonic clock, and the latest reason; None if all is well.
+
+        An endpoint that is only slow has no outage.
+        """
+        return self._outage
+
+    async def answer(self, request: Request) -> Completion | None:
+        """Return the answer to a request, or why it has none. None: the engine ends, see `end`."""
+        began = time.monotonic()
+        fault, num_attempts, is_last = 0, 0, False
+        try:
+            path, body = body_of(request, self._config.model)
+            while True:
+                try:
+                    return await self._attempt(request, path, body, began)
+                except Refusal as error:
+                    if self._renames(error, body):
+                        continue
+                    return await self._refused(request, path, body, error)
+                except (Unavailable, Cut, TooSlow) as error:
+                    fault += _FAULTS[type(error)]
+                    is_own = fault >= MOST_FAULT and await self._probe(path) is None
+                    if is_own and is_last:
+                        return _failed(request, "engine_error", str(error))
+                    is_last = is_own
+                    if not is_own:
+                        await asyncio.sleep(_wait_seconds(num_attempts))
+                        num_attempts += 1
+        except RowError as error:
+            return _failed(request, error.code, error.message)
+        except (AccessDenied, ConfigError) as error:
+            self._end(error)
+            return None
+
+    async def _attempt(
+        self, request: Request, path: str, body: dict[str, Any], began: float
+    ) -> Completion:
+        num_asked = num_tokens_asked(request, self._mean_answer)
+        async with self._pace.turn(num_asked):
+            sent = time.monotonic()
+            reply = await self._send(
+                path, body, self._config.request_timeout_seconds, num_asked, sent
+            )
+            seconds = time.monotonic() - sent
+        try:
+            completion = completion_of(request, reply.data, (sent - began, seconds))
+        except BrokenAnswer as error:
+            cut = Cut(str(error))
+            self._note_failure(cut, sent)
+            raise cut from error
+        num_tokens = completion.prompt_tokens + completion.completion_tokens
+        self._note_answer(num_tokens, num_asked)
+        self.prompt_tokens += completion.prompt_tokens
+        self.cached_tokens += completion.cached_tokens
+        self.completion_tokens += completion.completion_tokens
+        if completion.completion_tokens:
+            mean = completion.completion_tokens / request.sampling.n
+            self._mean_answer += 0.05 * (mean - self._mean_answer)
+        return completion
+
+    async def _send(
+        self, path: str, body: dict[str, Any], timeout_seconds: float, num_asked: int, sent: float
+    ) -> Reply:
+        if path == CHAT_PATH and self._limit_name not in body and "max_tokens" in body:
+            body = {**body, self._limit_name: body["max_tokens"]}
+            del body["max_tokens"]
+        try:
+            reply = await self._endpoint.post(path, body, timeout_seconds)
+        except Refusal:
+            self._note_answer(0, num_asked)
+            raise
+        except (Unavailable, Cut, TooSlow) as error:
+            self._note_failure(error, sent)
+            raise
+        self._pace.note_headers(reply.headers, num_asked)
+        return reply
+
+    def _note_answer(self, num_tokens: int, num_asked: int) -> None:
+        self.num_answers += 1
+        if self._outage is not None:
+            seconds = time.monotonic() - self._outage[0]
+            self._outage = None
+            if seconds >= _WARNING_SECONDS:
+                logger.info("endpoint %s: answers again, after %.0f s", self._endpoint.url, seconds)
+        self._pace.note_answer(num_tokens, num_asked)
+
+    def _note_failure(self, error: CallError, sent: float) -> None:
+        now = time.monotonic()
+        since = self._outage[0] if self._outage is not None else now
+        self._outage = (since, str(error))
+        if isinstance(error, Unavailable):
+            self._pace.note_refusal(sent, error.seconds)
+        self._num_again += 1
+        if now - self._warned >= _WARNING_SECONDS:
+            logger.warning(
+                "endpoint %s: %s; such requests are sent again (%d so far)",
+                self._endpoint.url,
+                error,
+                self._num_again,
+            )
+            self._warned = now
+
+    # ------------------------------------------------------------------ whose fault it is
+
+    async def _refused(
+        self, request: Request, path: str, body: dict[str, Any], error: Refusal
+    ) -> Completion:
+        """Return the failure of a row whose request the endpoint refuses.
+
+        Raises:
+            AccessDenied, ConfigError: the endpoint refuses every request in this way.
+        """
+        if _may_concern_all(error):
+            while True:
+                probed = await self._probe(path)
+                if not isinstance(probed, Unavailable | Cut | TooSlow):
+                    break
+                await asyncio.sleep(_wait_seconds(3))
+            if isinstance(probed, Refusal) and probed.status == error.status:
+                raise self._error_for_all(error)
+        code = "engine_rejected"
+        if error.code == "context_length_exceeded" or error.param in _PROMPT_PARAMS:
+            code = "prompt_too_long"
+        elif error.status in (400, 422) and await self._refuses_parameters(path, body):
+            code = "invalid_parameter"
+        return Completion(key=request.key, failure=Failure(code=code, message=str(error)))
+
+    async def _refuses_parameters(self, path: str, body: dict[str, Any]) -> bool:
+        """Whether the endpoint refuses the parameters of a request even with a short prompt."""
+        parameters = {name: value for name, value in body.items() if name not in _OF_THE_PROMPT}
+        key = msgspec.json.encode(parameters)
+        async with self._probing:
+            found = self._accepted.get(key)
+            if found is None:
+                probed = await self._ask(path, parameters | _SHORT[path], num_tokens=8)
+                found = self._accepted[key] = not isinstance(probed, Refusal)
+                if len(self._accepted) > _MOST_ACCEPTED:
+                    self._accepted.clear()
+        return not found
+
+    def _error_for_all(self, error: Refusal) -> AccessDenied | ConfigError:
+        """Return the error for an endpoint that refuses every request to the model."""
+        if error.status == 403:
+            return self._endpoint.denied(error)
+        return ConfigError(
+            f"endpoint {self._endpoint.url}: refuses requests to the model {self._config.model}: {error}",
+            hint="check --model and --base-url; `batchinfer check` lists the endpoint's models",
+        )
+
+    def _renames(self, error: Refusal, body: dict[str, Any]) -> bool:
+        """Whether the endpoint wants the longest answer under its newer name. If so, later requests use that name."""
+        if error.code != "unsupported_parameter" or error.param != "max_tokens":
+            return False
+        self._limit_name = "max_completion_tokens"
+        return "messages" in body
+
+    async def _probe(self, path: str) -> CallError | None:
+        """Send a short request. Returns why it has no answer, None if it has one.
+
+        A refusal shows that the endpoint works, and is returned only for the statuses that may concern all requests.
+        Requests that fail at the same time share a probe.
+        """
+        asked = time.monotonic()
+        async with self._probing:
+            if self._probed[0] <= asked:
+                self._probed = (time.monotonic(), await self._probe_now(path))
+            return self._probed[1]
+
+    async def _probe_now(self, path: str) -> CallError | None:
+        body = {"model": self._config.model, "max_tokens": 1, **_SHORT[path]}
+        error = await self._ask(path, body, num_tokens=8)
+        if isinstance(error, Refusal) and not _may_concern_all(error):
+            return None
+        return error
+
+    async def _ask(self, path: str, body: dict[str, Any], *, num_tokens: int) -> CallError | None:
+        timeout_seconds = min(PROBE_SECONDS, self._config.request_timeout_seconds)
+        async with self._pace.turn(num_tokens):
+            try:
+                await self._send(path, body, timeout_seconds, num_tokens, time.monotonic())
+            except CallError as error:
+                return error
+        self._note_answer(0, num_tokens)
+        return None
+
+    async def check_model(self, names: list[str] | None) -> None:
+        """Find out whether the endpoint takes requests to the model.
+
+        Some endpoints take more names than they list. So a name that is not in the list is tried by a short request.
+
+        Args:
+            names: The models that the endpoint lists; None if it has no list.
+
+        Raises:
+            AccessDenied, ConfigError: it refuses them.
+        """
+        if names is None or self._config.model in names:
+            return
+        probed = await self._probe_now(CHAT_PATH)
+        if isinstance(probed, Refusal):
+            error = self._error_for_all(probed)
+            some = ", ".join(names[:_SHOWN_MODELS])
+            more = ", …" if len(names) > _SHOWN_MODELS else ""
+            error.hint = f"the endpoint's models are {some}{more}" if names else error.hint
+            raise error
+
+
+def _may_concern_all(error: Refusal) -> bool:
+    """Whether the endpoint may refuse every request, because of the key, the model, or its URL."""
+    return error.status in (403, 404) or error.code == "model_not_found"
+
+
+def _wait_seconds(num_attempts: int) -> float:
+    doubled = FIRST_WAIT_SECONDS * 2.0 ** min(num_attempts, 20)
+    return min(doubled, LONGEST_HOLD_SECONDS) * random.uniform(0.5, 1.0)
+
+
+def _failed(request: Request, code: str, message: str) -> Completion:
+    return Completion(key=request.key, failure=Failure(code=code, message=message))

@@ -1,0 +1,168 @@
+"""What can be said about ``--engine openai`` without its client: which options fit, which parameters it passes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from batchinfer.core.errors import ConfigError, near
+from batchinfer.core.records import Sampling
+from batchinfer.engines.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Environment variable with the endpoint's key. There is no other place for it."""
+RESERVED_NAMES = frozenset({"messages", "model", "prompt", "stream", "stream_options"})
+"""Request parameters that --sampling must not set, because the engine does."""
+PASSED_NAMES = frozenset(
+    {
+        # of the OpenAI API
+        "function_call",
+        "functions",
+        "parallel_tool_calls",
+        "prediction",
+        "reasoning_effort",
+        "response_format",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "verbosity",
+        "web_search_options",
+        # vLLM's additions to it
+        "add_special_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "cache_salt",
+        "documents",
+        "include_reasoning",
+        "length_penalty",
+        "mm_processor_kwargs",
+        "priority",
+        "repetition_detection",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+        "thinking_token_budget",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "use_beam_search",
+        "vllm_xargs",
+    }
+)
+"""Request parameters that go to the endpoint as they are. The endpoint checks their values."""
+_OF_THE_MODEL = (
+    "tokenizer",
+    "revision",
+    "hf_config_path",
+    "dtype",
+    "quantization",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "replicas",
+    "gpus",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "cpu_offload_gb",
+    "enforce_eager",
+    "trust_remote_code",
+    "engine_args",
+)
+"""Fields of EngineConfig that say how a model is loaded."""
+
+
+def check_options(config: EngineConfig) -> None:
+    """Check the options of a run on an endpoint. See `EngineKind.check_options`."""
+    if not config.base_url:
+        raise ConfigError(
+            "--base-url: is missing, expected the URL of an endpoint that speaks the OpenAI API",
+            hint="add --base-url http://127.0.0.1:8000/v1 for a vLLM server on this machine",
+        )
+    base_url_of(config.base_url)
+    if not config.model:
+        raise ConfigError(
+            "--model: is missing, expected a name that the endpoint gives one of its models",
+            hint="curl BASE_URL/models lists them",
+        )
+    nothing = EngineConfig()
+    for name in _OF_THE_MODEL:
+        if getattr(config, name) != getattr(nothing, name):
+            option = "engine-arg" if name == "engine_args" else name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} with --engine openai: the program behind --base-url loads the model, not this one",
+                hint="leave it out; that program has an option of its own for it",
+            )
+
+
+def base_url_of(text: str) -> str:
+    """Return the URL of an endpoint, to which paths such as ``/chat/completions`` are appended.
+
+    A URL without a path gets ``/v1``.
+
+    Raises:
+        ConfigError: the URL is not one of an endpoint, or holds what may be a secret.
+
+    >>> base_url_of("http://127.0.0.1:8000"), base_url_of("https://openrouter.ai/api/v1/")
+    ('http://127.0.0.1:8000/v1', 'https://openrouter.ai/api/v1')
+    """
+    try:
+        parts = urlsplit(text)
+        has_host = bool(parts.hostname)
+        parts.port  # noqa: B018 - raises if it is no number
+    except ValueError:
+        parts, has_host = urlsplit(""), False
+    if parts.scheme not in ("http", "https") or not has_host:
+        raise ConfigError(
+            f"--base-url {text}: is no URL of an endpoint",
+            hint="give it as in --base-url http://127.0.0.1:8000/v1",
+        )
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            "--base-url: holds a user, a password or a query, which may be secret",
+            hint=f"give the plain URL, and the key in the environment variable {KEY_VARIABLE}",
+        )
+    path = parts.path.rstrip("/")
+    if path.endswith("/completions"):
+        raise ConfigError(
+            f"--base-url {text}: is the address of one kind of requests, expected that of the endpoint",
+            hint=f"leave out {path[path.index('/c') :] if '/chat/' in path else '/completions'} at its end",
+        )
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+
+
+def read_key() -> str:
+    """Return the key from the environment; empty if there is none.
+
+    Raises:
+        ConfigError: the key cannot be sent, as it holds a space or a line break.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{KEY_VARIABLE}: holds characters that no key has",
+            hint="set it to the key alone, without line breaks and spaces",
+        )
+    return key
+
+
+def check_parameters(names: Iterable[str]) -> None:
+    """Check the names of request parameters that --sampling sets. See `EngineKind.check_parameters`.
+
+    Providers have parameters of their own, so an unknown name is refused only if it is much like a known one.
+    """
+    for name in names:
+        if name in RESERVED_NAMES:
+            raise ConfigError(
+                f"--sampling {name}: is set from other options or the rows", hint="leave it out"
+            )
+        if name in PASSED_NAMES:
+            continue
+        if meant := near(name, sorted({*PASSED_NAMES, *Sampling.__struct_fields__})):
+            raise ConfigError(
+                f"--sampling {name}: no endpoint is known to have such a parameter{meant}",
+                hint="--sampling takes NAME=VALUE pairs with the names of the endpoint's API",
+            )
+        logger.info("--sampling %s: not known here, so it goes to the endpoint as it is", name)

@@ -1,0 +1,325 @@
+"""Translates requests into the OpenAI API's terms, and the API's answers into completions. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.errors import RowError
+from batchinfer.core.records import (
+    Choice,
+    Completion,
+    Failure,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
+from batchinfer.engines.vllm_requests import keeps_best, num_generated
+
+CHAT_PATH = "/chat/completions"
+COMPLETIONS_PATH = "/completions"
+
+# Parameters with the same name in our Sampling and in the API. The later ones are vLLM's additions to the API.
+_SHARED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "seed",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "min_tokens",
+    "prompt_logprobs",
+)
+# Flags of our Sampling that are vLLM's additions to the API, with the default of both.
+_FLAGS = {"include_stop_str_in_output": False, "ignore_eos": False, "skip_special_tokens": True}
+# Kinds of structured output that the API has a parameter for. For the other kinds vLLM has one.
+_FORMATS = ("json", "json_object")
+
+
+class BrokenAnswer(Exception):
+    """An answer is no JSON, or not in the API's form. Another attempt may give a whole one."""
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def body_of(request: Request, model: str) -> tuple[str, dict[str, Any]]:
+    """Return the path below the endpoint's URL, and the body, that ask for a request's answer.
+
+    Raises:
+        RowError: the request is empty, or asks for another task than to generate.
+    """
+    if request.task != "generate":
+        raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
+    body: dict[str, Any] = {"model": model}
+    is_chat = request.messages is not None
+    if is_chat:
+        body |= {"messages": request.messages, **(request.chat_options or {})}
+    else:
+        prompt = request.token_ids if request.text is None else request.text
+        if not prompt:
+            raise RowError("empty_prompt", "the prompt is empty")
+        # Without a limit, the API would end an answer after 16 tokens; vLLM takes null for what the model has room for.
+        body |= {"prompt": prompt, "max_tokens": None}
+    return CHAT_PATH if is_chat else COMPLETIONS_PATH, body | _parameters(
+        request.sampling, is_chat=is_chat
+    )
+
+
+def _parameters(sampling: Sampling, *, is_chat: bool) -> dict[str, Any]:
+    found = {name: value for name in _SHARED if (value := getattr(sampling, name)) is not None}
+    for name, default in _FLAGS.items():
+        if getattr(sampling, name) is not default:
+            found[name] = not default
+    count = num_generated(sampling, found)
+    if count > 1:
+        found["n"] = count
+    num_logprobs = _num_logprobs(sampling)
+    if num_logprobs is not None and is_chat:
+        found |= {"logprobs": True, "top_logprobs": num_logprobs}
+    elif num_logprobs is not None:
+        found["logprobs"] = num_logprobs
+    for kind, value in (sampling.structured or {}).items():
+        if kind == "json":
+            schema = {"name": "answer", "schema": value}
+            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif kind in _FORMATS:
+            found["response_format"] = {"type": kind}
+        else:
+            found["structured_outputs"] = {kind: value}
+    return found | (sampling.extra or {})
+
+
+def _num_logprobs(sampling: Sampling) -> int | None:
+    """Return how many alternatives to ask for; None for no log-probabilities. `best_of` ranks the answers by them."""
+    if sampling.logprobs is None and keeps_best(sampling):
+        return 0
+    return sampling.logprobs
+
+
+def num_tokens_asked(request: Request, mean_answer: float) -> int:
+    """Estimate the tokens of prompt and answers together, as endpoints count them for their limits.
+
+    Args:
+        request: The request.
+        mean_answer: Tokens of an answer whose length has no limit.
+    """
+    if request.token_ids is not None:
+        prompt = len(request.token_ids)
+    elif request.text is not None:
+        prompt = len(request.text) // 4
+    else:
+        prompt = sum(
+            len(str(message.get("content"))) // 4 + 4 for message in request.messages or []
+        )
+    sampling = request.sampling
+    answer = mean_answer if sampling.max_tokens is None else sampling.max_tokens
+    return prompt + math.ceil(answer * max(sampling.n, sampling.best_of or 0))
+
+
+# --------------------------------------------------------------------------- answers
+
+
+class _AnswerMessage(msgspec.Struct, gc=False):
+    content: str | list[dict[str, Any]] | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class _AnswerChoice(msgspec.Struct, gc=False):
+    index: int = 0
+    text: str | None = None
+    message: _AnswerMessage | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class _CachedTokens(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _AnswerUsage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_AnswerChoice]
+    usage: _AnswerUsage | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -> Completion:
+    """Convert the body of an answer to a completion.
+
+    Counts of tokens are 0 if the endpoint does not report its usage.
+
+    Args:
+        request: The request that the body answers.
+        data: The body.
+        seconds: Seconds that the request waited here, and seconds that the endpoint took.
+
+    Raises:
+        BrokenAnswer: the body is no JSON, or not in the API's form.
+    """
+    try:
+        answer = _decoder.decode(data)
+        choices = _choices_of(request.sampling, answer)
+        prompt_logprobs = _prompt_positions(request, answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenAnswer(f"an answer that is not in the API's form ({error})") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BrokenAnswer(
+            f"log-probabilities that are not in the API's form ({error!r})"
+        ) from error
+    usage = answer.usage or _AnswerUsage()
+    details = usage.prompt_tokens_details or _CachedTokens()
+    num_answered = usage.completion_tokens or 0
+    wanted, sampling = request.sampling.n, request.sampling
+    if len(choices) == 1 < wanted and num_generated(sampling, _temperature(sampling)) == 1:
+        # At temperature 0 all answers would be equal, so one was asked for.
+        choices = [msgspec.structs.replace(choices[0], index=index) for index in range(wanted)]
+        num_answered *= wanted
+    failure = None
+    if len(choices) < wanted:
+        message = f"the endpoint gave {len(choices)} of {wanted} answers; it may not know n above 1"
+        failure = Failure(code="engine_rejected", message=message)
+    return Completion(
+        key=request.key,
+        choices=[] if failure else choices[:wanted],
+        failure=failure,
+        prompt_tokens=usage.prompt_tokens or 0,
+        cached_tokens=details.cached_tokens or 0,
+        completion_tokens=num_answered,
+        prompt_logprobs=prompt_logprobs,
+        queue_seconds=seconds[0],
+        generation_seconds=seconds[1],
+    )
+
+
+def _temperature(sampling: Sampling) -> dict[str, Any]:
+    return {"temperature": sampling.temperature}
+
+
+def _choices_of(sampling: Sampling, answer: _Answer) -> list[Choice]:
+    usage = answer.usage or _AnswerUsage()
+    alone = usage.completion_tokens or 0 if len(answer.choices) == 1 else 0
+    choices = [
+        _choice_of(each, sampling, alone)
+        for each in sorted(answer.choices, key=lambda each: each.index)
+    ]
+    if keeps_best(sampling):
+        choices.sort(key=_mean_logprob, reverse=True)
+    has_logprobs = sampling.logprobs is not None
+    return [
+        msgspec.structs.replace(
+            choice,
+            index=index,
+            logprobs=choice.logprobs if has_logprobs else None,
+            cumulative_logprob=choice.cumulative_logprob if has_logprobs else None,
+        )
+        for index, choice in enumerate(choices)
+    ]
+
+
+def _choice_of(found: _AnswerChoice, sampling: Sampling, num_tokens: int) -> Choice:
+    positions = None
+    if found.logprobs is not None and _num_logprobs(sampling) is not None:
+        positions = _positions(found.logprobs)
+    return Choice(
+        index=found.index,
+        text=_text_of(found),
+        finish_reason=found.finish_reason or "stop",
+        stop_reason=found.stop_reason,
+        logprobs=positions,
+        cumulative_logprob=None if positions is None else sum(each.logprob for each in positions),
+        num_tokens=num_tokens or len(positions or ()),
+    )
+
+
+def _text_of(found: _AnswerChoice) -> str:
+    """Return a choice's text. Calls of tools become JSON, after the text of the message."""
+    message = found.message
+    if message is None:
+        return found.text or ""
+    content = message.content
+    if isinstance(content, list):  # parts, of which some endpoints make a message
+        content = "".join(str(part.get("text") or "") for part in content)
+    calls = message.tool_calls or ([message.function_call] if message.function_call else [])
+    shown = msgspec.json.encode(calls).decode() if calls else ""
+    return "\n".join(filter(None, (content or message.refusal, shown)))
+
+
+def _mean_logprob(choice: Choice) -> float:
+    return (choice.cumulative_logprob or 0.0) / max(1, len(choice.logprobs or ()))
+
+
+def _positions(logprobs: dict[str, Any]) -> list[TokenLogprob] | None:
+    """Return an answer's log-probabilities, which chats and completions write differently."""
+    content = logprobs.get("content")
+    if content is not None:
+        return [
+            TokenLogprob(
+                token=str(each["token"]),
+                logprob=float(each["logprob"]),
+                top=[
+                    (str(top["token"]), float(top["logprob"]))
+                    for top in each.get("top_logprobs") or ()
+                ],
+            )
+            for each in content
+        ]
+    tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if tokens is None or values is None:
+        return None
+    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    return [
+        TokenLogprob(
+            token=str(token),
+            logprob=float(value),
+            top=[(str(text), float(other)) for text, other in (top or {}).items()],
+        )
+        for token, value, top in zip(tokens, values, tops, strict=True)
+    ]
+
+
+def _prompt_positions(request: Request, answer: _Answer) -> list[TokenLogprob | None] | None:
+    """Return the prompt's log-probabilities, which vLLM adds to the API; None if there are none."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    found = answer.prompt_logprobs
+    if found is None and answer.choices:
+        found = answer.choices[0].prompt_logprobs
+    if found is None:
+        return None
+    return [_prompt_position(each, request.sampling.prompt_logprobs) for each in found]
+
+
+def _prompt_position(found: dict[str, Any] | None, most: int) -> TokenLogprob | None:
+    if not found:
+        return None
+    # vLLM puts the prompt's own token first, and then the likeliest ones.
+    token_id, own = next(iter(found.items()))
+    ranked = sorted(found.values(), key=lambda each: each.get("rank") or 0)
+    top = [(str(each["decoded_token"]), float(each["logprob"])) for each in ranked]
+    return TokenLogprob(
+        token=str(own["decoded_token"]),
+        logprob=float(own["logprob"]),
+        token_id=int(token_id),
+        top=top[:most] if most >= 0 else top,
+    )

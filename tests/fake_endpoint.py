@@ -1,0 +1,248 @@
+"""An endpoint of the OpenAI API on 127.0.0.1 that answers like the echo engine, or misbehaves as a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from batchinfer.core.records import Request, Sampling
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo import EchoEngine, prompt_text
+
+PROBE = "Hello"
+"""Prompt of the engine's own short requests."""
+Reply = Callable[["Handler"], None]
+"""What becomes of one request."""
+
+
+def reply(status: int, body: Any = "", kind: str = "application/json", **headers: str) -> Reply:
+    """A whole answer. A body that is no text is written as JSON; in a header's name, `_` stands for `-`."""
+    data = (body if isinstance(body, str) else json.dumps(body)).encode()
+
+    def send(handler: Handler) -> None:
+        handler.send_response(status)
+        handler.send_header("content-type", kind)
+        handler.send_header("content-length", str(len(data)))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return send
+
+
+def refusal(
+    status: int, message: str = "no", *, code: Any = None, param: str | None = None, **headers: str
+) -> Reply:
+    """An error as the API writes it."""
+    error = {"message": message, "type": "some_error", "param": param, "code": code}
+    return reply(status, {"error": error}, **headers)
+
+
+def raw(data: bytes) -> Reply:
+    """These bytes and then the end of the connection."""
+
+    def send(handler: Handler) -> None:
+        handler.wfile.write(data)
+        handler.close_connection = True
+
+    return send
+
+
+def half_a_body(handler: Handler) -> None:
+    """Announce more bytes than are sent."""
+    raw(b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": [')(handler)
+
+
+def slow_bytes(handler: Handler) -> None:
+    """Send a byte now and then, for ever."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 50000\r\n\r\n")
+    with contextlib.suppress(OSError):
+        while not handler.server.endpoint.is_closed:
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+            time.sleep(0.05)
+    handler.close_connection = True
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        endpoint = self.server.endpoint
+        endpoint.paths.append(self.path)
+        names = endpoint.models
+        if self.path != "/v1/models" or names is None:
+            refusal(404, "no such page")(self)
+        elif callable(names):
+            names(self)
+        else:
+            reply(200, {"object": "list", "data": [{"id": name} for name in names]})(self)
+
+    def do_POST(self) -> None:
+        endpoint = self.server.endpoint
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if endpoint.is_closed:
+            self.close_connection = True
+            return
+        endpoint.note(self.path, body, dict(self.headers))
+        with endpoint.busy():
+            text = endpoint.text_of(body)
+            chosen = endpoint.rule(text, body)
+            if isinstance(chosen, list):
+                number = endpoint.seen[text]
+                endpoint.seen[text] += 1
+                chosen = chosen[number] if number < len(chosen) else None
+            with contextlib.suppress(OSError):
+                (chosen or reply(200, endpoint.answer(self.path, body)))(self)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # clients that go away
+
+
+class FakeEndpoint:
+    """A running endpoint. `rule` says what becomes of a request, by its prompt's text and its body.
+
+    A rule returns None for an ordinary answer, a reply, or a list of replies for the first requests with this text.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.models: Any = ["echo-model"]
+        self.rule: Callable[[str, dict[str, Any]], Any] = lambda _text, _body: None
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.delay_seconds = 0.0
+        self.most_at_once = self._at_once = 0
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._echo = EchoEngine(EngineConfig(engine="echo", max_model_len=512))
+        self._server = Server(("127.0.0.1", port), Handler)
+        self._server.endpoint = self
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def note(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        with self._lock:
+            self.paths.append(path)
+            self.bodies.append(body)
+            self.headers.append({name.lower(): value for name, value in headers.items()})
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        if self.delay_seconds:
+            time.sleep(self.delay_seconds)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts of the requests so far, but for the engine's own short ones."""
+        return [text for text in map(self.text_of, self.bodies) if text != PROBE]
+
+    @staticmethod
+    def text_of(body: dict[str, Any]) -> str:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return " ".join(map(str, prompt))
+        if prompt is not None:
+            return prompt
+        return prompt_text(Request(key=("", 0), sampling=Sampling(), messages=body["messages"]))
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What an endpoint that works answers."""
+        is_chat = path.endswith("/chat/completions")
+        num_logprobs = body.get("top_logprobs") if is_chat else body.get("logprobs")
+        sampling = Sampling(
+            max_tokens=body.get("max_tokens") or body.get("max_completion_tokens"),
+            n=body.get("n", 1),
+            logprobs=num_logprobs,
+            prompt_logprobs=body.get("prompt_logprobs"),
+        )
+        done = self._echo._answer(Request(key=("", 0), sampling=sampling, text=self.text_of(body)))
+        usage = {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.completion_tokens,
+            "total_tokens": done.prompt_tokens + done.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+        found: dict[str, Any] = {"id": "x", "model": body["model"], "usage": usage}
+        positions = None
+        if done.prompt_logprobs is not None:
+            positions = [
+                None
+                if each is None
+                else {"7": {"logprob": -1.0, "rank": 1, "decoded_token": each.token}}
+                for each in done.prompt_logprobs
+            ]
+        found["choices"] = []
+        for each in reversed(done.choices):  # an API promises no order
+            choice: dict[str, Any] = {"index": each.index, "finish_reason": each.finish_reason}
+            tops = [{each.token: each.logprob} for each in each.logprobs or ()]
+            if is_chat:
+                choice["message"] = {"role": "assistant", "content": each.text}
+                if each.logprobs is not None:
+                    content = [
+                        {
+                            "token": one.token,
+                            "logprob": one.logprob,
+                            "top_logprobs": [{"token": one.token, "logprob": one.logprob}],
+                        }
+                        for one in each.logprobs
+                    ]
+                    choice["logprobs"] = {"content": content}
+            else:
+                choice["text"] = each.text
+                choice["prompt_logprobs"] = positions
+                if each.logprobs is not None:
+                    choice["logprobs"] = {
+                        "tokens": [one.token for one in each.logprobs],
+                        "token_logprobs": [one.logprob for one in each.logprobs],
+                        "top_logprobs": tops,
+                    }
+            found["choices"].append(choice)
+        return found
+
+
+@contextlib.contextmanager
+def fake_endpoint(**attributes: Any) -> Iterator[FakeEndpoint]:
+    """A running endpoint with these attributes."""
+    endpoint = FakeEndpoint()
+    for name, value in attributes.items():
+        setattr(endpoint, name, value)
+    try:
+        yield endpoint
+    finally:
+        endpoint.close()
