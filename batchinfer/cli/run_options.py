@@ -84,7 +84,7 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--model",
             TEXT,
-            "Model: a name on the Hub or a local folder.",
+            "Model: a name on the Hub, a local folder, or a folder in s3:// or gs://.",
             default="",
             section="model",
             is_first=True,
@@ -102,6 +102,12 @@ OPTIONS: tuple[Option, ...] = (
             "Tokenizer, where it is not the model's own.",
             section="model",
             recorded="config",
+        ),
+        Option(
+            "--model-cache",
+            FOLDER,
+            "Where this machine keeps models from s3:// and gs://. Default: in HF_HOME, else ~/.cache/batchinfer.",
+            section="model",
         ),
         Option(
             "--hf-config-path",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from batchinfer.core.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.units import size
+from batchinfer.engines.bucket_models import UNFINISHED
 from batchinfer.engines.models import looks_like_path
 from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
@@ -24,8 +25,6 @@ from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = "_UNFINISHED"
-"""Key of the object that stands in a bucket during an upload. It stays if the conversion is killed or fails."""
 _LOADED_FIRST = ("config.json", "adapter_config.json", "config.ini")
 """Names of the files that programs read first when they load a result. They are uploaded last."""
 _MODEL_FILES = (

@@ -23,6 +23,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer: str | None = None
     revision: str | None = None
     hf_config_path: str | None = None
+    model_cache: str | None = None
+    """Folder in which models from buckets are kept; None for the default of `bucket_models.cache_folder`."""
     dtype: str = "auto"
     quantization: str | None = None
     tensor_parallel_size: int | None = None
@@ -92,6 +94,11 @@ def check_config(config: EngineConfig) -> None:
         ConfigError: a count or size is not positive, or an engine argument has an option of its own.
     """
     _check_arguments(config)
+    if config.hf_config_path and "://" in config.hf_config_path:
+        raise ConfigError(
+            f"--hf-config-path: {config.hf_config_path} is a URL, expected a folder or a name on the Hub",
+            hint="put config.json into the model's folder in the bucket, or copy it to this machine",
+        )
     counts = {
         "--tensor-parallel-size": config.tensor_parallel_size,
         "--pipeline-parallel-size": config.pipeline_parallel_size,

@@ -20,8 +20,17 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Record
+from batchinfer.engines.bucket_models import (
+    BucketModel,
+    cache_folder,
+    fetch,
+    is_in_bucket,
+    list_model,
+    plain_path,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.weights import (
+    ANSWER_SUFFIXES,
     WEIGHT_SUFFIXES,
     check_shards,
     check_weights,
@@ -61,7 +70,8 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     name: str
     identity: str
     """Text that identifies the model in a run's fingerprint. For a model on the Hub it is the commit. For local files
-    it is a hash of the small files and of samples of the weights."""
+    it is a hash of the small files and of samples of the weights. For a model in a bucket it is a hash of the names,
+    sizes and etags of its files. If the tokenizer comes from a bucket, its files are part of the identity."""
     revision: str = ""
     """Commit of the model on the Hub; empty for a local model."""
     is_local: bool = False
@@ -83,15 +93,28 @@ class ModelInfo(Record, frozen=True, kw_only=True):
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
-    """Describe a model in a local folder or on the Hub. Writes nothing but small files in the Hub's local cache.
+    """Describe a model in a local folder, in a bucket or on the Hub. Writes nothing but small files in local caches.
 
     Raises:
         ConfigError: the folder does not exist, or it lacks a config, a tokenizer or weights; the message names what.
-        InputError: the Hub has no such model or revision.
-        AccessDenied: the Hub wants a token for this model, or the user must accept its licence first.
+        InputError: the Hub has no such model or revision, or there is no such bucket.
+        AccessDenied: the Hub wants a token for this model, the user must accept its licence first, or a bucket refuses
+            access.
         EngineLoadError: the Hub cannot be reached and the model is not in the cache.
+        StorageError: a bucket cannot be read.
     """
-    path = Path(config.model).expanduser()
+    model = _describe(config)
+    if not is_in_bucket(config.tokenizer):
+        return model
+    tokenizer = list_model(str(config.tokenizer), "--tokenizer")
+    both = hashlib.sha256(f"{model.identity}\0{tokenizer.identity}".encode()).hexdigest()[:40]
+    return msgspec.structs.replace(model, identity=both)
+
+
+def _describe(config: EngineConfig) -> ModelInfo:
+    if is_in_bucket(config.model):
+        return describe_in_bucket(config, list_model(config.model, "--model"))
+    path = plain_path(config.model)
     if path.is_file() and path.suffix == ".gguf":
         return ModelInfo(
             name=config.model,
@@ -176,10 +199,31 @@ def hash_folder(files: Mapping[str, Path], weights: list[str]) -> str:
     """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        if name.endswith((".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")):
+        if name.endswith(ANSWER_SUFFIXES):
             digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     digest.update(hash_weights({name: files[name] for name in weights}).encode())
     return digest.hexdigest()[:40]
+
+
+# --------------------------------------------------------------------------- a bucket
+
+
+def describe_in_bucket(config: EngineConfig, model: BucketModel) -> ModelInfo:
+    """Describe a model in a bucket. Its small files are fetched, its weights are only listed."""
+    subject = f"--model: {config.model}"
+    names = [info.key for info in (*model.small, *model.weights) if "/" not in info.key]
+    check_files(subject, names, config)
+    weights = {info.key: info.bytes for info in model.loaded_weights if "/" not in info.key}
+    if is_checked(config):
+        check_shards(subject, list(weights))
+    folder = fetch(model, (), cache_folder(config))
+    return build_info(
+        config,
+        read_model_config(config, folder / CONFIG_FILE if CONFIG_FILE in names else None),
+        sum(weights.values()),
+        name=config.model,
+        identity=model.identity,
+    )
 
 
 # --------------------------------------------------------------------------- the Hub

@@ -36,6 +36,7 @@ from batchinfer.core.records import (
     TextPiece,
 )
 from batchinfer.engines import RequestSource, Stop, share_out
+from batchinfer.engines.bucket_models import with_local_files
 from batchinfer.engines.channel import (
     Abandon,
     Close,
@@ -100,11 +101,15 @@ class ProcessPool:
     # ------------------------------------------------------------------ life
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Start all replicas and wait until they are loaded. If one fails to load, all processes are ended."""
-        start = time.monotonic()
+        """Start all replicas and wait until they are loaded. If one fails to load, all processes are ended.
+
+        A model in a bucket is fetched first.
+        """
         self._failure = None
+        config = with_local_files(self.config, with_weights=True, stop=stop)
+        start = time.monotonic()
         try:
-            placement = place(self.config)
+            placement = place(config)
             self._loaded_config = placement.config
             for name, environment in placement.replicas:
                 self._start(name, environment)
@@ -153,7 +158,7 @@ class ProcessPool:
         return EngineInfo(
             name=first.name,
             version=first.version,
-            model=first.model,
+            model=self.config.model or first.model,
             max_model_len=min(info.max_model_len for info in infos),
             max_num_seqs=sum(info.max_num_seqs for info in infos),
             max_in_flight=self.max_in_flight,

@@ -17,6 +17,7 @@ from jinja2 import nodes
 
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.engines import find_engine
+from batchinfer.engines.bucket_models import with_local_files
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import Code, Tokenizer
 from batchinfer.prompts.types import RowProblem
@@ -61,10 +62,11 @@ def tokenizer_for(config: EngineConfig) -> Tokenizer | None:
     """Load the tokenizer for an engine; None if the engine needs none.
 
     Raises:
-        ConfigError: as in `load_tokenizer`.
+        ConfigError: as in `load_tokenizer`, or the tokenizer's files cannot be fetched from a bucket.
     """
     if not find_engine(config.engine).needs_model:
         return None
+    config = with_local_files(config, with_weights=False)
     # --revision names a commit of the model's repository. The repository of another tokenizer has other commits.
     revision = "" if config.tokenizer else config.revision or ""
     return load_tokenizer(

@@ -17,6 +17,8 @@ from batchinfer.core.errors import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of weight files, in the order in which vLLM prefers them."""
+ANSWER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")
+"""Endings of small files that may change a model's answers: config, tokenizer, chat template, the model's own code."""
 # Bytes that are read at each end of a weight file for its hash.
 SAMPLE_BYTES = 1 << 20
 

@@ -9,8 +9,10 @@ import pytest
 
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Sampling
-from batchinfer.engines.tokenizers import load_tokenizer
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.tokenizers import load_tokenizer, tokenizer_for
 from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow, Tokenizer
+from batchinfer.storage.opening import open_store
 from samples import PARTS_TEMPLATE
 
 TEMPLATE = (
@@ -180,3 +182,14 @@ def test_a_folder_without_a_tokenizer_is_a_clear_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_in_a_bucket_is_loaded_from_the_small_files(tmp_path):
+    url = "memory://tokenizer-in-a-bucket/m"
+    for path in write_tokenizer(tmp_path / "m").iterdir():
+        open_store(url).create_file(path.name, path)
+    open_store(url).create("model.safetensors", b"weights")
+    tokenizer = tokenizer_for(EngineConfig(model=url, model_cache=str(tmp_path / "cache")))
+    assert tokenizer is not None
+    assert tokenizer.has_chat_template
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))

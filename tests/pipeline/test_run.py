@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.cli.main import main
+from batchinfer.engines.bucket_models import list_model
+from batchinfer.storage.opening import open_store
 from fake_hub_upload import UploadHub
 from tiny_model import DEMO_MODEL
 
@@ -123,6 +126,28 @@ class TestWithTheDemoModel:
         assert "the model has a chat template" in done.stderr
         texts = [json.loads(line)["text"] for line in done.stdout.splitlines()]
         assert texts == ["Paris", "Tokyo"]
+
+    @pytest.mark.s3
+    def test_the_model_may_lie_in_a_bucket(
+        self, tmp_path: Path, s3_url: Callable[..., str]
+    ) -> None:
+        url = s3_url("models/demo")
+        for path in Path(DEMO_MODEL).glob("*.*"):
+            open_store(url).create_file(path.name, path)
+        (tmp_path / "questions.txt").write_text("What is the capital of France?\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "a.jsonl", "--model", url,
+             "--model-cache", "cache", "--max-tokens", "16", "--temperature", "0"],
+            capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"{url}: fetched 1.82 MiB of 1.82 MiB (1 of 1 files)" in done.stderr
+        assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "Paris"
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert result["worker"]["model"] == url
+        config = json.loads((tmp_path / "a.jsonl.batchinfer/run/run.json").read_text())["config"]
+        assert config["model"] == url
+        assert config["model_identity"] == list_model(url, "--model").identity
 
 
 class TestPipes:
