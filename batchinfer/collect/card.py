@@ -34,16 +34,19 @@ class CardFacts(Record, frozen=True, kw_only=True):
     sources: list[str]
     path: str
     """Glob pattern that matches the data files in the repository."""
+    picked: str = ""
+    """Which rows were taken, in words; empty if all were."""
 
 
-def make_card(run: Run, facts: CardFacts) -> str:
-    """Return the card as Markdown. The same arguments give the same card.
+def make_card(runs: dict[str, Run], facts: CardFacts) -> str:
+    """Return the card as Markdown. The same arguments give the same card. `runs` are by the names in the column run.
 
     The card has a line for the licence, which the user fills in.
     """
     import jinja2
 
-    prompt = run.config.get("prompt") or {}
+    prompts = {name: run.config.get("prompt") or {} for name, run in runs.items()}
+    ends = {name: f": {name}" if len(runs) > 1 else "" for name in runs}
     template = (importlib.resources.files("batchinfer.collect") / "card.md.jinja").read_text()
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
@@ -55,22 +58,30 @@ def make_card(run: Run, facts: CardFacts) -> str:
     return environment.from_string(template).render(
         facts=facts,
         title=facts.name.rpartition("/")[2],
-        front_matter=_front_matter(run, facts),
-        making=_making(run, facts),
+        front_matter=_front_matter(list(runs.values()), facts),
+        makings=[
+            (f"How it was made{ends[name]}", _making(run, facts)) for name, run in runs.items()
+        ],
         share=facts.rows_error / facts.rows if facts.rows else 0.0,
         templates={
-            "Prompt template": prompt.get("prompt_template"),
-            "Chat template": prompt.get("chat_template"),
+            f"{title}{ends[name]}": prompt.get(key)
+            for name, prompt in prompts.items()
+            for title, key in (
+                ("Prompt template", "prompt_template"),
+                ("Chat template", "chat_template"),
+            )
         },
     )
 
 
-def _front_matter(run: Run, facts: CardFacts) -> str:
+def _front_matter(runs: list[Run], facts: CardFacts) -> str:
     """The metadata at the top of the card, as YAML. The Hub reads it."""
     from huggingface_hub import DatasetCardData
 
-    model = str(run.config.get("model") or "")
-    is_on_hub = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    named = dict.fromkeys(str(run.config.get("model") or "") for run in runs)
+    models = [
+        model for model in named if model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    ]
     sources = [
         source.removeprefix("hf://datasets/").partition("@")[0]
         for source in facts.sources
@@ -82,7 +93,7 @@ def _front_matter(run: Run, facts: CardFacts) -> str:
         size_categories=[_size(facts.lines)],
         source_datasets=["/".join(source.split("/")[:2]) for source in sources] or None,
         tags=["synthetic", "batchinfer"],
-        base_model=model if is_on_hub else None,
+        base_model=(models if len(models) > 1 else models[0]) if models else None,
     )
     return str(data.to_yaml())
 
@@ -123,6 +134,7 @@ def _making(run: Run, facts: CardFacts) -> list[tuple[str, Any]]:
         ("batchinfer", recorded.get("batchinfer_version")),
         ("fingerprint", run.fingerprint),
         *(("source", source) for source in facts.sources),
+        ("rows", facts.picked),
     ]
     return [(name, value) for name, value in rows if value not in (None, "")]
 

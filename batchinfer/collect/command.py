@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.settings import common_options
@@ -24,12 +25,15 @@ from batchinfer.collect.destinations import (
 from batchinfer.collect.files import FORMATS, LINES
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.lines import Concatenation
-from batchinfer.collect.reader import Selection, select
+from batchinfer.collect.reader import Reader
+from batchinfer.collect.selection import Selection, format_of, select
 from batchinfer.collect.table import SHARD_ROWS, CollectConfig, Collecting, Collection
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import ConfigError, RunUnsound
+from batchinfer.core.errors import ConfigError, InputError, RunUnsound
 from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.runs import job_sha256_of
+from batchinfer.storage import Store
 from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.scratch import Scratch
 
@@ -45,47 +49,71 @@ A DEST with such an ending is refused. Otherwise it would be taken for the name 
 
 
 def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -> dict[str, Any]:
-    """Collect a run. Nothing in the run is changed.
+    """Collect one run, or several over one job. Nothing in the runs is changed.
 
     Data at DEST is replaced only if `overwrite` is set, or if an unfinished `collect` left it there. Every file at DEST
     is whole or absent. A crash may leave finished files in a folder without `_COLLECTED`, and on a side branch on the
     Hub. The same command can then be run again. The same run, options and version give the same bytes.
 
     Raises:
-        ConfigError: the options do not fit together, or DEST is inside the run or the job.
-        InputError: there is no such run, or DEST holds other data.
+        ConfigError: the options do not fit together, or DEST is inside a run or the job.
+        InputError: there is no such run, the runs are of different jobs, or DEST holds other data.
         RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
     """
     started = clock.monotonic()
     kind = check_options(config)
-    store = open_store(config.run)
-    selection = select(
-        store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests
-    )
-    _refuse_gaps(config, selection)
-    _refuse_inside(config, selection)
+    stores = [open_store(url) for url in config.runs]
+    selections = [
+        select(store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests)
+        for store in stores
+    ]
+    _refuse_other_jobs(config, selections, kind)
+    for url, selection in zip(config.runs, selections, strict=True):
+        _refuse_gaps(config, url, selection)
+    _refuse_inside(config, selections[0])
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     try:
         dest = _open_dest(config, kind, scratch, open_store)
-        key = _key(config, kind, selection)
+        key = _key(config, kind, selections)
         done = dest.prepare(key)
-        collection: Collecting
         if done is not None:
             status, record = "UNCHANGED", done
         else:
-            if kind == LINES:
-                collection = Concatenation(config, selection, store, open_store, scratch)
-            else:
-                collection = Collection(config, kind, selection, store, open_store, scratch)
+            collection = _make_collection(config, kind, stores, selections, scratch, open_store)
             record = collection.write(dest, key)
             dest.finish(record, lambda: collection.card(record))
-            status = "PARTIAL" if selection.gaps or collection.damaged else "SUCCESS"
-        result = _result(status, config, kind, selection, record, clock.monotonic() - started)
+            status = "PARTIAL" if record.missing else "SUCCESS"
+        result = _result(status, config, kind, selections, record, clock.monotonic() - started)
         if isinstance(dest, HubDestination):
             result["commit"] = dest.commit
         return result
     finally:
         scratch.close()
+
+
+def _make_collection(
+    config: CollectConfig,
+    kind: str,
+    stores: list[Store],
+    selections: list[Selection],
+    scratch: Scratch,
+    open_store: OpenStore,
+) -> Collecting:
+    readers = [
+        Reader(
+            selection,
+            store,
+            open_store,
+            scratch,
+            is_partial=config.partial,
+            picking=config.picking,
+            name=name,
+        )
+        for name, store, selection in zip(run_names(config.runs), stores, selections, strict=True)
+    ]
+    if kind == LINES:
+        return Concatenation(config, readers, scratch)
+    return Collection(config, kind, readers, scratch)
 
 
 # --------------------------------------------------------------------------- what is asked
@@ -121,7 +149,24 @@ def check_options(config: CollectConfig) -> str:
         raise ConfigError(f"--csv-safe: DEST is {kind}", hint="add --format csv, or leave it out")
     if kind == LINES:
         _check_lines(config)
+    if config.seed and config.sample is None:
+        raise ConfigError("--seed: needs --sample", hint="add --sample N, or leave --seed out")
+    config.picking  # noqa: B018 - refuses conditions that cannot be read
     return kind
+
+
+def run_names(urls: list[str]) -> list[str]:
+    """Return the names of runs in the column `run`: the last parts of their URLs, or the URLs if two are equal.
+
+    A single run needs no name.
+
+    >>> run_names(["s3://b/job/runs/small", "s3://b/job/runs/large"]), run_names(["a/run", "b/run"])
+    (['small', 'large'], ['a/run', 'b/run'])
+    """
+    if len(urls) == 1:
+        return [""]
+    names = [url.rpartition("/")[2] for url in urls]
+    return names if len(set(names)) == len(names) else urls
 
 
 def _check_lines(config: CollectConfig) -> None:
@@ -138,7 +183,26 @@ def _check_lines(config: CollectConfig) -> None:
         )
 
 
-def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
+def _refuse_other_jobs(config: CollectConfig, selections: list[Selection], kind: str) -> None:
+    first = selections[0]
+    for url, other in zip(config.more_runs, selections[1:], strict=True):
+        if job_sha256_of(other.run) != job_sha256_of(first.run):
+            raise InputError(
+                f"{config.run} and {url}: are runs over different jobs, so their rows are not the same",
+                hint="collect each into a DEST of its own",
+            )
+        formats = [format_of(selection.run) for selection in (first, other)]
+        if kind == LINES and formats[0] != formats[1]:
+            raise ConfigError(
+                f"--format {LINES}: {config.run} has lines of the format {formats[0]}, {url} of {formats[1]}",
+                hint="choose another --format",
+            )
+    if len(set(config.runs)) < len(config.runs):
+        twice = next(url for url in config.runs if config.runs.count(url) > 1)
+        raise ConfigError(f"{twice}: is named twice", hint="name each run once")
+
+
+def _refuse_gaps(config: CollectConfig, url: str, selection: Selection) -> None:
     for gap in selection.gaps[:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
     if len(selection.gaps) > _SHOWN:
@@ -154,12 +218,12 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
     what = f"{len(selection.gaps)} of {selection.num_chunks} chunks are not there or not sound ({names}{more})"
     if not selection.sound:
         raise RunUnsound(
-            f"{config.run}: no chunk is done yet",
-            hint=f"see how it goes: batchinfer status {config.run}",
+            f"{url}: no chunk is done yet",
+            hint=f"see how it goes: batchinfer status {url}",
         )
     if not config.partial:
         raise RunUnsound(
-            f"{config.run}: {what}",
+            f"{url}: {what}",
             hint="add --partial to collect the others; `batchinfer verify` says how to fix these",
         )
 
@@ -167,7 +231,7 @@ def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
 def _refuse_inside(config: CollectConfig, selection: Selection) -> None:
     from batchinfer.storage.opening import is_inside
 
-    for place in filter(None, (config.run, selection.job_url)):
+    for place in filter(None, (*config.runs, selection.job_url)):
         if not config.dest.startswith("hf://") and is_inside(config.dest, place):
             raise ConfigError(
                 f"{config.dest}: lies inside {place}, expected a place of its own",
@@ -188,14 +252,24 @@ def _open_dest(
     return FolderDestination(open_store(config.dest), suffix, overwrite=config.overwrite)
 
 
-def _key(config: CollectConfig, kind: str, selection: Selection) -> str:
+def _key(config: CollectConfig, kind: str, selections: list[Selection]) -> str:
     """Return a hash of what decides the bytes of the files: the outputs, the options and batchinfer's version."""
-    return codec.fingerprint(
+    runs = [
         {
-            "version": __version__,
             "fingerprint": selection.run.fingerprint,
             "outputs": [marker.output_sha256 for _, marker in selection.sound],
             "first_rows": [ref.first_row for ref, _ in selection.sound],
+        }
+        for selection in selections
+    ]
+    names = {"names": run_names(config.runs), "more_runs": runs[1:]} if len(runs) > 1 else {}
+    picking = {} if config.picking.is_all else {"picking": msgspec.to_builtins(config.picking)}
+    return codec.fingerprint(
+        {
+            "version": __version__,
+            **runs[0],
+            **names,
+            **picking,
             "format": kind,
             "with_source": config.with_source,
             "columns": config.columns,
@@ -210,13 +284,14 @@ def _result(
     status: str,
     config: CollectConfig,
     kind: str,
-    selection: Selection,
+    selections: list[Selection],
     record: Collected,
     seconds: float,
 ) -> dict[str, Any]:
     return {
         "status": status,
         "run": config.run,
+        **({"runs": config.runs} if config.more_runs else {}),
         "dest": config.dest,
         "format": kind,
         "fingerprint": record.fingerprint,
@@ -229,7 +304,7 @@ def _result(
         "missing_chunks": len(record.missing),
         "missing": record.missing[:_LISTED],
         "kept_as_text": record.kept_as_text,
-        "foreign_objects": selection.num_foreign,
+        "foreign_objects": sum(selection.num_foreign for selection in selections),
         "run_time_sec": round(seconds, 3),
         "rows_per_sec": round(record.rows / seconds, 1) if seconds > 0 else 0.0,
     }
@@ -239,8 +314,28 @@ def _result(
 
 
 @click.command("collect")
-@click.argument("run")
-@click.argument("dest")
+@click.argument("places", metavar="RUN... DEST", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "dest",
+    metavar="DEST",
+    help="Where to write; every place on the command line is then a run.",
+)
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="CONDITION",
+    help="Only rows with, for example, status=error, error_code=CODE,CODE or finish_reason!=stop; repeated, all hold.",
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    help="Only N rows of each run, drawn at random from those that --where leaves.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Other numbers draw other rows."
+)
 @click.option(
     "--format",
     type=click.Choice(list(FORMATS)),
@@ -291,13 +386,25 @@ def command(**options: Any) -> dict[str, Any]:
 
     DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
     a marker vouches for are read, and their checksums are compared. An unfinished run is refused without --partial.
+    Of several runs over one job, the table has the rows of one after the other, and a first column with the run's name.
     """
     from batchinfer.storage.opening import open_store
 
     columns = options["columns"]
+    places: list[str] = [*options["places"], *filter(None, [options["dest"]])]
+    *runs, dest = places
+    if not runs:
+        raise ConfigError(
+            f"{dest}: is the only place that is named, expected a run and a DEST",
+            hint="batchinfer collect RUN answers.parquet",
+        )
     config = CollectConfig(
-        run=layout.without_slash(options["run"]),
-        dest=layout.without_slash(options["dest"]),
+        run=layout.without_slash(runs[0]),
+        more_runs=list(map(layout.without_slash, runs[1:])),
+        dest=layout.without_slash(dest),
+        where=list(options["where"]),
+        sample=options["sample"],
+        seed=options["seed"],
         format=options["format"] or "",
         with_source=options["with_source"],
         columns=[name.strip() for name in columns.split(",")] if columns else None,

@@ -125,8 +125,16 @@ class ShardWriter:
                 if self._rows == self._shard_rows:
                     yield self._finish()
                 start = stop
+        if self._count == 0:  # no row at all: a file that only has the columns
+            self._start()
         if self._writer is not None:
             yield self._finish()
+
+    def _start(self) -> None:
+        """Open a new file."""
+        self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
+        self._count += 1
+        self._writer = self._open()
 
     def _write(self, columns: Columns, num_rows: int) -> None:
         """Append columns to the open file, or open a new file first.
@@ -134,9 +142,8 @@ class ShardWriter:
         `num_rows` counts rows of the job. With --explode, one row of the job becomes several lines of the file.
         """
         if self._writer is None:
-            self._path = self._folder / f"table-{self._count:05d}{FORMATS[self._kind]}"
-            self._count += 1
-            self._writer = self._open()
+            self._start()
+        assert self._writer is not None
         with scratch_errors(self._folder):
             self._writer.write(columns)
         self._rows += num_rows

@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from batchinfer.collect.destinations import Collected, Destination, put_all
 from batchinfer.collect.files import LINES, ShardWriter, TableFile
-from batchinfer.collect.reader import Reader, Selection
+from batchinfer.collect.reader import Reader
 from batchinfer.collect.schema import Columns
 from batchinfer.collect.table import CollectConfig, make_record, shard_rows_of
-from batchinfer.ledger.jobs import OpenStore
-from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
 
@@ -40,39 +38,41 @@ class Concatenation:
 
     Args:
         config: Options of `collect`, such as the rows per file.
-        selection: The outputs to copy.
-        store: Store of the run.
-        open_store: Opens other stores.
+        readers: Readers of the runs, whose lines are copied one run after the other.
         scratch: Folder for temporary files: the file being written, and a few fetched outputs.
     """
 
-    def __init__(
-        self,
-        config: CollectConfig,
-        selection: Selection,
-        store: Store,
-        open_store: OpenStore,
-        scratch: Scratch,
-    ) -> None:
+    def __init__(self, config: CollectConfig, readers: list[Reader], scratch: Scratch) -> None:
         self._config = config
+        self._readers = readers
         self._scratch = scratch
-        self._reader = Reader(selection, store, open_store, scratch, is_partial=config.partial)
-
-    @property
-    def damaged(self) -> list[str]:
-        """See Collecting."""
-        return list(self._reader.damaged)
+        self._rows = self._rows_error = 0
 
     def write(self, dest: Destination, key: str) -> Collected:
         """See Collecting."""
         files = put_all(dest, self._files())
-        rows_error = sum(marker.rows_error for marker in self._reader.used())
-        return make_record(self._reader, files, key=key, kind=LINES, rows_error=rows_error)
+        rows_error = self._rows_error
+        if self._config.picking.is_all:
+            rows_error = sum(
+                marker.rows_error for reader in self._readers for marker in reader.used()
+            )
+        return make_record(
+            self._readers, files, key=key, kind=LINES, rows=self._rows, rows_error=rows_error
+        )
 
     def _files(self) -> Iterator[TableFile]:
         rows = shard_rows_of(self._config)
         with ShardWriter(LINES, None, self._scratch.folder, rows) as writer:
-            yield from writer.files(map(_LineGroup, self._reader.raw_lines()), _LineGroup.columns)
+            yield from writer.files(self._groups(), _LineGroup.columns)
+
+    def _groups(self) -> Iterator[_LineGroup]:
+        is_all = self._config.picking.is_all
+        for reader in self._readers:
+            for lines in reader.raw_lines():
+                self._rows += len(lines)
+                if not is_all:  # markers tell only the errors of whole chunks
+                    self._rows_error += sum(not line.is_ok for line in reader.parse(lines))
+                yield _LineGroup(lines)
 
     def card(self, record: Collected) -> str:
         """Not used: `collect` refuses to put output lines on the Hub, and only the Hub needs a card."""

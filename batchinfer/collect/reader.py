@@ -15,17 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
+from batchinfer.collect.picking import Picking, RowPicker
+from batchinfer.collect.selection import Gap, Selection, format_of
 from batchinfer.collect.source_rows import SourceRow, make_row_reader
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
-from batchinfer.core.records import Job, Marker, Run
+from batchinfer.core.records import Marker
+from batchinfer.formats import OutputLine, find_format
 from batchinfer.formats.arrow_lines import ArrowBlock, can_read
 from batchinfer.formats.columns import OutputBlock, Shape
-from batchinfer.ledger.audit import CORRUPT, FOREIGN, MISSING, find_target
+from batchinfer.ledger.audit import CORRUPT
 from batchinfer.ledger.chunk_files import fetch
-from batchinfer.ledger.inventory import in_parallel, take_inventory
+from batchinfer.ledger.inventory import in_parallel
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
-from batchinfer.ledger.runs import refuse_edited
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
@@ -47,93 +51,16 @@ Outputs have only the columns that the worker's option --keep has copied into th
 """
 
 
-class Gap(NamedTuple):
-    """A chunk that cannot be collected. `kind` is missing, corrupt or foreign; `problem` says why."""
-
-    chunk: str
-    kind: str
-    problem: str
-
-
-class Selection(NamedTuple):
-    """The sound chunks of a run in input order with their markers, and the gaps: chunks that cannot be collected."""
-
-    run: Run
-    job: Job | None
-    job_url: str
-    sound: list[tuple[ChunkRef, Marker]]
-    gaps: list[Gap]
-    num_foreign: int
-    """Number of objects in the run's folder that batchinfer did not write."""
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of sound chunks and gaps together."""
-        return len(self.sound) + len(self.gaps)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the chunks that can be collected."""
-        return sum(marker.rows_ok + marker.rows_error for _, marker in self.sound)
-
-
-def select(
-    store: Store,
-    open_store: OpenStore,
-    *,
-    now: float,
-    job_url: str | None = None,
-    manifests: list[str] | None = None,
-) -> Selection:
-    """Select the chunks of a run that can be collected: those with a sound marker and output.
-
-    Args:
-        store: Store of the run.
-        open_store: Opens the store of the job.
-        now: The present time in Unix seconds.
-        job_url: URL of the job. Default: see `job_places`.
-        manifests: Manifests that list the chunks, for a run over a list of files without a job.json.
-
-    Raises:
-        InputError: there is no run, the run is of a newer format version, its job cannot be found, the run was made
-            from another job.json, or run.json was edited.
-    """
-    inventory = take_inventory(store, now=now)
-    target = find_target(
-        store,
-        inventory,
-        open_store,
-        usage="batchinfer collect {} DEST",
-        job_url=job_url,
-        manifests=manifests,
-    )
-    refuse_edited(target.run, url=store.url)
-    audit = target.audit(inventory)
-    sound = audit.check_all()
-    if any(found.fix == "job" for found in audit.findings):
-        raise InputError(
-            f"{store.url}: was made from another job.json than the one at {target.job_url}",
-            hint="name the run's own job with --job",
-        )
-    gaps = {
-        found.subject: Gap(found.subject, found.kind, found.problem)
-        for found in audit.findings
-        if found.kind in (MISSING, CORRUPT, FOREIGN) and found.subject in target.expected
-    }
-    return Selection(
-        target.run, target.job, target.job_url, sound, list(gaps.values()), len(inventory.foreign)
-    )
-
-
-# --------------------------------------------------------------------------- reading
-
-
 class Block(NamedTuple):
-    """Consecutive rows of one chunk: their answers, and their columns in the source. `source` is None if not wanted."""
+    """Rows of one chunk, in input order: their answers, and their columns in the source.
+
+    `source` is None if not wanted. `run` is the name of the run; empty if only one run is read.
+    """
 
     chunk: str
     lines: OutputBlock | ArrowBlock
     source: list[SourceRow] | None
+    run: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -143,7 +70,12 @@ class Block(NamedTuple):
     def part(self, start: int, stop: int) -> Block:
         """Return the rows from `start` up to `stop`, exclusive."""
         source = None if self.source is None else self.source[start:stop]
-        return Block(self.chunk, self.lines.part(start, stop), source)
+        return self._replace(lines=self.lines.part(start, stop), source=source)
+
+    def take(self, indices: Sequence[int]) -> Block:
+        """Return the rows at `indices`, which count from 0."""
+        source = None if self.source is None else [self.source[index] for index in indices]
+        return self._replace(lines=self.lines.take(indices), source=source)
 
 
 class _Fetched(NamedTuple):
@@ -187,6 +119,8 @@ class Reader:
         open_store: Opens the stores of the chunks.
         scratch: Folder for local copies of a few outputs and chunks at a time.
         is_partial: Whether damaged chunks are left out. If not, the first damaged chunk raises RunUnsound.
+        picking: The rows to take. All rows are read and counted, whichever are taken.
+        name: Name of the run; empty if it is the only one.
     """
 
     def __init__(
@@ -197,8 +131,13 @@ class Reader:
         scratch: Scratch,
         *,
         is_partial: bool,
+        picking: Picking | None = None,
+        name: str = "",
     ) -> None:
         self.selection = selection
+        self.name = name
+        self._picking = picking or Picking()
+        self._num_fitting: int | None = None
         self._store = store
         self._scratch = scratch
         self._is_partial = is_partial
@@ -206,6 +145,33 @@ class Reader:
         self._sources = {root: open_store(root) for root in roots}
         self.damaged: dict[str, Gap] = {}
         """Chunks whose damage was found so far, by name. Damage is found only while outputs are read."""
+
+    def name_of(self, chunk: str) -> str:
+        """Return a chunk's name for messages, which names the run too if there are several."""
+        return f"{self.name}/{chunk}" if self.name else chunk
+
+    def missing(self) -> list[str]:
+        """Return the names of the chunks that are not there or damaged, as far as known."""
+        return [
+            *(self.name_of(gap.chunk) for gap in self.selection.gaps),
+            *map(self.name_of, self.damaged),
+        ]
+
+    def num_missing(self) -> int:
+        """Return the number of rows of chunks that are not there or damaged. It is 0 without a job.json."""
+        job = self.selection.job
+        if job is None:
+            return 0
+        limit = self.selection.run.config.get("limit") or job.rows
+        found = sum(marker.rows_ok + marker.rows_error for marker in self.used())
+        return min(job.rows, limit) - found
+
+    def dimension(self, shape: Shape) -> int:
+        """Return the length of the run's first embedding, whether its row is taken or not; 0 if there is none."""
+        for block in self._all_blocks(shape, "", None, (), "read"):
+            if block.lines.dimension:
+                return block.lines.dimension
+        return 0
 
     def used(self) -> list[Marker]:
         """Return the markers of all selected chunks except those found damaged so far."""
@@ -220,7 +186,7 @@ class Reader:
         as_text: Container[str] = (),
         doing: str = "read",
     ) -> Iterator[Block]:
-        """Yield every row once, in input order. Rows of damaged chunks are left out.
+        """Yield every row to take once, in input order. Rows of damaged chunks are left out.
 
         Args:
             shape: Columns of the answers.
@@ -234,7 +200,25 @@ class Reader:
                 right; or a chunk of the job is missing or damaged.
             RunUnsound: a chunk is damaged, and `is_partial` is not set.
         """
-        is_plain = can_read(shape) and source_from != OUTPUTS
+        picker = self._make_picker()
+        blocks = self._all_blocks(shape, source_from, columns, as_text, doing)
+        if picker is None:
+            yield from blocks
+            return
+        for block in blocks:
+            lines = block.lines.lines if isinstance(block.lines, OutputBlock) else ()
+            yield block.take(picker.pick(block.num_rows, lines))
+
+    def _all_blocks(
+        self,
+        shape: Shape,
+        source_from: str,
+        columns: Sequence[str] | None,
+        as_text: Container[str],
+        doing: str,
+    ) -> Iterator[Block]:
+        """Yield every row, see `blocks`. With conditions, the blocks' lines are Python objects."""
+        is_plain = can_read(shape) and source_from != OUTPUTS and not self._picking.conditions
         decode = partial(_decode, shape=shape, make=ArrowBlock if is_plain else OutputBlock)
         bring = partial(
             self._fetch, decode=decode if is_plain else None, with_chunk=source_from == CHUNKS
@@ -244,18 +228,63 @@ class Reader:
         for fetched, marker in self._outputs(bring):
             blocks = fetched.blocks or decode(fetched)
             for block in self._read(fetched, marker, blocks, read):
-                yield block
+                yield block._replace(run=self.name)
                 progress.add(block.num_rows)
 
+    def _make_picker(self) -> RowPicker | None:
+        """Return a picker for one pass over the rows; None if all are taken.
+
+        A sample needs the number of rows to draw from. Where markers do not tell it, all outputs are read once.
+        """
+        if self._picking.is_all:
+            return None
+        if self._num_fitting is None and self._picking.sample is not None:
+            self._num_fitting = self.selection.num_rows
+            if self._picking.conditions or self._is_partial:
+                picker = RowPicker(msgspec.structs.replace(self._picking, sample=None))
+                self._num_fitting = sum(
+                    len(picker.pick(len(found), self._looked_at(found)))
+                    for found in self._all_lines("looked at")
+                )
+        return RowPicker(self._picking, self._num_fitting or 0)
+
+    def _looked_at(self, lines: list[bytes]) -> list[OutputLine]:
+        """Decode output lines if there are conditions, which look at them."""
+        return self.parse(lines) if self._picking.conditions else []
+
+    def parse(self, lines: list[bytes]) -> list[OutputLine]:
+        """Decode output lines of the run, each with its newline.
+
+        Raises:
+            InputError: a line does not have the run's format.
+        """
+        return find_format(format_of(self.selection.run)).read_lines(b"".join(lines))
+
     def raw_lines(self) -> Iterator[list[bytes]]:
-        """Yield every output line once, unchanged and in input order, in lists of some lines. Each keeps its newline.
+        """Yield the output lines of the rows to take, unchanged and in input order, in lists of some lines.
+
+        Each line keeps its newline.
+
+        Raises:
+            InputError: as `_all_lines`; or a line that a condition looks at cannot be read.
+            RunUnsound: a chunk is damaged, and `is_partial` is not set.
+        """
+        picker = self._make_picker()
+        for found in self._all_lines("written"):
+            if picker is None:
+                yield found
+            else:
+                yield [found[index] for index in picker.pick(len(found), self._looked_at(found))]
+
+    def _all_lines(self, doing: str) -> Iterator[list[bytes]]:
+        """Yield every output line once, in lists of some lines.
 
         Raises:
             InputError: the number of lines of an output is not the number of rows in its marker, or a last line is cut
                 off.
             RunUnsound: a chunk is damaged, and `is_partial` is not set.
         """
-        progress = _RowCounter(self.selection.num_rows, "written")
+        progress = _RowCounter(self.selection.num_rows, doing)
         for fetched, marker in self._outputs(partial(self._fetch, decode=None, with_chunk=False)):
             done = 0
             for data in fetched.pieces():

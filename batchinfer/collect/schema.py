@@ -25,14 +25,22 @@ class Schema:
         shape: Columns of the answers.
         source: Kind of each of the source's columns, by the name that the column has in the table.
         dimension: Length of every embedding; 0 if the table has no embeddings.
-        has_chunk: Whether the table's first column is the name of the row's chunk.
+        has_chunk: Whether the table has a column with the name of the row's chunk, before the row's number.
+        has_run: Whether the table's first column is the name of the row's run.
     """
 
     def __init__(
-        self, shape: Shape, source: dict[str, Kind], *, dimension: int = 0, has_chunk: bool = False
+        self,
+        shape: Shape,
+        source: dict[str, Kind],
+        *,
+        dimension: int = 0,
+        has_chunk: bool = False,
+        has_run: bool = False,
     ) -> None:
         self.source = source
-        self.names = [*(["chunk"] if has_chunk else []), *shape.names, *source]
+        places = [name for name, has in (("run", has_run), ("chunk", has_chunk)) if has]
+        self.names = [*places, *shape.names, *source]
         self.typed = {name for name, kind in source.items() if not isinstance(kind, str | tuple)}
         """Columns whose types job.json holds."""
         self._shape = shape

@@ -21,15 +21,14 @@ from batchinfer.collect.destinations import (
 )
 from batchinfer.collect.files import FORMATS, ShardWriter, TableFile
 from batchinfer.collect.kinds import JSON, Kind, KindObserver
-from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, Selection
+from batchinfer.collect.picking import Picking, parse_condition
+from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader
 from batchinfer.collect.schema import LINE_COLUMN, Columns, Schema, as_column, table_names
 from batchinfer.collect.source_rows import LINE
 from batchinfer.collect.source_types import read_schema
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
-from batchinfer.formats.columns import shape_of
-from batchinfer.ledger.jobs import OpenStore
-from batchinfer.storage import Store
+from batchinfer.formats.columns import joined, shape_of
 from batchinfer.storage.hub_data_set import parse_address
 from batchinfer.storage.scratch import Scratch
 
@@ -55,15 +54,32 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     job: str | None = None
     manifests: list[str] = []
     scratch_dir: str | None = None
+    more_runs: list[str] = []
+    """URLs of further runs over the same job. Their rows follow those of `run`."""
+    where: list[str] = []
+    """Conditions of --where. Rows that do not fulfil all of them are left out."""
+    sample: int | None = None
+    """Number of rows of each run to draw from those that fulfil the conditions; None takes them all."""
+    seed: int = 0
+
+    @property
+    def runs(self) -> list[str]:
+        """URLs of all runs, in the order of the table."""
+        return [self.run, *self.more_runs]
+
+    @property
+    def picking(self) -> Picking:
+        """The rows to take.
+
+        Raises:
+            ConfigError: a condition of `where` cannot be read.
+        """
+        conditions = list(map(parse_condition, self.where))
+        return Picking(conditions=conditions, sample=self.sample, seed=self.seed)
 
 
 class Collecting(Protocol):
     """Writes one collection: a table, or unchanged output lines."""
-
-    @property
-    def damaged(self) -> list[str]:
-        """Names of chunks whose damage was found while they were read."""
-        ...
 
     def write(self, dest: Destination, key: str) -> Collected:
         """Write every row to `dest`, and return the record of the files. `key` is stored in the record."""
@@ -80,26 +96,27 @@ def shard_rows_of(config: CollectConfig) -> int | None:
 
 
 def make_record(
-    reader: Reader,
+    readers: list[Reader],
     files: list[CollectedFile],
     *,
     key: str,
     kind: str,
+    rows: int,
     rows_error: int,
     kept_as_text: dict[str, int] | None = None,
 ) -> Collected:
-    """Return the record of a collection whose rows `reader` has read. Log a warning for each damaged chunk."""
-    for gap in reader.damaged.values():
-        logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
-    selection, used = reader.selection, reader.used()
+    """Return the record of a collection whose rows `readers` have read. Log a warning for each damaged chunk."""
+    for reader in readers:
+        for gap in reader.damaged.values():
+            logger.warning("%s: %s: %s", gap.kind, reader.name_of(gap.chunk), gap.problem)
     return Collected(
         key=key,
-        fingerprint=selection.run.fingerprint,
+        fingerprint=",".join(reader.selection.run.fingerprint for reader in readers),
         format=kind,
-        rows=sum(marker.rows_ok + marker.rows_error for marker in used),
+        rows=rows,
         rows_error=rows_error,
-        chunks=len(used),
-        missing=[*(gap.chunk for gap in selection.gaps), *reader.damaged],
+        chunks=sum(len(reader.used()) for reader in readers),
+        missing=[name for reader in readers for name in reader.missing()],
         files=files,
         kept_as_text=kept_as_text or {},
     )
@@ -120,32 +137,27 @@ class _SourceColumns(NamedTuple):
 
 
 class Collection:
-    """Writes a run's answers as a table. Implements Collecting."""
+    """Writes the answers of one run, or of several over one job, as a table. Implements Collecting."""
 
     def __init__(
         self,
         config: CollectConfig,
         kind: str,
-        selection: Selection,
-        store: Store,
-        open_store: OpenStore,
+        readers: list[Reader],
         scratch: Scratch,
     ) -> None:
         self._config = config
         self._kind = kind
-        self._selection = selection
+        self._readers = readers
+        self._job = readers[0].selection.job
         self._scratch = scratch
-        self._shape = shape_of(selection.run.config, explode=config.explode)
-        self._reader = Reader(selection, store, open_store, scratch, is_partial=config.partial)
-        self._unshown = self._num_lines = 0
+        configs = [reader.selection.run.config for reader in readers]
+        self._shapes = joined([shape_of(one, explode=config.explode) for one in configs])
+        self._shape = self._shapes[0]
+        self._rows = self._unshown = self._num_lines = 0
         self._schema = Schema(self._shape, {})
         self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
         self._errors: Counter[str] = Counter()
-
-    @property
-    def damaged(self) -> list[str]:
-        """See Collecting."""
-        return list(self._reader.damaged)
 
     def write(self, dest: Destination, key: str) -> Collected:
         """See Collecting."""
@@ -154,7 +166,8 @@ class Collection:
             self._shape,
             {source.names[name]: kind for name, kind in source.kinds.items()},
             dimension=self._dimension() if self._shape.has_embedding else 0,
-            has_chunk=self._selection.job is None,
+            has_chunk=self._job is None,
+            has_run=len(self._readers) > 1,
         )
         files = put_all(dest, self._files(source))
         if self._num_lines:
@@ -162,15 +175,17 @@ class Collection:
                 "%d lines of the source are no JSON objects; their columns are null",
                 self._num_lines,
             )
-        if (self._selection.run.config.get("sampling") or {}).get("prompt_logprobs") is not None:
+        samplings = [reader.selection.run.config.get("sampling") or {} for reader in self._readers]
+        if any(sampling.get("prompt_logprobs") is not None for sampling in samplings):
             logger.warning("log-probabilities of prompts are left out; --format lines has them")
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
         return make_record(
-            self._reader,
+            self._readers,
             files,
             key=key,
             kind=self._kind,
+            rows=self._rows,
             rows_error=self._errors.total(),
             kept_as_text=source.kept_as_text,
         )
@@ -182,14 +197,15 @@ class Collection:
 
         The types are those in job.json. Where it has none, they are found from the values.
         """
-        kept: list[str] = (self._selection.run.config.get("prompt") or {}).get("keep") or []
+        prompts = [reader.selection.run.config.get("prompt") or {} for reader in self._readers]
+        kept = [name for prompt in prompts for name in prompt.get("keep") or []]
         place = CHUNKS if self._config.with_source else OUTPUTS if kept else ""
         if not place:
             return _SourceColumns("", {}, {})
-        job, types = self._selection.job, self._types_of_job()
+        job, types = self._job, self._types_of_job()
         wanted, source_names = self._asked(), self._source_names()
         if wanted is None and types and job is not None:
-            has_all = place == CHUNKS or kept == ["*"]
+            has_all = place == CHUNKS or "*" in kept
             wanted = [name for name in job.columns if has_all or name in kept]
         unknown = None if wanted is None else [name for name in wanted if name not in types]
         observer = self._observe(place, unknown)
@@ -209,12 +225,13 @@ class Collection:
         own_names = {name: source_names.get(name, name) for name in kinds}
         if LINE in kinds:
             own_names[LINE] = LINE_COLUMN
-        names = table_names(own_names, [*self._shape.names, "chunk"])
+        own_columns = [*self._shape.names, "chunk", *(["run"] if len(self._readers) > 1 else [])]
+        names = table_names(own_names, own_columns)
         return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names, kinds))
 
     def _types_of_job(self) -> dict[str, Kind]:
         """Return the types of columns that job.json holds, by the name in the rows; none if they cannot be read."""
-        job = self._selection.job
+        job = self._job
         if job is None or isinstance(job.schema, msgspec.UnsetType):
             return {}
         try:
@@ -232,14 +249,15 @@ class Collection:
         if columns is not None and not columns:
             return observer
         logger.info("looking at the types of the source's columns")
-        for block in self._reader.blocks(self._shape, place, columns, doing="looked at"):
-            for row in block.source or ():
-                observer.see(row)
+        for reader, shape in zip(self._readers, self._shapes, strict=True):
+            for block in reader.blocks(shape, place, columns, doing="looked at"):
+                for row in block.source or ():
+                    observer.see(row)
         return observer
 
     def _source_names(self) -> dict[str, str]:
         """Return the names in the source of columns that `split` renamed, by their names in the rows."""
-        return self._selection.job.source_names if self._selection.job is not None else {}
+        return self._job.source_names if self._job is not None else {}
 
     def _asked(self) -> list[str] | None:
         """Return the names in the rows of the columns that `--columns` names; None for all columns."""
@@ -249,14 +267,26 @@ class Collection:
         return [names_in_rows.get(name, name) for name in self._config.columns]
 
     def _dimension(self) -> int:
-        """Return the length of the run's first embedding."""
-        for block in self._reader.blocks(self._shape):
-            if block.lines.dimension:
-                return block.lines.dimension
-        raise InputError(
-            f"{self._config.run}: not one row has an embedding",
-            hint=f"see what failed: batchinfer status {self._config.run}",
-        )
+        """Return the length of each run's first embedding.
+
+        Raises:
+            InputError: a run has no embedding, or the lengths differ.
+        """
+        found = {}
+        for url, reader, shape in zip(self._config.runs, self._readers, self._shapes, strict=True):
+            found[url] = reader.dimension(shape)
+            if not found[url]:
+                raise InputError(
+                    f"{url}: not one row has an embedding",
+                    hint=f"see what failed: batchinfer status {url}",
+                )
+        if len(set(found.values())) > 1:
+            lengths = ", ".join(f"{url}: {length}" for url, length in found.items())
+            raise InputError(
+                f"the runs' embeddings have different lengths ({lengths}), which no column can hold",
+                hint="collect each run into a DEST of its own",
+            )
+        return next(iter(found.values()))
 
     # -- rows
 
@@ -269,14 +299,17 @@ class Collection:
             rows,
             is_csv_safe=self._config.csv_safe,
         ) as writer:
-            blocks = self._reader.blocks(
-                self._shape,
+            yield from writer.files(self._blocks(source), partial(self._columns, source=source))
+
+    def _blocks(self, source: _SourceColumns) -> Iterator[Block]:
+        for reader, shape in zip(self._readers, self._shapes, strict=True):
+            yield from reader.blocks(
+                shape,
                 source.place,
                 [name for name in source.names if name != LINE] or None,
                 as_text={name for name, kind in source.kinds.items() if kind == JSON},
                 doing="written",
             )
-            yield from writer.files(blocks, partial(self._columns, source=source))
 
     def _columns(self, block: Block, source: _SourceColumns) -> Columns:
         columns, indices = block.lines.columns()
@@ -289,12 +322,15 @@ class Collection:
         for name, kind in source.kinds.items():
             values = [row.get(name) for row in rows or ()]
             columns[source.names[name]] = as_column(values, kind)
-        if self._selection.job is None:
+        if self._job is None:
             columns["chunk"] = [block.chunk] * len(columns["row"])
+        if len(self._readers) > 1:
+            columns["run"] = [block.run] * len(columns["row"])
         return columns
 
     def _count(self, block: Block) -> None:
         found = block.lines.counts()
+        self._rows += block.num_rows
         self._unshown += block.lines.num_unshown()
         self._errors.update(found.errors)
         counts = self._counts
@@ -303,23 +339,22 @@ class Collection:
 
     def card(self, record: Collected) -> str:
         """See Collecting."""
-        job = self._selection.job
-        total = sum(chunk.rows for chunk in job.chunks) if job is not None else record.rows
-        limit = self._selection.run.config.get("limit")
+        job = self._job
         return make_card(
-            self._selection.run,
+            {reader.name: reader.selection.run for reader in self._readers},
             CardFacts(
                 name=parse_address(self._config.dest).repo,
                 columns={field.name: str(field.type) for field in self._schema.arrow()},
                 lines=sum(file.rows for file in record.files),
                 rows=record.rows,
                 rows_error=record.rows_error,
-                rows_missing=min(total, limit or total) - record.rows,
+                rows_missing=sum(reader.num_missing() for reader in self._readers),
                 errors=dict(sorted(self._errors.items(), key=lambda item: (-item[1], item[0]))),
                 prompt_tokens=self._counts["prompt_tokens"],
                 completion_tokens=self._counts["completion_tokens"],
                 sources=[_public(source.url) for source in job.sources] if job is not None else [],
                 path=f"data/part-*{FORMATS[self._kind]}",
+                picked=self._config.picking.describe(),
             ),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.core.errors import InputError
@@ -62,6 +63,12 @@ class ArrowBlock:
         part = copy.copy(self)
         part._table = self._table.slice(start, stop - start)  # noqa: SLF001 - a copy of itself
         return part
+
+    def take(self, indices: Sequence[int]) -> ArrowBlock:
+        """Return the lines at `indices`, which count from 0."""
+        taken = copy.copy(self)
+        taken._table = self._table.take(_indices(list(indices)))  # noqa: SLF001 - a copy of itself
+        return taken
 
     def counts(self) -> Counts:
         """Count the lines' errors by code, and their input and output tokens."""

@@ -86,6 +86,25 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
     )
 
 
+def joined(shapes: list[Shape]) -> list[Shape]:
+    """Give the shapes of several runs the same columns: those of all. Each keeps its output format.
+
+    Raises:
+        InputError: some runs have embeddings and others have texts.
+    """
+    if len({shape.has_embedding for shape in shapes}) > 1:
+        raise InputError(
+            "some of the runs have embeddings and others texts, which do not fit into one table",
+            hint="collect each run into a DEST of its own",
+        )
+    flags = {
+        name: any(getattr(shape, name) for shape in shapes)
+        for name in ("has_reasoning", "has_tool_calls", "has_logprobs", "has_prompt")
+    }
+    answers = LISTS if any(shape.answers == LISTS for shape in shapes) else shapes[0].answers
+    return [msgspec.structs.replace(shape, answers=answers, **flags) for shape in shapes]
+
+
 def _mentions(value: Any, word: str) -> bool:
     """Whether any setting, at any depth of `value`, has the word in its name and a value that is not empty or false."""
     if not isinstance(value, dict):
@@ -143,6 +162,12 @@ class OutputBlock:
         part = copy.copy(self)
         part.lines = self.lines[start:stop]
         return part
+
+    def take(self, indices: Sequence[int]) -> OutputBlock:
+        """Return the lines at `indices`, which count from 0."""
+        taken = copy.copy(self)
+        taken.lines = [self.lines[index] for index in indices]
+        return taken
 
     def sources(self) -> Iterator[bytes]:
         """Yield for every line the columns that ``--keep`` named, as JSON; empty bytes for a line without them."""

@@ -16,7 +16,7 @@ from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of
 from batchinfer.collect.hub_destination import data_files
-from batchinfer.collect.reader import select
+from batchinfer.collect.selection import select
 from batchinfer.collect.table import CollectConfig
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock

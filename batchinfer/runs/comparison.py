@@ -196,7 +196,8 @@ def _chunks(a: RunLook, b: RunLook) -> list[ChunkToCompare]:
                 f"{name}: the two runs have answered different rows under this name",
                 hint="compare runs over one job; `batchinfer verify` says which run is not of its job",
             )
-    job = a.snapshot.job or b.snapshot.job
+    jobs = [look.snapshot.job for look in (a, b) if look.snapshot.job is not None]
+    job = max(jobs, key=lambda job: job.rows, default=None)  # rows may have been appended meanwhile
     if job is None:
         names = sorted(a.done.markers.keys() | b.done.markers.keys())
         return [ChunkToCompare(name, None, None) for name in names]
