@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import EchoEngine, prompt_text
+from batchinfer.engines.echo import WORDS, EchoEngine, prompt_text
 
 PROBE = "Hello"
 """Prompt of the engine's own short requests."""
@@ -71,6 +71,29 @@ def slow_bytes(handler: Handler) -> None:
     handler.close_connection = True
 
 
+def send_stream(handler: Handler, answer: dict[str, Any], body: dict[str, Any]) -> None:
+    """An answer in parts: a word each, then how each choice ended, then the usage."""
+    assert body["stream_options"] == {"include_usage": True}
+    handler.send_response(200)
+    handler.send_header("content-type", "text/event-stream")
+    handler.send_header("connection", "close")
+    handler.end_headers()
+    handler.close_connection = True
+    parts: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        for word in WORDS.findall(text):
+            part = {"delta": {"content": word}} if "message" in choice else {"text": word}
+            parts.append({"choices": [{"index": choice["index"], "finish_reason": None, **part}]})
+        end = {"index": choice["index"], "finish_reason": choice["finish_reason"], "text": ""}
+        parts.append({"choices": [end]})
+    parts.append({"choices": [], "usage": answer["usage"]})
+    for part in parts:
+        handler.wfile.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        handler.wfile.flush()
+    handler.wfile.write(b"data: [DONE]\n\n")
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -104,7 +127,10 @@ class Handler(BaseHTTPRequestHandler):
                 endpoint.seen[text] += 1
                 chosen = chosen[number] if number < len(chosen) else None
             with contextlib.suppress(OSError):
-                (chosen or reply(200, endpoint.answer(self.path, body)))(self)
+                if chosen is None and body.get("stream"):
+                    send_stream(self, endpoint.answer(self.path, body), body)
+                else:
+                    (chosen or reply(200, endpoint.answer(self.path, body)))(self)
 
 
 class Server(ThreadingHTTPServer):

@@ -12,12 +12,12 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from batchinfer.core.errors import AccessDenied, ConfigError, RowError
-from batchinfer.core.records import Completion, Failure, Request
+from batchinfer.core.records import Completion, Failure, Request, TextPiece
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_client import (
     CallError,
@@ -36,7 +36,9 @@ from batchinfer.engines.openai_requests import (
     body_of,
     completion_of,
     num_tokens_asked,
+    read_answer,
 )
+from batchinfer.engines.openai_stream import AnswerParts, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,16 @@ _MOST_ACCEPTED = 1000
 _ANSWER_TOKENS = 256.0
 
 
+class _Call(NamedTuple):
+    """One attempt at a request. `num_tokens` is about how many tokens prompt and answers have."""
+
+    path: str
+    body: dict[str, Any]
+    timeout_seconds: float
+    num_tokens: int
+    parts: AnswerParts | None = None
+
+
 class Calls:
     """The requests to one endpoint. All methods but `outage` are called in the event loop.
 
@@ -73,14 +85,21 @@ class Calls:
         config: Configuration of the engine.
         endpoint: The endpoint.
         end: Function that ends the engine with an error.
+        show: Function that takes the pieces of streamed requests.
     """
 
     def __init__(
-        self, config: EngineConfig, endpoint: Endpoint, end: Callable[[Exception], None]
+        self,
+        config: EngineConfig,
+        endpoint: Endpoint,
+        *,
+        end: Callable[[Exception], None],
+        show: Callable[[TextPiece], None],
     ) -> None:
         self._config = config
         self._endpoint = endpoint
         self._end = end
+        self._show = show
         self._pace = Pace(
             config.max_concurrency,
             requests_per_minute=config.requests_per_minute,
@@ -114,14 +133,17 @@ class Calls:
         fault, num_attempts, is_last = 0, 0, False
         try:
             path, body = body_of(request, self._config.model)
+            parts = parts_of(request, self._show)
             while True:
                 try:
-                    return await self._attempt(request, path, body, began)
+                    return await self._attempt(request, path, body, began, parts)
                 except Refusal as error:
                     if self._renames(error, body):
                         continue
                     return await self._refused(request, path, body, error)
                 except (Unavailable, Cut, TooSlow) as error:
+                    if parts is not None and parts.has_shown:
+                        return _failed(request, "engine_error", str(error))
                     fault += _FAULTS[type(error)]
                     is_own = fault >= MOST_FAULT and await self._probe(path) is None
                     if is_own and is_last:
@@ -137,14 +159,18 @@ class Calls:
             return None
 
     async def _attempt(
-        self, request: Request, path: str, body: dict[str, Any], began: float
+        self,
+        request: Request,
+        path: str,
+        body: dict[str, Any],
+        began: float,
+        parts: AnswerParts | None,
     ) -> Completion:
         num_asked = num_tokens_asked(request, self._mean_answer)
         async with self._pace.turn(num_asked):
             sent = time.monotonic()
-            reply = await self._send(
-                path, body, self._config.request_timeout_seconds, num_asked, sent
-            )
+            call = _Call(path, body, self._config.request_timeout_seconds, num_asked, parts)
+            reply = await self._send(call, sent)
             seconds = time.monotonic() - sent
         try:
             completion = completion_of(request, reply.data, (sent - began, seconds))
@@ -152,6 +178,8 @@ class Calls:
             cut = Cut(str(error))
             self._note_failure(cut, sent)
             raise cut from error
+        if parts is not None:
+            completion = parts.settle(completion)
         num_tokens = completion.prompt_tokens + completion.completion_tokens
         self._note_answer(num_tokens, num_asked)
         self.prompt_tokens += completion.prompt_tokens
@@ -162,21 +190,25 @@ class Calls:
             self._mean_answer += 0.05 * (mean - self._mean_answer)
         return completion
 
-    async def _send(
-        self, path: str, body: dict[str, Any], timeout_seconds: float, num_asked: int, sent: float
-    ) -> Reply:
+    async def _send(self, call: _Call, sent: float) -> Reply:
+        path, body = call.path, call.body
         if path == CHAT_PATH and self._limit_name not in body and "max_tokens" in body:
             body = {**body, self._limit_name: body["max_tokens"]}
             del body["max_tokens"]
         try:
-            reply = await self._endpoint.post(path, body, timeout_seconds)
+            if call.parts is None:
+                reply = await self._endpoint.post(path, body, call.timeout_seconds)
+            else:
+                async for part in self._endpoint.stream(path, body, call.timeout_seconds):
+                    call.parts.add(part)
+                reply = Reply(call.parts.whole(), {})
         except Refusal:
-            self._note_answer(0, num_asked)
+            self._note_answer(0, call.num_tokens)
             raise
         except (Unavailable, Cut, TooSlow) as error:
             self._note_failure(error, sent)
             raise
-        self._pace.note_headers(reply.headers, num_asked)
+        self._pace.note_headers(reply.headers, call.num_tokens)
         return reply
 
     def _note_answer(self, num_tokens: int, num_asked: int) -> None:
@@ -281,9 +313,14 @@ class Calls:
         timeout_seconds = min(PROBE_SECONDS, self._config.request_timeout_seconds)
         async with self._pace.turn(num_tokens):
             try:
-                await self._send(path, body, timeout_seconds, num_tokens, time.monotonic())
+                reply = await self._send(
+                    _Call(path, body, timeout_seconds, num_tokens), time.monotonic()
+                )
+                read_answer(reply.data)
             except CallError as error:
                 return error
+            except BrokenAnswer as error:
+                return Cut(str(error))
         self._note_answer(0, num_tokens)
         return None
 

@@ -120,6 +120,30 @@ class Endpoint:
                 found = await self._client.post(path, cast_to=self._response_class, body=body)
         return Reply(found.content, found.headers)
 
+    async def stream(
+        self, path: str, body: dict[str, Any], timeout_seconds: float
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Send one request and yield the parts of its answer as they come.
+
+        Raises:
+            CallError, AccessDenied: as in `post`.
+        """
+        with self._sorted(path, timeout_seconds):
+            async with asyncio.timeout(timeout_seconds):
+                parts = await self._client.post(
+                    path,
+                    cast_to=object,
+                    body={**body, "stream": True, "stream_options": {"include_usage": True}},
+                    stream=True,
+                    stream_cls=self._openai.AsyncStream[object],
+                )
+                try:
+                    async for part in parts:
+                        if isinstance(part, dict):
+                            yield part
+                except ValueError as error:
+                    raise Cut("a part of an answer that is no JSON") from error
+
     async def model_names(self, timeout_seconds: float) -> list[str] | None:
         """Return the names of the models that the endpoint lists; None if it has no list.
 
@@ -158,6 +182,8 @@ class Endpoint:
             if type(cause).__name__ in _NOT_CONNECTED:
                 raise Unavailable(message) from error
             raise Cut(message) from error
+        except self._openai.APIError as error:  # sent as a part of a stream
+            raise Cut(self._clean(str(error.message))) from error
 
     def _by_status(self, path: str, error: Any) -> Exception:
         status, code = int(error.status_code), error.code or ""

@@ -61,6 +61,7 @@ class OpenAIEngine:
         self._endpoint: Endpoint | None = None
         self._calls: Calls | None = None
         self._error: Exception | None = None
+        self._pieces: queue.SimpleQueue[TextPiece] = queue.SimpleQueue()
 
     # ------------------------------------------------------------------ life
 
@@ -102,7 +103,9 @@ class OpenAIEngine:
         import openai
 
         self._endpoint = Endpoint(self.config, self._key)
-        self._calls = Calls(self.config, self._endpoint, self._note_error)
+        self._calls = Calls(
+            self.config, self._endpoint, end=self._note_error, show=self._pieces.put
+        )
         deadline = time.monotonic() + self.config.stall_seconds
         is_told = False
         while True:
@@ -146,7 +149,7 @@ class OpenAIEngine:
 
     def take_pieces(self) -> list[TextPiece]:
         """See Engine.take_pieces."""
-        return []
+        return _drained(self._pieces)
 
     def stats(self) -> EngineStats:
         """Return the counters since `open`. A step is an answered request."""
@@ -188,7 +191,8 @@ class OpenAIEngine:
                     source.wait(1.0)
                     continue
                 is_hungry = not exhausted and num_free > len(taken or [])
-                finished = flight.collect(POLL_SECONDS if is_hungry else LONGEST_WAIT_SECONDS)
+                is_quick = is_hungry or flight.is_streamed
+                finished = flight.collect(POLL_SECONDS if is_quick else LONGEST_WAIT_SECONDS)
                 if finished:
                     yield finished
                 self._check()
@@ -196,6 +200,7 @@ class OpenAIEngine:
                     yield []
         finally:
             flight.drop()
+            self.take_pieces()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -232,11 +237,14 @@ class _Round:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_dropped = False
         self.num_in_flight = 0
+        self.is_streamed = False
+        """Whether somebody waits for pieces of answers."""
 
     def send(self, requests: list[Request]) -> None:
         """Begin to ask for the answers."""
         if requests:
             self.num_in_flight += len(requests)
+            self.is_streamed |= any(request.is_streamed for request in requests)
             self._loop.call_soon_threadsafe(self._begin, requests)
 
     def _begin(self, requests: list[Request]) -> None:
@@ -259,9 +267,7 @@ class _Round:
         """Return what has finished, after waiting for the first completion for at most `timeout_seconds`."""
         found: list[Completion] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._finished.get(timeout=timeout_seconds))
-            while True:
-                found.append(self._finished.get_nowait())
+            found = [self._finished.get(timeout=timeout_seconds), *_drained(self._finished)]
         self.num_in_flight -= len(found)
         return found
 
@@ -269,11 +275,24 @@ class _Round:
         """Cancel the requests that have not finished."""
         self._is_dropped = True
         if self.num_in_flight and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
+            cancelling = asyncio.run_coroutine_threadsafe(self._cancel(), self._loop)
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                cancelling.result(CLOSE_SECONDS)
 
-    def _cancel(self) -> None:
-        for task in self._tasks:
+    async def _cancel(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _drained(items: queue.SimpleQueue[T]) -> list[T]:
+    """Return what is in a queue now."""
+    found: list[T] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(items.get_nowait())
+    return found
 
 
 def look(config: EngineConfig) -> None:
@@ -290,7 +309,7 @@ def look(config: EngineConfig) -> None:
 
 async def _look(config: EngineConfig) -> None:
     endpoint = Endpoint(config, read_key())
-    calls = Calls(config, endpoint, _ignore)
+    calls = Calls(config, endpoint, end=_ignore, show=_ignore)
     try:
         await calls.check_model(await endpoint.model_names(LIST_SECONDS))
     except CallError as error:
@@ -302,5 +321,5 @@ async def _look(config: EngineConfig) -> None:
         await endpoint.close()
 
 
-def _ignore(_: Exception) -> None:
+def _ignore(_: object) -> None:
     pass

@@ -155,13 +155,27 @@ class _AnswerUsage(msgspec.Struct, gc=False):
     prompt_tokens_details: _CachedTokens | None = None
 
 
-class _Answer(msgspec.Struct, gc=False):
+class Answer(msgspec.Struct, gc=False):
+    """The body of an answer, as far as it is used."""
+
     choices: list[_AnswerChoice]
     usage: _AnswerUsage | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(Answer)
+
+
+def read_answer(data: bytes) -> Answer:
+    """Read the body of an answer.
+
+    Raises:
+        BrokenAnswer: the body is no JSON, or not in the API's form.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenAnswer(f"an answer that is not in the API's form ({error})") from error
 
 
 def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -> Completion:
@@ -177,12 +191,10 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
     Raises:
         BrokenAnswer: the body is no JSON, or not in the API's form.
     """
+    answer = read_answer(data)
     try:
-        answer = _decoder.decode(data)
         choices = _choices_of(request.sampling, answer)
         prompt_logprobs = _prompt_positions(request, answer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenAnswer(f"an answer that is not in the API's form ({error})") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BrokenAnswer(
             f"log-probabilities that are not in the API's form ({error!r})"
@@ -216,7 +228,7 @@ def _temperature(sampling: Sampling) -> dict[str, Any]:
     return {"temperature": sampling.temperature}
 
 
-def _choices_of(sampling: Sampling, answer: _Answer) -> list[Choice]:
+def _choices_of(sampling: Sampling, answer: Answer) -> list[Choice]:
     usage = answer.usage or _AnswerUsage()
     alone = usage.completion_tokens or 0 if len(answer.choices) == 1 else 0
     choices = [
@@ -298,7 +310,7 @@ def _positions(logprobs: dict[str, Any]) -> list[TokenLogprob] | None:
     ]
 
 
-def _prompt_positions(request: Request, answer: _Answer) -> list[TokenLogprob | None] | None:
+def _prompt_positions(request: Request, answer: Answer) -> list[TokenLogprob | None] | None:
     """Return the prompt's log-probabilities, which vLLM adds to the API; None if there are none."""
     if request.sampling.prompt_logprobs is None:
         return None

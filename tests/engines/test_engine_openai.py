@@ -20,7 +20,7 @@ from batchinfer.core.records import Request, Sampling
 from batchinfer.engines import create_engine, openai_calls, openai_engine, openai_pace
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_engine import OpenAIEngine
-from engine_contract import EngineContract, Flag, ListSource, drive, requests
+from engine_contract import EngineContract, Flag, ListSource, drive, requests, stream
 from fake_endpoint import (
     PROBE,
     FakeEndpoint,
@@ -94,10 +94,6 @@ class TestOpenAIContract(EngineContract):
             assert [choice.index for choice in completion.choices] == [0, 1, 2]
             assert completion.completion_tokens == 12
             assert [choice.num_tokens for choice in completion.choices] == [0, 0, 0]
-
-    test_the_pieces_of_streamed_answers_make_up_their_texts = None
-    test_a_streamed_answer_equals_the_same_answer_in_one_piece = None
-    test_a_stop_drops_the_pieces_of_streamed_answers = None
 
 
 def codes(found: dict) -> list[str | None]:
@@ -293,6 +289,26 @@ def test_a_hanging_row_is_given_up_while_the_endpoint_answers_others(endpoint):
     found = drive(engine, ListSource(requests(3)))
     assert codes(found) == [None, "engine_error", None]
     assert "no whole answer within 0.2 s" in found["c", 1].failure.message
+
+
+def test_a_stream_that_breaks_after_its_first_words_fails(engine, endpoint):
+    """What was shown cannot be taken back, so the request is not sent again."""
+    part = b'data: {"choices": [{"index": 0, "text": "so"}]}\n\n'
+    endpoint.rule = lambda _text, _body: raw(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + part
+    )
+    [row] = requests(1)
+    row = msgspec.structs.replace(row, is_streamed=True)
+    found, pieces = stream(engine, ListSource([row]))
+    assert codes(found) == ["engine_error"]
+    assert [piece.text for piece in pieces[row.key, 0]] == ["so"]
+
+
+def test_an_endpoint_that_answers_everything_with_a_page_fails_no_row(endpoint):
+    engine = opened(endpoint, stall_seconds=1.5)
+    endpoint.rule = lambda _text, _body: reply(200, "<html>log in</html>", "text/html")
+    with pytest.raises(EngineStalled, match="not in the API's form"):
+        assert drive(engine, ListSource(requests(3))) == {}
 
 
 def test_a_newer_name_of_max_tokens_is_found_out(engine, endpoint):
