@@ -76,6 +76,8 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
         rate_from=options["rate_from"] or "",
         workers=options["workers"],
         hours=options["hours"],
+        max_cost=options["max_cost"],
+        max_hours=options["max_hours"],
         is_spot=options["is_spot"],
         sample_rows=options["sample_rows"],
         show=options["show"],
@@ -146,7 +148,7 @@ def tell(result: dict[str, Any]) -> None:
 )
 @click.option("--synthetic", type=click.IntRange(1), metavar="N", help="Check with N made-up rows.")
 @price_options
-@run_options(with_look=False)
+@run_options(with_look=False, without=("price_per_hour",))
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.

@@ -14,7 +14,7 @@ from batchinfer.check.data import Data, from_assignment, from_sources, synthetic
 from batchinfer.check.estimate import Asked, Measured, give_advice, measure_run
 from batchinfer.check.memory import ask_for_memory, parse_gpu
 from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
-from batchinfer.core import layout
+from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
 from batchinfer.core.prices import Machine, Prices
@@ -51,6 +51,8 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     rate_from: str = ""
     workers: int | None = None
     hours: float | None = None
+    max_cost: float | None = None
+    max_hours: float | None = None
     is_spot: bool | None = None
     sample_rows: int = 200
     show: int = 3
@@ -346,6 +348,24 @@ class Examination:
             price=self.world.prices.price(machine),
         )
         self.result |= give_advice(asked)
+        self._compare_limits(self.result["estimate"])
+
+    def _compare_limits(self, estimate: dict[str, Any]) -> None:
+        """Add problems for limits of the run that the estimate exceeds."""
+        config = self.config
+        limits = [
+            ("--max-cost", config.max_cost, estimate["cost"], units.money),
+            ("--max-hours", config.max_hours, estimate["hours"], "{:.3g} h".format),
+        ]
+        for option, limit, estimated, write in limits:
+            if limit is not None and estimated is not None and estimated > limit:
+                self._problem(
+                    WARNING,
+                    "estimate",
+                    f"{option} {write(limit)} is below the estimate of {write(estimated)}: the run would stop after "
+                    f"about {limit / estimated:.0%} of it",
+                    f"raise {option}, or take fewer rows: --limit",
+                )
 
     def _sum_up(self) -> dict[str, Any]:
         problems = sorted(self.problems, key=lambda one: one.level != ERROR)

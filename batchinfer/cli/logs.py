@@ -40,7 +40,8 @@ EVENTS: dict[str, str] = {
     "row_errors": "The failed rows of this start, by code. Logged when it ends.",
     "progress": "How far the worker is. Logged every ten seconds where stderr is no terminal.",
     "heartbeat_failed": "The worker's record could not be written; it is tried again.",
-    "stop_requested": "A signal, `batchinfer stop`, or a newer start of the same worker ends this one.",
+    "run_cost": "With `--max-cost` or `--max-hours`: what the run has cost until now, and how long it has lasted.",
+    "stop_requested": "A signal, `batchinfer stop`, a limit of cost, or a newer start of it ends this worker.",
     "worker_ended": "The last line: state, reason and sums of this start.",
 }
 """Meaning of each event, by the event's name. Names must not change, because people search logs for them."""

@@ -439,6 +439,27 @@ OPTIONS: tuple[Option, ...] = (
             default=5,
         ),
         Option(
+            "--max-cost",
+            number_from(0, 1e9, is_open=True),
+            "Stop (exit 3) once the machines of the run's workers have cost so many dollars, all starts together. Give "
+            "it to every worker.",
+            metavar="DOLLARS",
+        ),
+        Option(
+            "--max-hours",
+            number_from(0, 1e9, is_open=True),
+            "Stop (exit 3) once workers of the run were up for so many hours, pauses not counted. Give it to every "
+            "worker.",
+            metavar="H",
+        ),
+        Option(
+            "--price-per-hour",
+            number_from(0, 1e9),
+            "Dollars an hour for this worker's machine. Default, with --max-cost: SkyPilot's catalog if this machine "
+            "has it, else list prices by GPU.",
+            metavar="DOLLARS",
+        ),
+        Option(
             "--retry-errors",
             FLAG,
             "Do the error rows of a finished run again. A repair that was begun is ended first.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -53,6 +54,17 @@ FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
 FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
 
 
+class _NumberRange(click.FloatRange):
+    """As click's own, but refuses "nan", which click takes for a number within every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click.ParamType."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
 def at_least(least: int) -> Kind:
     """Return the kind of whole numbers from `least` on."""
     return _plain(click.IntRange(least))
@@ -60,7 +72,7 @@ def at_least(least: int) -> Kind:
 
 def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
     """Return the kind of numbers from `least` to `most`. If `is_open`, `least` itself is excluded."""
-    return _plain(click.FloatRange(least, most, min_open=is_open))
+    return _plain(_NumberRange(least, most, min_open=is_open))
 
 
 def one_of(*names: str) -> Kind:

@@ -11,6 +11,7 @@
     - ErrorRateExceeded
     - NoProgress                  too many starts that finished no new row
     - StopRequested               `batchinfer stop`
+    - LimitReached                the run has cost as much, or run as long, as it may
     - Superseded                  a newer process (epoch) of the same worker exists
   x EngineError              33   the engine failed; a fresh start may help
     - EngineLoadError
@@ -50,6 +51,7 @@ __all__ = [
     "InputError",
     "Interrupted",
     "LeaseLapsed",
+    "LimitReached",
     "NewerVersion",
     "NoProgress",
     "ObjectNotFound",
@@ -132,6 +134,10 @@ class NoProgress(PolicyStop):
 
 class StopRequested(PolicyStop):
     """Someone ran `batchinfer stop` on the run."""
+
+
+class LimitReached(PolicyStop):
+    """The run has reached --max-cost or --max-hours."""
 
 
 class Superseded(PolicyStop):

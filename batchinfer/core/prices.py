@@ -78,6 +78,11 @@ class Prices:
         self._catalogs = catalogs.expanduser()
         self._found: dict[Machine, Price | None] = {}
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the user has named the price, so that it applies to every machine."""
+        return self._per_hour is not None
+
     def price(self, machine: Machine) -> Price | None:
         """Return the price of one machine; None if no source has its price."""
         if self._per_hour is not None:

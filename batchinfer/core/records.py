@@ -379,6 +379,22 @@ class Span(Record, frozen=True, kw_only=True, array_like=True):
     outcome: str
 
 
+Dollars = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class Money(Record, frozen=True, kw_only=True):
+    """What a worker's machines have cost in dollars, and the limits that its last start keeps to."""
+
+    price_per_hour: Dollars | None = None
+    """Dollars an hour for the machine of the last start; None if the worker does not know its price."""
+    price_source: str = ""
+    """Name of the source of the price, as in `core.prices.Price`."""
+    cost: Dollars | None = None
+    """Dollars for all starts of the worker, each at its own price; None if no price is known."""
+    max_cost: Dollars | None = None
+    max_hours: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
 class Worker(Record, frozen=True, kw_only=True):
     """Content of workers/<id>.json: a worker's heartbeat, its lease, and the numbers that `status` and `report` read.
 
@@ -439,3 +455,10 @@ class Worker(Record, frozen=True, kw_only=True):
     up_seconds: float = 0.0
     """Seconds that the worker's processes have run in all, as of this record. The time to set up machines and the time
     between two starts are not counted."""
+    money: Money | None = None
+    """Price and limits, if the worker was started with one of them."""
+
+    @property
+    def last_start(self) -> float:
+        """Time of the worker's last start, in Unix seconds by its own clock."""
+        return self.starts[-1] if self.starts else self.started

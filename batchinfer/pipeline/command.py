@@ -146,10 +146,12 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.pipeline.steps import WorkFolder
     from batchinfer.storage.opening import check_writable, open_store, probe
+    from batchinfer.worker.command import describe_host, engine_config, price_of_machine
     from batchinfer.worker.command import work as run_worker
 
     clock = SystemClock()
     check_writable(config.work, option="--work")
+    price_of_machine(options, describe_host(dict(os.environ)), engine_config(options))
     world = CheckWorld(
         open_store=open_store,
         probe=probe,

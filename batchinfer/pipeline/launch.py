@@ -15,6 +15,9 @@ from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
 from batchinfer.pipeline.launching import OWN
 
+_NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
+"""Parameters of the worker that `launch` has itself, or gives itself."""
+
 
 @click.command("launch", cls=SectionCommand)
 @click.argument("source", metavar="JOB")
@@ -83,7 +86,7 @@ from batchinfer.pipeline.launching import OWN
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and stop.")
 @price_options
-@run_options(with_look=False, without=tuple(name for name in OWN if name != "model"))
+@run_options(with_look=False, without=_NOT_TAKEN)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Start workers for JOB on machines: checks everything first, and notes below the run what was started.

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from batchinfer.core import units
-from batchinfer.core.prices import Machine, Prices, accelerator_count, accelerator_name
+from batchinfer.core.prices import Prices
 from batchinfer.core.printable import error_code
-from batchinfer.core.records import Job, Record, Run, Worker
+from batchinfer.core.records import Job, Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES, has_lapsed, seems_stalled
 from batchinfer.ledger.inventory import SeenWorker, Snapshot
+from batchinfer.ledger.spending import (
+    cost_of,
+    joined_seconds,
+    machine_of,
+    offset_of,
+    price_of,
+    starts_of,
+    up_seconds_of,
+    whole,
+)
 
 RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""
 STALL_SECONDS = 600.0
 """Seconds without a finished row after which a worker with open chunks counts as stalled."""
-CLOCK_TOLERANCE_SECONDS = 5.0
-"""Seconds of offset up to which a worker's clock counts as right.
-
-A small offset is no sign of a wrong clock, because a heartbeat takes a while to reach storage.
-"""
 NOTED_CLOCK_SECONDS = 60.0
 """Seconds of offset of a worker's clock above which the overview has a note about it."""
 ALIVE_STATES = ("loading", "running", "waiting", "stalled")
@@ -69,7 +73,7 @@ class WorkerView(Record, frozen=True, kw_only=True):
     overall: Rate
     heartbeat_age_seconds: float
     clock_offset_seconds: float
-    """Seconds that storage's clock is ahead of the worker's; 0 if they differ by at most CLOCK_TOLERANCE_SECONDS."""
+    """Seconds that storage's clock is ahead of the worker's; 0 if they hardly differ."""
     up_seconds: float
     price_per_hour: float | None
     price_source: str
@@ -90,14 +94,8 @@ class WorkerView(Record, frozen=True, kw_only=True):
 
 
 def clock_offset(seen: SeenWorker) -> float:
-    """Seconds to add to a time by the worker's clock to get the time by storage's clock.
-
-    The offset is 0 if the clocks differ by at most CLOCK_TOLERANCE_SECONDS, or if storage gives no times.
-    """
-    if not seen.modified:
-        return 0.0
-    offset = seen.modified - seen.record.heartbeat
-    return offset if abs(offset) > CLOCK_TOLERANCE_SECONDS else 0.0
+    """Seconds to add to a time by the worker's clock to get the time by storage's clock; 0 for a small difference."""
+    return offset_of(seen.record, seen.modified)
 
 
 def _age(seen: SeenWorker, now: float) -> float:
@@ -130,8 +128,7 @@ def _state(record: Worker, age: float) -> str:
 
 def _ready(record: Worker) -> float:
     """The time at which the engine was loaded after the worker's last start, in Unix seconds by the worker's clock."""
-    begun = record.starts[-1] if record.starts else record.started
-    return begun + float(record.engine.get("load_seconds") or 0.0)
+    return record.last_start + float(record.engine.get("load_seconds") or 0.0)
 
 
 def _recent(record: Worker, state: str) -> Rate:
@@ -165,34 +162,6 @@ def rate_of(seconds: float, rows: int, prompt_tokens: int, completion_tokens: in
     )
 
 
-def _machine(record: Worker, run: Run | None, is_spot: bool | None) -> Machine:
-    host, engine = record.host, record.engine
-    name = str(host.get("accelerator") or "")
-    recorded: dict[str, Any] = run.recorded if run is not None else {}
-    parallel = [recorded.get("tensor_parallel_size"), recorded.get("pipeline_parallel_size")]
-    gpus = _whole(host.get("gpus")) or accelerator_count(name)
-    if not gpus:
-        gpus = _whole(engine.get("num_replicas")) or 1
-        for factor in parallel:
-            gpus *= _whole(factor) or 1
-    accelerator = accelerator_name(name or str(engine.get("device") or ""))
-    spot = host.get("spot") if isinstance(host.get("spot"), bool) else is_spot
-    return Machine(
-        cloud=str(host.get("cloud") or ""),
-        region=str(host.get("region") or ""),
-        accelerator=accelerator,
-        gpus=gpus if accelerator else 0,
-        is_spot=bool(spot),
-    )
-
-
-def _whole(value: object) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        return 0
-
-
 def view_of(
     seen: SeenWorker, now: float, run: Run | None, prices: Prices, *, is_spot: bool | None
 ) -> WorkerView:
@@ -203,9 +172,8 @@ def view_of(
     record = seen.record
     age = _age(seen, now)
     state = _state(record, age)
-    machine = _machine(record, run, is_spot)
-    price = prices.price(machine)
-    up_seconds = record.up_seconds or record.busy_seconds + record.load_seconds
+    machine = machine_of(record, run, is_spot=is_spot)
+    price = price_of(record, prices, machine)
     host_spot = record.host.get("spot")
     return WorkerView(
         id=record.id,
@@ -216,7 +184,7 @@ def view_of(
         accelerator=machine.accelerator,
         gpus=machine.gpus,
         is_spot=host_spot if isinstance(host_spot, bool) else is_spot,
-        replicas=_whole(record.engine.get("num_replicas")),
+        replicas=whole(record.engine.get("num_replicas")),
         replicas_lost=record.replicas_lost,
         epoch=record.epoch,
         open_chunks=record.open_chunks,
@@ -232,10 +200,10 @@ def view_of(
         ),
         heartbeat_age_seconds=age,
         clock_offset_seconds=clock_offset(seen),
-        up_seconds=up_seconds,
+        up_seconds=up_seconds_of(record),
         price_per_hour=price.per_hour if price else None,
         price_source=price.source if price else "",
-        cost=price.per_hour * up_seconds / 3600 if price else None,
+        cost=cost_of(record, prices, price),
     )
 
 
@@ -266,6 +234,8 @@ class Cost(Record, frozen=True, kw_only=True):
     per_million_output_tokens: float | None
     unpriced_workers: int
     source: str
+    limit: float | None = None
+    """--max-cost of the worker that started last."""
 
 
 class LaunchView(Record, frozen=True, kw_only=True):
@@ -304,6 +274,10 @@ class Overview(Record, frozen=True, kw_only=True):
     workers: list[WorkerView]
     launches: list[LaunchView] = []
     cost: Cost
+    hours: float
+    """Hours in which at least one worker was up."""
+    max_hours: float | None
+    """--max-hours of the worker that started last."""
     notes: list[str]
     warnings: list[str]
     """Texts about problems that cost speed or money until somebody acts."""
@@ -340,6 +314,8 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
     elif rows_left is not None and recent.rows > 0:
         eta = rows_left / recent.rows
     started, seconds = _lifetime(pairs, now, is_alive=bool(alive))
+    spans = [span for seen in workers for span in starts_of(seen.record, clock_offset(seen))]
+    limits = _limits(pairs)
     prompt_tokens = sum(record.prompt_tokens for record in records)
     completion_tokens = sum(record.completion_tokens for record in records)
     return Overview(
@@ -361,7 +337,9 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         errors=add_up(_by_code(record.errors) for record in records),
         finish_reasons=add_up(record.finish_reasons for record in records),
         workers=views,
-        cost=_cost(views, eta),
+        cost=_cost(views, eta, limits),
+        hours=joined_seconds(spans) / 3600,
+        max_hours=limits.max_hours,
         notes=[*snapshot.notes, *notes, *_clock_notes(views)],
         warnings=[
             f"worker {view.id}: {view.replicas_lost} of {view.replicas} replicas lost"
@@ -509,7 +487,15 @@ def _lifetime(
     return started, max((now if is_alive else last) - started, 1e-3)
 
 
-def _cost(views: list[WorkerView], eta: float | None) -> Cost:
+def _limits(pairs: list[tuple[Worker, WorkerView]]) -> Money:
+    """Return the limits of the worker that started last. They are what the run keeps to, if all workers have them."""
+    last = max(
+        pairs, key=lambda pair: pair[0].last_start + pair[1].clock_offset_seconds, default=None
+    )
+    return (last[0].money if last is not None else None) or Money()
+
+
+def _cost(views: list[WorkerView], eta: float | None, limits: Money) -> Cost:
     priced = [view for view in views if view.cost is not None]
     so_far = sum(view.cost or 0.0 for view in priced)
     per_hour = sum(view.price_per_hour or 0.0 for view in priced if view.state in ALIVE_STATES)
@@ -523,6 +509,7 @@ def _cost(views: list[WorkerView], eta: float | None) -> Cost:
         per_million_output_tokens=1e6 * so_far / output if priced and output else None,
         unpriced_workers=len(views) - len(priced),
         source="; ".join(sorted({view.price_source for view in priced})),
+        limit=limits.max_cost,
     )
 
 

@@ -215,7 +215,11 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
         tiles.insert(3, ("time left", units.duration(seen.eta_seconds), when))
     if cost.so_far is not None:
         small = f"{units.money(cost.per_million_output_tokens)} per million output tokens"
+        if cost.limit is not None:
+            small = f"of {units.money(cost.limit)} (--max-cost); {small}"
         tiles.append(("cost" if is_over else "cost so far", units.money(cost.so_far), small))
+    if seen.max_hours is not None:
+        tiles.append(("hours", f"{seen.hours:.2f}", f"of {seen.max_hours:g} (--max-hours)"))
     return tiles
 
 

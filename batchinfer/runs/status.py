@@ -118,6 +118,9 @@ def summary(seen: Overview) -> dict[str, Any]:
         },
         "eta_sec": None if seen.eta_seconds is None else round(seen.eta_seconds),
         "cost": None if seen.cost.so_far is None else round(seen.cost.so_far, 4),
+        "max_cost": seen.cost.limit,
+        "hours": round(seen.hours, 4),
+        "max_hours": seen.max_hours,
         "workers": len(seen.workers),
         "workers_expected": sum(launch.expected for launch in seen.launches) or None,
     }
@@ -173,6 +176,8 @@ def _head(seen: Overview) -> Group:
     add("over all", f"{_rates(seen.overall)} over {units.duration(seen.overall.seconds)}")
     add("time left", _time_left(seen))
     add("cost", _cost(seen))
+    if seen.max_hours is not None:
+        add("hours", f"{seen.hours:.2f} of {seen.max_hours:g} (--max-hours)")
     for launch in seen.launches:
         add("launched", launch_text(launch))
     bar = Table.grid()
@@ -208,7 +213,8 @@ def _cost(seen: Overview) -> str:
     cost = seen.cost
     if cost.so_far is None:
         return "not known: give --price-per-hour"
-    parts = [f"{units.money(cost.so_far)} so far"]
+    allowed = f" of {units.money(cost.limit)} (--max-cost)" if cost.limit is not None else ""
+    parts = [f"{units.money(cost.so_far)} so far{allowed}"]
     if cost.at_end is not None and seen.state != "done":
         parts.append(f"{units.money(cost.at_end)} at the end")
     if cost.per_million_output_tokens is not None:

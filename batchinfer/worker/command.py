@@ -23,6 +23,7 @@ from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.engines.config import EngineConfig
 
 if TYPE_CHECKING:
+    from batchinfer.core.prices import Price
     from batchinfer.core.records import Sampling
     from batchinfer.prompts import PromptConfig
     from batchinfer.worker.config import WorkerConfig
@@ -128,20 +129,57 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
     manifests = fields["manifests"] or _manifests_by_rank(fields["job"], environment)
     output = fields["output"] or _default_output(fields["job"], manifests)
     check_writable(output, option="--output")
+    host, engine = describe_host(environment), engine_config(options)
+    price = price_of_machine(fields, host, engine)
     return WorkerConfig(
         **{
             **fields,
+            "price_per_hour": price.per_hour if price else None,
+            "price_source": price.source if price else "",
             "manifests": manifests,
             "job": fields["job"] or _job_of_run(output, manifests),
             "output": layout.without_slash(output),
             "worker_id": fields["worker_id"] or _default_worker_id(environment),
         },
-        engine=engine_config(options),
+        engine=engine,
         prompt=prompt_config(options),
         sampling=sampling_config(options),
         limits=Limits(**fields_of("Limits", options)),
-        host=describe_host(environment),
+        host=host,
     )
+
+
+def price_of_machine(
+    given: dict[str, Any], host: dict[str, Any], engine: EngineConfig
+) -> Price | None:
+    """Return what this worker's machine costs; None if neither --price-per-hour nor --max-cost is given.
+
+    Args:
+        given: Values of options, by the names of their parameters.
+        host: Facts about the machine, by `describe_host`.
+        engine: The engine's configuration.
+
+    Raises:
+        ConfigError: --max-cost is given, and the price is not known.
+    """
+    if given["price_per_hour"] is None and given["max_cost"] is None:
+        return None
+    from batchinfer.core.prices import Prices
+    from batchinfer.engines.gpus import visible_gpus
+    from batchinfer.ledger.spending import describe_machine
+
+    prices = Prices(given["price_per_hour"])
+    gpus = [] if prices.is_users else visible_gpus(engine.gpus)
+    device = gpus[0].name if gpus else ""
+    machine = describe_machine(host, device=device, num_gpus=len(gpus), is_spot=None)
+    price = prices.price(machine)
+    if price is None:
+        what = f"a machine with {machine.accelerator}" if machine.accelerator else "this machine"
+        raise ConfigError(
+            f"--max-cost: no price of {what} is known",
+            hint="say what it costs: --price-per-hour DOLLARS (0.35, for example)",
+        )
+    return price
 
 
 def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Record, Sampling
+from batchinfer.core.records import Money, Record, Sampling
 from batchinfer.engines import Engine, create_engine, find_engine, identify_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.claims import Claims, Lease
@@ -81,9 +81,26 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     max_error_rate: float | None = None
     min_errors: int = 20
     max_attempts: int = 5
+    max_cost: float | None = None
+    max_hours: float | None = None
+    price_per_hour: float | None = None
+    """Dollars an hour for this worker's machine; None if nobody needs to know."""
+    price_source: str = ""
     scratch_dir: str | None = None
     limits: Limits = Limits()
     host: dict[str, Any] = {}
+
+    @property
+    def money(self) -> Money | None:
+        """Price and limits for the worker's record; None if there is neither."""
+        if self.max_cost is None and self.max_hours is None and self.price_per_hour is None:
+            return None
+        return Money(
+            price_per_hour=self.price_per_hour,
+            price_source=self.price_source,
+            max_cost=self.max_cost,
+            max_hours=self.max_hours,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ class Heartbeat:
         """
         lease = self.lease
         try:
-            lease.renew(self._telemetry.latest)
+            lease.renew(self._telemetry.up_to_date())
             check_stop_request(self._store)
         except StorageError as error:
             logger.warning("heartbeat: %s", error, extra=event("heartbeat_failed"))

@@ -53,6 +53,7 @@ from batchinfer.worker.joining import (
     read_work,
     refuse_only_errors,
 )
+from batchinfer.worker.limits import RunLimits
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import Opener
 from batchinfer.worker.schedule import Schedule, rows_per_second
@@ -102,8 +103,11 @@ class _Start:
         self.clock = environment.clock
         self.nonce = environment.new_nonce()
         self.worker_id = config.worker_id or f"w-{environment.new_nonce()}"
-        self.telemetry = Telemetry(self.worker_id, environment.clock, host=config.host)
+        self.telemetry = Telemetry(
+            self.worker_id, environment.clock, host=config.host, money=config.money
+        )
         self.store = environment.open_store(config.output)
+        self.limits = RunLimits(config, self.store, environment.clock)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
         self._checkpointed = (environment.clock.monotonic(), 0)
@@ -123,6 +127,7 @@ class _Start:
             heartbeat.start(
                 self.environment.background, stack, max_attempts=self.config.max_attempts
             )
+            self.limits.watch(self.environment.background, stack, self.environment.stopper)
             try:
                 engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
@@ -146,6 +151,8 @@ class _Start:
         )
         self.telemetry.workload.set_own({ref.name: _num_rows(ref) for ref in assignment.chunks})
         self._unless_stopped(partial(check_stop_request, self.store))
+        if self.limits.is_set:
+            self._unless_stopped(self.limits.check)
         self.membership = membership = Membership(
             self.config, self.environment, self.store, assignment
         )
@@ -609,7 +616,7 @@ class _Start:
 
     def result(self, error: BatchinferError | None) -> dict[str, Any]:
         """Make the result object that the command prints; `error` is the error that ended this start, if any."""
-        return make_result(
+        result = make_result(
             self.config,
             self.telemetry,
             run=None if self.membership is None else self.membership.run,
@@ -617,6 +624,7 @@ class _Start:
             error=error,
             has_answers=self._has_answers,
         )
+        return result | self.limits.result(self.telemetry.latest)
 
     def _raise_failures(self, open_chunks: OpenChunks) -> None:
         if not open_chunks.failures:

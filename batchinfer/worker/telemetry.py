@@ -13,14 +13,16 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
     BatchinferError,
     Interrupted,
+    LimitReached,
     PolicyStop,
     RunMismatch,
     StopRequested,
 )
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Span, Worker
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, Money, Span, Worker
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.ledger.claims import ENDED_STATES
+from batchinfer.ledger.spending import up_seconds_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.tally import Tally
 from batchinfer.worker.workload import Workload
@@ -39,8 +41,16 @@ A waiting start does not count as an attempt."""
 class Telemetry:
     """Counters of one start of a worker, used on the main thread. `latest` is an immutable copy for all threads."""
 
-    def __init__(self, worker_id: str, clock: Clock, *, host: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        clock: Clock,
+        *,
+        host: dict[str, Any],
+        money: Money | None = None,
+    ) -> None:
         self._clock = clock
+        self._money = money
         self._began = self._loading_since = clock.monotonic()
         self._has_sent_rows = False
         self.tally = Tally()
@@ -210,11 +220,12 @@ class Telemetry:
     def end_with(self, error: BatchinferError) -> None:
         """Set the state for a start that ends with an error: `stopped` or `failed`.
 
-        A start that ends because of a signal, a preemption notice or `batchinfer stop` does not count as an attempt.
+        A start that ends because of a signal, a preemption notice, `batchinfer stop` or a limit of the run's cost or
+        time does not count as an attempt.
         Nor does a start that is refused because the run has another configuration: each further start says so, too.
         """
         is_asked = isinstance(error, PolicyStop | Interrupted)
-        if isinstance(error, StopRequested | Interrupted | RunMismatch):
+        if isinstance(error, StopRequested | LimitReached | Interrupted | RunMismatch):
             self.attempts = max(0, self.attempts - 1)
         self.set_state(
             "stopped" if is_asked else "failed", f"{type(error).__name__}: {error.message}"[:500]
@@ -364,9 +375,25 @@ class Telemetry:
             open_spans=[
                 self._span(chunk, "open") for chunk in list(self._open.values())[:MAX_OPEN_SPANS]
             ],
-            up_seconds=base.up_seconds + self.run_seconds,
         )
+        self.latest = self.up_to_date()
         return self.latest
+
+    def up_to_date(self) -> Worker:
+        """Return `latest` with the seconds and the cost until now. Any thread may call it.
+
+        While an engine loads, no snapshot is made, but the machine costs money.
+        """
+        base, seconds = self._base, self.run_seconds
+        money = self._money
+        if money is not None and money.price_per_hour is not None:
+            rate = money.price_per_hour / 3600
+            before = base.money.cost if base.money is not None else None
+            earlier = rate * up_seconds_of(base) if before is None else before
+            money = msgspec.structs.replace(money, cost=earlier + rate * seconds)
+        return msgspec.structs.replace(
+            self.latest, up_seconds=base.up_seconds + seconds, money=money
+        )
 
     @property
     def _is_waiting(self) -> bool:

@@ -190,3 +190,16 @@ def test_nothing_to_check_is_said(check: Checker) -> None:
     status, result, _ = check(*ECHO)
     assert status == 2
     assert "no SOURCE" in messages(result)[0]
+
+
+def test_an_estimate_above_a_limit_is_a_warning(check: Checker, job: str) -> None:
+    """60 rows at 0.001 rows a second are 16.7 hours, and the start of a machine takes some minutes."""
+    rate = ("--rate", "0.001", "--price-per-hour", "2")
+    status, result, _ = check("--job", job, *ECHO, *rate, "--max-cost", "20", "--max-hours", "5")
+    assert status == 0
+    cost, hours = messages(result, "warning")
+    assert cost.startswith("--max-cost $20.00 is below the estimate of $33.67")
+    assert "59% of it" in cost
+    assert hours.startswith("--max-hours 5 h is below the estimate of 16.8 h")
+    status, result, _ = check("--job", job, *ECHO, *rate, "--max-cost", "40", "--max-hours", "17")
+    assert not messages(result, "warning")

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.prices import Prices
-from batchinfer.core.records import Job, Minute, Run, Span, Worker
+from batchinfer.core.records import Job, Minute, Money, Run, Span, Worker
 from batchinfer.ledger.inventory import SeenMarker, SeenWorker, Snapshot
 from batchinfer.runs.overview import RECENT_MINUTES, STALL_SECONDS, Overview, overview
 from big_run import Shape, make_job, make_run, make_workers
@@ -373,6 +373,42 @@ def test_workers_without_a_price_are_counted_not_guessed() -> None:
 def test_a_record_of_an_older_worker_is_priced_by_its_busy_time() -> None:
     old = msgspec.structs.replace(running(), up_seconds=0.0, load_seconds=120.0)
     assert look(old, prices=Prices(1.0)).workers[0].up_seconds == 720.0
+
+
+def money(**values: Any) -> Money:
+    return Money(**{"price_per_hour": 2.0, "price_source": "its own", "cost": 3.0} | values)
+
+
+def test_what_a_worker_has_recorded_as_its_cost_comes_before_lists_and_after_the_users_price() -> (
+    None
+):
+    worker = running(money=money(), host={"accelerator": "L4"})
+    seen = look(worker, prices=Prices())
+    assert (seen.cost.so_far, seen.cost.source, seen.cost.per_hour_now) == (3.0, "its own", 2.0)
+    assert look(worker, prices=Prices(5.0)).cost.so_far == pytest.approx(1.0)
+    without = running(money=money(price_per_hour=None, cost=None), host={"accelerator": "L4"})
+    assert "list prices" in look(without, prices=Prices()).cost.source
+
+
+def test_the_limits_are_those_of_the_worker_that_started_last() -> None:
+    first = running(id="a", money=money(max_cost=50.0, max_hours=9.0))
+    last = msgspec.structs.replace(
+        running(id="b", money=money(max_cost=20.0)), starts=[NOW - 9000, NOW - 300], ends=[(0, "")]
+    )
+    seen = look(first, last)
+    assert (seen.cost.limit, seen.max_hours) == (20.0, None)
+    assert (look(first).cost.limit, look(first).max_hours) == (50.0, 9.0)
+    assert look(running()).cost.limit is None
+
+
+def test_hours_count_time_in_which_anybody_was_up() -> None:
+    """Three starts of two workers, two of them at one time, and an hour in which nobody ran."""
+    early = running(id="a")
+    early = msgspec.structs.replace(
+        early, starts=[NOW - 7200, NOW - 1800], ends=[(NOW - 5400, "running")]
+    )
+    late = msgspec.structs.replace(running(id="b"), starts=[NOW - 900])
+    assert look(early, late).hours == pytest.approx(1.0)
 
 
 # --------------------------------------------------------------------------- a big run

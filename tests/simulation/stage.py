@@ -38,6 +38,19 @@ class Ending(NamedTuple):
         return not self.is_killed and self.error is None
 
 
+class Started(NamedTuple):
+    """A worker process that was begun."""
+
+    process: Process
+    endings: list[Ending]
+    crashes: list[Exception]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended or was killed."""
+        return bool(self.endings or self.crashes or self.process.is_dead)
+
+
 class Stage:
     """A bucket with a job of these prompts. A context: its scratch folder goes with it."""
 
@@ -76,9 +89,31 @@ class Stage:
         **options: Any,
     ) -> Ending:
         """Run one worker process to its end. Raises TimeoutError after so much virtual time."""
+        self.network.hook, self.network.num_requests = hook, 0
+        started = self.start(worker_id, manifest=manifest, **options)
+        process, endings, crashes = started
+        until = self.scheduler.now + within_seconds
+        self.scheduler.run(until, lambda: started.is_over)
+        was_killed = process.is_dead
+        if not was_killed:
+            process.kill()
+        close_files(process.name)
+        if crashes:
+            raise crashes[0]
+        if not endings and not was_killed:
+            raise TimeoutError(f"{worker_id} still runs after {within_seconds:.0f} virtual seconds")
+        return endings[0] if endings else Ending(True, None, {})
+
+    def start(
+        self,
+        worker_id: str = "w0",
+        *,
+        manifest: str = layout.ALL_MANIFEST,
+        **options: Any,
+    ) -> Started:
+        """Begin one worker process, which runs while the scheduler does."""
         process = Process(self.scheduler, f"{worker_id}#{self.scheduler.num_events}")
         endings: list[Ending] = []
-        self.network.hook, self.network.num_requests = hook, 0
         environment = make_environment(
             process,
             self.network,
@@ -110,17 +145,7 @@ class Stage:
         crashes: list[Exception] = []
         process.on_crash = crashes.append
         process.spawn(main)
-        until = self.scheduler.now + within_seconds
-        self.scheduler.run(until, lambda: bool(endings or crashes or process.is_dead))
-        was_killed = process.is_dead
-        if not was_killed:
-            process.kill()
-        close_files(process.name)
-        if crashes:
-            raise crashes[0]
-        if not endings and not was_killed:
-            raise TimeoutError(f"{worker_id} still runs after {within_seconds:.0f} virtual seconds")
-        return endings[0] if endings else Ending(True, None, {})
+        return Started(process, endings, crashes)
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
         """The objects of the run."""
