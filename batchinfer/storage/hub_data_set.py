@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,8 +189,11 @@ class HubRepository:
 
     def _no_rights(self, error: BatchinferError, what: str) -> AccessDenied:
         owner = self._repo.partition("/")[0]
+        reason = error.message.removeprefix(f"{self.url}: ")
+        if isinstance(error, ObjectNotFound):
+            reason = f"it knows no {owner!r}"
         return AccessDenied(
-            f"{self.url}: the Hub does not let this token {what} ({error.message.partition(': ')[2]})",
+            f"{self.url}: the Hub does not let this token {what} ({reason})",
             hint=f"is {owner!r} your name or an organisation of yours? HF_TOKEN, or `hf auth login`, "
             "must give a token with the right to write there",
         )
@@ -290,7 +294,10 @@ class HubRepository:
     @contextmanager
     def _asking(self) -> Iterator[Any]:
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
 
+        if not sys.stderr.isatty():
+            disable_progress_bars()  # a log would get a line for every step of every file
         with hub_errors(self.url), waiting(self.url):
             yield HfApi()
 
