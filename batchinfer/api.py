@@ -53,11 +53,17 @@ _ERRORS: dict[int, type[errors.BatchinferError]] = {
 
 
 def run(
-    source: Any, *, output: str | Path | None = None, work: str | Path | None = None, **options: Any
+    source: Any,
+    *,
+    output: str | Path | None = None,
+    work: str | Path | None = None,
+    quiet: bool = False,
+    **options: Any,
 ) -> RunHandle:
     """Answer every row of a data set with a model on this machine. See docs/run.md.
 
-    The call blocks until the command has ended. Log lines go to stderr. After an interruption or a kill, the same call
+    The call blocks until the command has ended. Log lines go to stderr; in a notebook and in a terminal there is a
+    progress bar. After an interruption or a kill, the same call
     goes on where it was if `output` or `work` is given.
 
     Args:
@@ -66,6 +72,7 @@ def run(
         output: File or folder for the answers, as `-o` of `batchinfer run`. With None, none is written.
         work: Folder or URL for the job and the run. With None, it is a folder beside `output`. If `output` is None too,
             it is a temporary folder, which is removed when the result is not used any more.
+        quiet: Show neither log lines nor a progress bar.
         options: Options of `batchinfer run` by their names, such as `model`, `max_tokens`, `temperature`, `limit`.
 
     Returns:
@@ -93,7 +100,7 @@ def run(
             arguments += ["--work", str(work)]
         try:
             sources = _as_sources(source, Path(scratch))
-            result = _call("run", sources, arguments, options, Path(scratch))
+            result = _call("run", sources, arguments, options, Path(scratch), quiet=quiet)
         except BaseException:
             if folder is not None:
                 _remove(folder)
@@ -324,9 +331,14 @@ def _call(
     arguments: Sequence[str],
     options: Mapping[str, Any],
     folder: Path,
+    *,
+    quiet: bool = False,
 ) -> dict[str, Any]:
-    """Run a command as a process, with its log on stderr, and return its result."""
+    """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
+    from batchinfer.worker.progress import MARKED_LINES, is_shown_to_people
+
     _check_names(name, options)
+    has_bar = not quiet and is_shown_to_people(sys.stderr)
     settings = folder / "options.yaml"
     settings.write_text(_as_settings(name, options), encoding="utf-8")
     lines: deque[str] = deque(maxlen=_LINES_KEPT)
@@ -349,9 +361,9 @@ def _call(
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=_variables(name),
+        env=_variables(name) | ({MARKED_LINES: "1"} if has_bar else {}),
     ) as process:
-        forwarding = threading.Thread(target=_forward, args=(process, lines), daemon=True)
+        forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
         forwarding.start()
         try:
             assert process.stdout is not None
@@ -426,14 +438,20 @@ def _variables(name: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
 
 
-def _forward(process: subprocess.Popen[str], lines: deque[str]) -> None:
+def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> None:
     """Copy a process's stderr to ours, which may be a cell of a notebook, and keep the last lines."""
     from batchinfer.cli.terminal import say
+    from batchinfer.worker.progress import BarOfLines
 
     assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line.rstrip("\n"))
-        say(line.rstrip("\n"))
+    bar = BarOfLines()
+    for line in (text.rstrip("\n") for text in process.stderr):
+        if bar.take(line):
+            continue
+        lines.append(line)
+        if not quiet:
+            say(line)
+    bar.close()
 
 
 def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:

@@ -84,10 +84,10 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     from batchinfer.worker.background import install_signal_handlers, unless_stopped
     from batchinfer.worker.config import real_environment
     from batchinfer.worker.notices import find_service, watch
-    from batchinfer.worker.progress import progress_for
+    from batchinfer.worker.progress import MARKED_LINES, progress_for
     from batchinfer.worker.start import run_worker
 
-    show_progress = progress_for(sys.stderr)
+    show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
     install_signal_handlers(outside.stopper)

@@ -1,9 +1,14 @@
-"""A worker's progress on stderr: a progress bar if stderr is a terminal, else a log line every few seconds."""
+"""A worker's progress on stderr: a progress bar if stderr is a terminal, else a log line every few seconds.
+
+For a program that started the worker and shows a bar of its own, the worker writes progress as marked lines instead.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+import warnings
 from functools import cached_property
 from typing import Any, Protocol, TextIO
 
@@ -15,6 +20,11 @@ logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
+MARKED_LINES = "BATCHINFER_PROGRESS_LINES"
+"""Name of the environment variable that asks for marked lines, if it is set."""
+_MARK = "\x1eprogress "
+"""Beginning of a marked line. Log lines never hold this control character."""
+_BAR_FORMAT = "{percentage:3.0f}% |{bar}| {desc}"
 
 
 class ShowProgress(Protocol):
@@ -29,8 +39,10 @@ class ShowProgress(Protocol):
         ...
 
 
-def progress_for(stream: TextIO) -> ShowProgress:
-    """Return a function that shows progress: as a bar if `stream` is a terminal, else as log lines."""
+def progress_for(stream: TextIO, *, as_marked_lines: bool = False) -> ShowProgress:
+    """Return a function that shows progress: as a bar if `stream` is a terminal, else as log lines or marked lines."""
+    if as_marked_lines:
+        return _MarkedLines(stream)
     return _ProgressBar(stream) if stream.isatty() else _ProgressLines()
 
 
@@ -106,7 +118,7 @@ class _ProgressBar:
             total=0,
             file=self._stream,
             dynamic_ncols=True,
-            bar_format="{percentage:3.0f}% |{bar}| {desc}",
+            bar_format=_BAR_FORMAT,
         )
 
     def __call__(self, telemetry: Telemetry) -> None:
@@ -131,3 +143,67 @@ class _ProgressBar:
             self._bar.close()
             self._shown = None
         self._due = float("inf")
+
+
+class _MarkedLines:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._due = 0.0
+        self._shown: Telemetry | None = None
+
+    def __call__(self, telemetry: Telemetry) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + BAR_SECONDS
+            self._show(telemetry)
+
+    def _show(self, telemetry: Telemetry) -> None:
+        self._shown = telemetry
+        work = telemetry.workload
+        shown = [work.rows_done, work.rows, describe(telemetry)]
+        self._stream.write(f"{_MARK}{json.dumps(shown)}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """See `ShowProgress`."""
+        if self._shown is not None:
+            self._show(self._shown)
+            self._shown = None
+        self._due = float("inf")
+
+
+class BarOfLines:
+    """A progress bar on stderr, or in a cell of a notebook, from the marked lines of another process."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def take(self, line: str) -> bool:
+        """Show the progress that a line tells. Returns whether it is a marked line; others are for people to read."""
+        if not line.startswith(_MARK):
+            return False
+        done, rows, text = json.loads(line.removeprefix(_MARK))
+        if self._bar is None:
+            self._bar = _bar_class()(total=rows, bar_format=_BAR_FORMAT, dynamic_ncols=True)
+        self._bar.total = rows
+        self._bar.n = done
+        self._bar.set_description_str(text, refresh=True)
+        return True
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def is_shown_to_people(stream: TextIO) -> bool:
+    """Whether a bar on this stream is seen by a person: in a terminal, or below a cell of a notebook."""
+    return stream.isatty() or type(stream).__module__.startswith("ipykernel.")
+
+
+def _bar_class() -> Any:
+    """Return tqdm's class for where this program runs: a widget in a notebook that has widgets, else a line of text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm would say that a notebook has no widgets
+        from tqdm.auto import tqdm
+    return tqdm

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 
 import batchinfer
 from batchinfer import errors
+from tiny_model import DEMO_MODEL
 
 ROWS = [{"text": f"row {index}", "n": index} for index in range(5)]
 TEXTS = [row["text"] for row in ROWS]
@@ -34,7 +37,7 @@ def test_the_names_and_signatures_are_those_that_programs_rely_on() -> None:
     }
     assert set(batchinfer.__all__) <= set(dir(batchinfer))
     signatures = {
-        "run": ["source", "output", "work", "options"],
+        "run": ["source", "output", "work", "quiet", "options"],
         "split": ["source", "output", "options"],
         "open_run": ["url"],
     }
@@ -197,6 +200,87 @@ def test_variables_of_the_command_do_not_reach_a_call(
     monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
     found = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo")
     assert found.result["rows"] == 5
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_bar_is_shown_where_a_person_sees_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_seen: bool
+) -> None:
+    monkeypatch.setattr("batchinfer.worker.progress.is_shown_to_people", lambda _: is_seen)
+    batchinfer.run(ROWS, engine="echo")
+    shown = capsys.readouterr().err
+    assert ("5/5 rows" in shown) is ("100% |" in shown) is is_seen
+    assert "taken from the data: --prompt-column text" in shown
+    assert "\x1e" not in shown
+
+
+def test_quiet_shows_nothing_and_still_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("batchinfer.worker.progress.is_shown_to_people", lambda _: True)
+    batchinfer.run(ROWS, engine="echo", quiet=True)
+    with pytest.raises(errors.UsageError, match="max-tokens"):
+        batchinfer.run(ROWS, engine="echo", max_tokens=-1, quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def answer_in_a_fork(connection: Any) -> None:
+    connection.send([row["text"] for row in batchinfer.run(ROWS, engine="echo", quiet=True).rows()])
+
+
+def test_a_forked_process_and_a_thread_may_call_it() -> None:
+    """As a program with threads and loaded libraries does, for example a data loader's workers."""
+    batchinfer.run(ROWS, engine="echo", quiet=True)
+    with ThreadPoolExecutor(1) as pool:
+        inside = pool.submit(batchinfer.run, ROWS, engine="echo", quiet=True)
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=answer_in_a_fork, args=(theirs,))
+        child.start()
+        assert ours.poll(60)
+        assert ours.recv() == TEXTS
+        child.join()
+        assert [row["text"] for row in inside.result().rows()] == TEXTS
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process."""
+    try:
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, below) for found in (child, *descendants(child))]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is alive and no zombie. An orphan may stay a zombie, as no parent waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.vllm
+def test_the_processes_of_vllm_end_with_the_program(tmp_path: Path) -> None:
+    """vLLM starts a process of its own below the engine's. A program killed by SIGKILL leaves none of them."""
+    code = (
+        "import batchinfer; batchinfer.run([{'text': 'Count.'}] * 20_000, output='a.parquet', "
+        f"model={str(DEMO_MODEL)!r}, max_tokens=400)"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stderr is not None
+    for line in program.stderr:
+        if "first rows in the engine" in line:
+            break
+    below = descendants(program.pid)
+    assert len(below) >= 3, "the command, its engine and vLLM's core"
+    program.kill()
+    program.wait()
+    end = time.monotonic() + 30
+    while left := [pid for pid in below if is_running(pid)]:
+        assert time.monotonic() < end, f"still alive: {left}"
+        time.sleep(0.05)
 
 
 def test_the_engine_ends_with_the_program(tmp_path: Path) -> None:

@@ -60,5 +60,8 @@ def test_the_notebook_runs(folder: Path) -> None:
         notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     client.execute()
+    progress = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert "100% |" in progress
+    assert "3/3 rows" in progress
     last = notebook.cells[-1].outputs[0]
     assert "Lima" in last["data"]["text/plain"]

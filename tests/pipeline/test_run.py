@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -398,6 +400,69 @@ class TestWhatIsRefused:
         assert run(rows, "-o", "hf://datasets/org/new", "--work", work) == 2
         assert "is 'org' your name" in capsys.readouterr().err
         assert not (work / "run").exists()
+
+
+class TestSeveralGpus:
+    """A machine with four GPUs, as far as nvidia-smi and the engine's processes tell. The answers are echoes."""
+
+    @pytest.fixture
+    def notes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The folder with the notes of the engine's processes."""
+        programs, notes = tmp_path / "bin", tmp_path / "notes"
+        programs.mkdir()
+        notes.mkdir()
+        listed = "".join(f"{index}, NVIDIA L4, 23034, GPU-{index}a\\n" for index in range(4))
+        (programs / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+        (programs / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        monkeypatch.setenv("ECHO_HOST_NOTES", str(notes))
+
+        def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+            assert command[:3] == [sys.executable, "-m", "batchinfer.engines.host"]
+            return subprocess.Popen([sys.executable, "-m", "echo_host", *command[3:]], **options)
+
+        replaced = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+        monkeypatch.setattr("batchinfer.engines.replica.subprocess", replaced)
+        return notes
+
+    @pytest.mark.skipif(find_spec("vllm") is None, reason="the command refuses to start without")
+    @pytest.mark.parametrize(
+        ("options", "visible", "groups", "order"),
+        [
+            ([], None, ["0", "1", "2", "3"], "PCI_BUS_ID"),
+            (["--tensor-parallel-size", 2], None, ["0,1", "2,3"], "PCI_BUS_ID"),
+            (["--gpus", "1,2"], None, ["1", "2"], "PCI_BUS_ID"),
+            ([], "3,1", ["3", "1"], None),
+        ],
+    )
+    def test_every_gpu_of_the_machine_works(
+        self,
+        notes: Path,
+        rows: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        options: list[Any],
+        visible: str | None,
+        groups: list[str],
+        order: str | None,
+    ) -> None:
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        given = ["run", rows, "-o", tmp_path / "a.jsonl", "--model", DEMO_MODEL, *options]
+        assert main([*map(str, given), "--max-num-seqs", "4"]) == 0
+        found = [json.loads(path.read_text()) for path in notes.iterdir()]
+        assert sorted(note["gpus"] for note in found) == sorted(groups)
+        assert {note["order"] for note in found} == {order}
+        size = len(groups[0].split(","))
+        assert {note["tensor_parallel_size"] for note in found} == {size}
+        assert all(note["answers"] for note in found)
+        assert sum(note["answers"] for note in found) == len(ROWS)
+        answers = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+        assert [answer["row"] for answer in answers] == list(range(60))
+        assert len({answer["text"] for answer in answers}) == 60
 
 
 class TestWhatStopsIt:
