@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -243,12 +244,13 @@ def test_a_forked_process_and_a_thread_may_call_it() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below a process."""
-    try:
-        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [found for child in map(int, below) for found in (child, *descendants(child))]
+    """The processes below a process, whichever of its threads started them."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 def is_running(pid: int) -> bool:
