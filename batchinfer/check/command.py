@@ -23,6 +23,7 @@ from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.prices import Prices, listed_accelerators
+from batchinfer.split.command import parse_delimiter
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 
@@ -60,6 +61,7 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
 
     config = CheckConfig(
         sources=list(options["sources"]),
+        delimiter=options["delimiter"],
         manifests=list(options["manifests"]),
         job=options["job"],
         output=(options["output"] or "").rstrip("/"),
@@ -116,6 +118,12 @@ def tell(result: dict[str, Any]) -> None:
 
 @click.command("check", cls=SectionCommand)
 @click.argument("sources", nargs=-1)
+@click.option(
+    "--delimiter",
+    callback=parse_delimiter,
+    metavar="CHARACTER",
+    help="As in split: the character between the fields of SOURCE's CSV.",
+)
 @click.option(
     "--yaml",
     "task_files",

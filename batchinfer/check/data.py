@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Job
@@ -16,6 +16,9 @@ from batchinfer.prompts.render_process import RenderProcess
 from batchinfer.prompts.templates import named_template
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.preview import read_first_rows
+
+if TYPE_CHECKING:
+    from batchinfer.split.sources import CountedSources
 
 _PLACES = 4
 """Number of places in the data, spread evenly, from which sample rows are taken.
@@ -58,6 +61,8 @@ class Data(NamedTuple):
     sample: list[Batch]
     job_sha256: str = ""
     job: Job | None = None
+    counted: CountedSources | None = None
+    """The sources, if the data is not in chunks yet."""
 
 
 def from_assignment(
@@ -79,14 +84,16 @@ def from_assignment(
     return Data(rows, len(chunks), sample, assignment.job_sha256, assignment.job)
 
 
-def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
+def from_sources(
+    sources: Sequence[str], count: int, limit: int | None, *, delimiter: str = ""
+) -> Data:
     """Take about `count` sample rows of sources that are not split yet, in the form in which `split` would write them.
 
     All rows are counted, but only the sample rows are converted.
     """
     from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
 
-    counted = count_sources(sources, choice=ColumnChoice(), limit=limit)
+    counted = count_sources(sources, choice=ColumnChoice(), limit=limit, delimiter=delimiter)
     each = max(1, -(-count // _PLACES))
     sample = []
     for start in dict.fromkeys(
@@ -101,7 +108,7 @@ def from_sources(sources: Sequence[str], count: int, limit: int | None) -> Data:
         # Each batch needs a different chunk name, because a row is identified by its chunk's name and its line.
         chunk = ChunkRef(name=f"row-{start}", root="", key="", first_row=start)
         sample.append(Batch(chunk, [RawRow(i, line) for i, line in enumerate(lines)]))
-    return Data(counted.rows, None, sample)
+    return Data(counted.rows, None, sample, counted=counted)
 
 
 def synthetic(total: int, count: int, prompt: PromptConfig) -> Data:

@@ -35,6 +35,7 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     """What to check. `engine`, `prompt` or `sampling` is None if its options were wrong and could not be read."""
 
     sources: list[str] = []
+    delimiter: str = ""
     manifests: list[str] = []
     job: str | None = None
     output: str = ""
@@ -210,7 +211,9 @@ class Examination:
                 return None
             return synthetic(config.synthetic, config.sample_rows, config.prompt)
         if config.sources:
-            return from_sources(config.sources, config.sample_rows, config.limit)
+            return from_sources(
+                config.sources, config.sample_rows, config.limit, delimiter=config.delimiter
+            )
         manifests = config.manifests
         if config.job and not manifests:
             manifests = [f"{config.job.rstrip('/')}/manifests/all.txt"]
@@ -274,6 +277,10 @@ class Examination:
                 check_columns(
                     data.job, builder.needed_columns, optional=config.prompt.optional_columns
                 )
+        if data.counted is not None:
+            with self._step("data"):
+                for option, names in builder.needed_columns.items():
+                    data.counted.require_in_each_file(option, names)
         rows: list[RenderedRow] = []
         cut = 0
         for chunk, raw in data.sample:

@@ -18,22 +18,23 @@ from batchinfer.cli.run_options import run_options
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.pipeline.running import WORKER_ID
+from batchinfer.split.command import parse_delimiter
 
 if TYPE_CHECKING:
-    from batchinfer.pipeline.steps import PipelineConfig
+    from batchinfer.pipeline.steps import PipelineConfig, WorkFolder
 
 STDOUT = "-"
-_WORKER_ID = "run"
 _RESUMABLE = (33, 34, 75)
 """Exit statuses after which a new start may help."""
-_OWN = ("limit", "is_plain", "with_source", "explode")
+_OWN = ("limit", "delimiter", "is_plain", "with_source", "explode")
 _GIVEN = {
     "manifests": (),
     "job": None,
     "output": None,
     "limit": None,
     "allow_absolute": False,
-    "worker_id": _WORKER_ID,
+    "worker_id": WORKER_ID,
     "steal": True,
 }
 """Parameters of the worker to which `run` itself gives values."""
@@ -57,6 +58,14 @@ _GIVEN = {
     section=FIRST,
     type=click.IntRange(1),
     help="Only the first N rows for now; without it later, these rows are kept.",
+)
+@click.option(
+    "--delimiter",
+    cls=SectionOption,
+    section="prompt",
+    callback=parse_delimiter,
+    metavar="CHARACTER",
+    help="As in split: the character between the fields of CSV.",
 )
 @click.option(
     "--work",
@@ -147,7 +156,6 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     from batchinfer.pipeline.steps import WorkFolder
     from batchinfer.storage.opening import check_writable, open_store, probe
     from batchinfer.worker.command import describe_host, engine_config, price_of_machine
-    from batchinfer.worker.command import work as run_worker
 
     clock = SystemClock()
     check_writable(config.work, option="--work")
@@ -163,10 +171,25 @@ def _run(config: PipelineConfig, options: dict[str, Any]) -> dict[str, Any]:
     )
     work = WorkFolder(config, open_store, clock)
     rows_there = work.claim_dest()
-    options = work.split(options, world)
-    if rows_there and not options["retry_errors"]:
-        work.refuse_other_options(options)
-        return {"status": "UNCHANGED", "dest": config.dest, "rows": rows_there, "work": config.work}
+    counted, options = work.look(options, world)
+    with work.alone():
+        work.split(counted)
+        if rows_there and work.is_current() and not options["retry_errors"]:
+            work.refuse_other_options(options)
+            return {
+                "status": "UNCHANGED",
+                "dest": config.dest,
+                "rows": rows_there,
+                "work": config.work,
+            }
+        return _generate(work, options)
+
+
+def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
+    """Answer the rows of the job and collect the answers."""
+    from batchinfer.worker.command import work as run_worker
+
+    config = work.config
     work.check_hub()
     options |= {"job": work.job_url, "output": work.run_url, "manifests": (work.manifest(),)}
     options["steal"] = config.limit is None

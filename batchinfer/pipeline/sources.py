@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 
 from batchinfer.core import codec
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.split.finding import find_text_files
 from batchinfer.split.first_bytes import format_of
-from batchinfer.storage.opening import split_url
+from batchinfer.split.source_files import FoundFile, open_stream
 from batchinfer.storage.scratch import scratch_errors
 
 logger = logging.getLogger(__name__)
@@ -62,32 +63,33 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
 
 
 def as_tables(sources: Sequence[str], folder: Path) -> list[str]:
-    """Return the sources, with standard input and local .txt files replaced by files of JSON Lines in `folder`.
+    """Return the sources, with standard input and .txt files replaced by files of JSON Lines in `folder`.
 
-    Every line of a text becomes a row with the column `prompt`; blank lines are left out. Standard input counts as JSON
-    Lines if its first character besides white space is a brace, else as text.
+    A .txt file may be a URL or match a glob, be compressed (.gz, .zst), and have its ending in upper case. Every line
+    of a text becomes a row with the column `prompt`; blank lines are left out. Standard input counts as JSON Lines if
+    its first character besides white space is a brace, else as text.
 
     Raises:
-        InputError: Standard input is a terminal, or a source is empty or not UTF-8.
+        InputError: Standard input is a terminal, or a source is empty, missing or not UTF-8.
     """
-    return [_as_table(source, folder) for source in sources]
+    return [table for source in sources for table in _as_tables(source, folder)]
 
 
-def _as_table(source: str, folder: Path) -> str:
-    scheme, path = split_url(source)
+def _as_tables(source: str, folder: Path) -> list[str]:
     if source == STDIN:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError(
                 "SOURCE -: standard input is a terminal, expected rows from a pipe or a file",
                 hint="batchinfer run - -o DEST < rows.jsonl",
             )
-        return _write(sys.stdin.buffer, "stdin", folder)
-    if scheme == "file" and path.endswith(".txt"):
-        local = Path(path).expanduser()
-        if local.is_file():
-            with local.open("rb") as stream:
-                return _write(stream, local.name, folder, is_text=True)
-    return source
+        return [_write(sys.stdin.buffer, "stdin", folder)]
+    return [_text_file(found, folder) for found in find_text_files(source)] or [source]
+
+
+def _text_file(found: FoundFile, folder: Path) -> str:
+    name = found.url.rsplit("/", 1)[-1]
+    with open_stream(found) as stream:
+        return _write(stream, name, folder, is_text=True)
 
 
 def _write(stream: BinaryIO, name: str, folder: Path, *, is_text: bool = False) -> str:

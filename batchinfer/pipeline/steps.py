@@ -1,14 +1,17 @@
 """The steps of `run`: check, split, generate, collect. Each can be killed, and the same command goes on from there.
 
-Besides DEST, the steps write into the work folder: the job into ``job/``, the run into ``run/``, and the record
-`COLLECTING`, which says that DEST is this command's.
+Besides DEST, the steps write into the work folder: the job into ``job/``, the run into ``run/``, the record
+`COLLECTING`, which says that DEST is this command's, and while a command works there, the record of running.py.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import msgspec
 
 from batchinfer.check.command import run_check
 from batchinfer.check.steps import CheckConfig, CheckWorld, differences
@@ -30,10 +33,17 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.engines import find_engine
-from batchinfer.ledger.jobs import OpenStore, load_job, split_name
+from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
+from batchinfer.pipeline.running import running_alone
 from batchinfer.pipeline.sources import recognise
+from batchinfer.split.append import (
+    complete_manifests,
+    has_files_of,
+    new_files,
+    refuse_other_columns,
+)
 from batchinfer.split.command import SplitConfig, run_split
-from batchinfer.split.sources import ColumnChoice, count_sources
+from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources
 from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
@@ -51,6 +61,7 @@ class PipelineConfig(Record, frozen=True, kw_only=True):
     dest: str
     work: str
     limit: int | None = None
+    delimiter: str = ""
     format: str = ""
     with_source: bool = False
     explode: bool = False
@@ -69,6 +80,15 @@ class CollectingRecord(Record, frozen=True, kw_only=True):
     """Options on which DEST's content depends."""
     rows: int = 0
     """Number of rows at DEST; 0 until DEST is complete."""
+    generation: int | msgspec.UnsetType = msgspec.UNSET
+    """Generation of the job from which DEST was written. Unset if no data had been appended."""
+
+
+class LookedAt(NamedTuple):
+    """Result of `WorkFolder.look`: the sources, and the options with those that are chosen from the data."""
+
+    counted: CountedSources
+    options: dict[str, Any]
 
 
 class WorkFolder:
@@ -86,41 +106,65 @@ class WorkFolder:
 
     # -- split
 
-    def split(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
-        """Make the job if there is none, and return the run's options, with those that are chosen from the data.
+    def look(self, options: dict[str, Any], world: CheckWorld) -> LookedAt:
+        """Count the sources, and choose options from the data. Writes nothing.
 
-        With --limit, the first chunk of a new job has the rows up to the limit, so that they can be done alone.
-
-        Before a new job is made, options and sources are checked, so that nothing is written for a command that cannot
-        work.
+        If there is no job yet, options and sources are checked.
 
         Raises:
             ConfigError: The options and the sources would not work together.
-            InputError: The sources cannot be read, or are not those of the job that is there.
+            InputError: The sources cannot be read.
         """
         config = self.config
-        counted = count_sources(config.sources, choice=ColumnChoice())
+        choice = ColumnChoice()
+        counted = count_sources(config.sources, choice=choice, delimiter=config.delimiter)
         counted.check_apart(config.dest)
         options = options | recognise(counted.columns, options)
         options |= self._as_chat(options, world)
-        existing = load_job(self.job_url, self._open_store)
-        if existing is None:
+        if load_job(self.job_url, self._open_store) is None:
             self._check(options, world)
-        limit = config.limit
+        return LookedAt(counted, options)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other `run` commands out of the work folder for the time of a `with` block; see `running_alone`."""
+        return running_alone(self._store, self._open_store(self.run_url), self._clock)
+
+    def split(self, counted: CountedSources) -> None:
+        """Make the job if there is none. Append those of the sources' files that the job lacks, if it has the others.
+
+        With --limit, the first chunk of a new job has the rows up to the limit, so that they can be done alone.
+
+        Raises:
+            InputError: The sources cannot be read, or are not those of the job that is there.
+        """
+        config, limit = self.config, self.config.limit
         split = SplitConfig(
             sources=config.sources,
             output=self.job_url,
+            delimiter=config.delimiter,
             first_rows=limit if limit is not None and limit < counted.rows else None,
         )
+        found = load_job(self.job_url, self._open_store)
         try:
+            if found is not None and has_files_of(found[0], counted):
+                new = new_files(counted, found[0])
+                if new.rows:
+                    logger.info(
+                        "%s of new files: appended to the %d that are there",
+                        *(units.many(new.rows, "row"), found[0].rows),
+                    )
+                    split = msgspec.structs.replace(split, append=True, first_rows=None)
+                elif found[0].appends:
+                    refuse_other_columns(found[0], counted)
+                    complete_manifests(self._open_store(self.job_url))
+                    return
             run_split(split, store=self._open_store(self.job_url))
         except InputError as error:
-            if existing is None:
+            if found is None:
                 raise
             raise InputError(
                 error.message, hint=f"name another DEST, or remove {config.work}"
             ) from error
-        return options
 
     def _as_chat(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
         """Return ``as_chat`` if texts of --prompt-column should go through the model's chat template, else nothing."""
@@ -154,6 +198,7 @@ class WorkFolder:
     def _asked(self, options: dict[str, Any]) -> CheckConfig:
         return CheckConfig(
             sources=self.config.sources,
+            delimiter=self.config.delimiter,
             engine=engine_config(options),
             prompt=prompt_config(options),
             sampling=sampling_config(options),
@@ -204,10 +249,9 @@ class WorkFolder:
 
     def _write_manifest(self, job: Job, count: int, rows: int) -> str:
         store = self._open_store(self.job_url)
-        lines = store.get(layout.ALL_MANIFEST).data.splitlines(keepends=True)
-        assert len(lines) == len(job.chunks)
         key = f"{layout.MANIFESTS}first-{rows}.txt"
-        store.create(key, b"".join(lines[:count]))
+        lines = [f"{chunk_key(job, chunk)}\n" for chunk in job.chunks[:count]]
+        store.create(key, "".join(lines).encode())
         return join_url(self.job_url, key)
 
     def refuse_errors(self, rate: float, *, at_least: int) -> None:
@@ -288,6 +332,15 @@ class WorkFolder:
             return os.path.normpath(local_path(dest))
         return os.path.relpath(local_path(dest).resolve(), local_path(work).resolve())
 
+    def is_current(self) -> bool:
+        """Whether DEST was written from the job as it is now, not from one that lacked data appended since."""
+        record = self._record()
+        return record is not None and (record.generation or 0) == self._generation()
+
+    def _generation(self) -> int:
+        found = load_job(self.job_url, self._open_store)
+        return (found[0].generation or 0) if found is not None else 0
+
     def collect(self) -> dict[str, Any]:
         """Write DEST from the run, and return the result of `collect`."""
         self._put_record(0)
@@ -339,6 +392,7 @@ class WorkFolder:
             dest=self._dest_from_work(),
             options=self._options(),
             rows=rows,
+            generation=self._generation() or msgspec.UNSET,
         )
         data = codec.encode_pretty(record)
         try:

@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
-from batchinfer.core.records import Append, Job
+from batchinfer.core.records import Append, Job, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.jobs import decode_job, identity
 from batchinfer.split import chunk_files
@@ -68,7 +68,8 @@ def run_append(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     choice = ColumnChoice(columns=config.columns, id_column=job.id_column)
     counted = count_sources(config.sources, choice=choice, delimiter=config.delimiter)
     counted.check_apart(config.output)
-    new, num_known = new_files(counted, job)
+    new = new_files(counted, job)
+    num_known = _say_left_out(counted, job)
     if not new.rows:
         replace_manifests(store, job, etag)
         result = make_result("unchanged", config, job, {}, time.monotonic() - started)
@@ -96,8 +97,8 @@ def run_append(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     return result | _appended(config, longer, new.rows, len(chunks), num_known)
 
 
-def new_files(counted: CountedSources, job: Job) -> tuple[CountedSources, int]:
-    """Return the sources without the files that the job has already, and the number of the files left out.
+def new_files(counted: CountedSources, job: Job) -> CountedSources:
+    """Return the sources without the files that the job has already. Their rows get the numbers after the job's.
 
     Files are compared by size, number of rows and digest.
 
@@ -105,14 +106,9 @@ def new_files(counted: CountedSources, job: Job) -> tuple[CountedSources, int]:
         InputError: A file has another content than when it became a part of the job, so that rows of it may be in the
             job already.
     """
-    files = [file for source in job.sources for file in source.files]
-    known = {(file.bytes, file.rows, file.digest): file for file in files}
-    addresses = {_address(file.url) for file in files}
-
-    def is_new(item: CountedFile) -> bool:
-        return (item.found.bytes, item.rows, item.digest) not in known
-
-    new = counted.only(is_new, first_row=job.rows)
+    known = _known_files(job)
+    addresses = {_address(file.url) for file in known.values()}
+    new = counted.only(lambda item: _content(item) not in known, first_row=job.rows)
     for item in new.files:
         url = redact(item.found.url)
         if item.rows and _address(url) in addresses:
@@ -120,18 +116,61 @@ def new_files(counted: CountedSources, job: Job) -> tuple[CountedSources, int]:
                 f"{url}: has changed since its rows became a part of the job, expected only new files",
                 hint="put the new rows into a file of their own; if all its rows are new, rename it",
             )
-    left_out = [item for item in counted.files if item.rows and not is_new(item)]
-    for item in left_out[:_MAX_SHOWN]:
-        url = redact(item.found.url)
-        there = known[item.found.bytes, item.rows, item.digest].url
-        logger.warning(
-            "%s: the job has its rows already%s; it is left out",
-            url,
-            "" if there == url else f" (from {there})",
+    return new
+
+
+def complete_manifests(store: Store) -> None:
+    """Make the manifests list all chunks of the job, if a command was killed before it did so."""
+    data, etag = store.get(layout.JOB_KEY)
+    replace_manifests(store, decode_job(data, store.url), etag)
+
+
+def has_files_of(job: Job, counted: CountedSources) -> bool:
+    """Whether the sources have all files of a job that has its files' rows whole. Files without rows do not matter."""
+    there = {_content(item) for item in counted.files}
+    return job.limit is None and all(key in there for key in _known_files(job) if key[1])
+
+
+def refuse_other_columns(job: Job, counted: CountedSources) -> None:
+    """Raise InputError if the job has other columns than the sources."""
+    if set(job.columns) != set(counted.columns):
+        raise InputError(
+            f"the job there has the columns {', '.join(job.columns)}, the sources {', '.join(counted.columns)}"
         )
-    if len(left_out) > _MAX_SHOWN:
-        logger.warning("%d more files are left out, too", len(left_out) - _MAX_SHOWN)
-    return new, len(left_out)
+
+
+_Content = tuple[int, int, str]
+
+
+def _content(item: CountedFile) -> _Content:
+    """Return the size, the number of rows and the digest of a file."""
+    return item.found.bytes, item.rows, item.digest
+
+
+def _known_files(job: Job) -> dict[_Content, SourceFile]:
+    return {
+        (file.bytes, file.rows, file.digest): file
+        for source in job.sources
+        for file in source.files
+    }
+
+
+def _say_left_out(counted: CountedSources, job: Job) -> int:
+    """Log which files are left out because the job has them. Returns their number."""
+    known = _known_files(job)
+    left_out = [item for item in counted.files if item.rows and _content(item) in known]
+    for item in left_out:
+        url, there = redact(item.found.url), known[_content(item)].url
+        if url != there:
+            logger.warning("%s: has the same content as %s in the job; it is left out", url, there)
+    if left_out:
+        names = ", ".join(redact(item.found.url) for item in left_out[:_MAX_SHOWN])
+        more = ", …" if len(left_out) > _MAX_SHOWN else ""
+        logger.info(
+            "%s in the job already, and left out: %s%s",
+            *(units.many(len(left_out), "file"), names, more),
+        )
+    return len(left_out)
 
 
 def _address(url: str) -> tuple[str, ...]:

@@ -405,9 +405,8 @@ def _parse_columns(
     return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
 
 
-def _parse_delimiter(
-    _context: click.Context, _parameter: click.Parameter, value: str | None
-) -> str:
+def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
+    """Return the delimiter that a text of --delimiter means, "" if the option is not given."""
     if value in ("tab", "\\t"):
         return "\t"
     if value and (len(value) > 1 or value in '"\r\n'):
@@ -463,7 +462,7 @@ def _parse_delimiter(
 )
 @click.option(
     "--delimiter",
-    callback=_parse_delimiter,
+    callback=parse_delimiter,
     metavar="CHARACTER",
     help="Character between the fields of CSV, or `tab`. Default: found in each file.",
 )

@@ -117,7 +117,7 @@ def count(found: FoundFile, delimiter: str = "") -> CountedFile:
                 raise InputError(
                     f"{found.url}: record {rows + 1} has {units.many(len(record), 'field')}, expected the header's "
                     f"{len(header)}, with {show_delimiter(delimiter)} between fields",
-                    hint="quote fields that hold it or a line break; to name another: batchinfer split --delimiter …",
+                    hint="quote fields that hold it or a line break; to name another: --delimiter …",
                 )
     if len(set(header)) != len(header):
         twice = next(name for name in header if header.count(name) > 1)
@@ -160,7 +160,7 @@ def _find_delimiter(found: FoundFile, head: bytes) -> str:
     if _EXCEL_LINE.match(text):
         raise InputError(
             f"{found.url}: its first line names a delimiter ({text[:5]!r}), expected the names of the columns",
-            hint="remove that line, and name the delimiter: batchinfer split --delimiter …",
+            hint="remove that line, and name the delimiter: --delimiter …",
         )
     is_whole = len(head) < _SAMPLE_BYTES
     widths = {one: _widths(text, one, is_whole=is_whole) for one in _DELIMITERS}
@@ -170,7 +170,7 @@ def _find_delimiter(found: FoundFile, head: bytes) -> str:
         names = " and ".join(map(show_delimiter, fitting))
         raise InputError(
             f"{found.url}: {names} each divide every record into equally many fields, expected one delimiter",
-            hint="name the right one: batchinfer split --delimiter …",
+            hint="name the right one: --delimiter …",
         )
     # If none fits, the header decides, and `count` refuses the record that does not fit.
     dividing = fitting or [one for one in _DELIMITERS if widths[one] and widths[one][0] > 1]
@@ -188,7 +188,7 @@ def _refuse_rare_delimiter(found: FoundFile, text: str, *, is_whole: bool) -> No
         if len(widths) > 1 and _are_even(widths):
             raise InputError(
                 f"{found.url}: looks divided by {one!r}, expected a comma, a semicolon, a tab or a bar",
-                hint=f"name it: batchinfer split --delimiter {shlex.quote(one)} (or , if the file has one column)",
+                hint=f"name it: --delimiter {shlex.quote(one)} (or , if the file has one column)",
             )
 
 

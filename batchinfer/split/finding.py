@@ -63,6 +63,29 @@ def locate(argument: str) -> LocatedSource:
     return LocatedSource(argument, "", kind, files, base)
 
 
+def find_text_files(argument: str) -> list[FoundFile]:
+    """Return the .txt files that an argument names: a path, a URL or a glob. Empty if its name does not end in .txt.
+
+    Raises:
+        InputError: There is no such file.
+    """
+    if not _endings(argument).endswith(".txt"):
+        return []
+    check_url(argument)
+    url = argument if "://" in argument else str(local_path(argument))
+    with source_files.reading(argument):
+        filesystem, path = source_files.open_filesystem(url)
+        info = _info(filesystem, path)
+        if info is not None and info["type"] != "file":
+            return []
+        if info is not None:
+            return [source_files.make_found_file(url, info)]
+        files = _founds(url, filesystem.glob(path, detail=True), path) if _GLOB.search(path) else []
+        if not files:
+            raise FileNotFoundError(path)
+    return files
+
+
 def _locate_on_hub(argument: str) -> LocatedSource:
     with source_files.reading(argument):
         dataset = source_files.parse_hub_url(argument)

@@ -20,6 +20,7 @@ from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
 from batchinfer.split import finding
 from batchinfer.split.blocks import (
+    OWN_FIELDS,
     ColumnChoice,
     CountedFile,
     Oddities,
@@ -123,6 +124,32 @@ class CountedSources(Record, frozen=True, kw_only=True):
         May read JSON Lines to find out.
         """
         _require_columns(self.files, [(option, name)])
+
+    def require_in_each_file(self, option: str, names: Sequence[str]) -> None:
+        """Raise InputError if a file lacks one of these columns, since all its rows would fail.
+
+        Of JSON Lines, a file is read up to the first row that has the columns. Files without any JSON object pass.
+
+        Args:
+            option: The option that names the columns, for the message.
+            names: Names of the columns in the rows. ``*`` and empty names are not checked.
+        """
+        names_in_source = {name: source_name for source_name, name in self.choice.renamed.items()}
+        wanted = {names_in_source.get(name, name) for name in names} - {"*", "", *OWN_FIELDS}
+        for item in self.files:
+            missing = wanted - set(item.columns)
+            if missing and item.format == "jsonl":
+                from batchinfer.split import json_lines
+
+                missing -= json_lines.find_keys(item, missing)
+            if missing and item.columns:
+                raise self._no_column(min(missing), item, option)
+
+    def _no_column(self, name: str, item: CountedFile, option: str) -> InputError:
+        error = no_such_column(name, item.columns, where=redact(item.found.url), option=option)
+        if any(name in other.columns for other in self.files):
+            error.hint = "other files have it: rename the column, or leave this file out"
+        return error
 
     def check_apart(self, output: str) -> None:
         """Raise InputError if the output is inside a source, or a source inside the output."""

@@ -311,13 +311,13 @@ class TestWhatCannotBeAppended:
         result = append(old, new, to=job)
         assert (result["status"], result["files_left_out"], result["rows"]) == ("unchanged", 2, 63)
         assert contents(job) == before
-        assert f"{new}: the job has its rows already" in caplog.text
+        assert "2 files in the job already, and left out" in caplog.text
         copy = tmp_path / "copy.parquet"
         copy.write_bytes(new.read_bytes())
         third = parquet(tmp_path / "third.parquet", rows_of("third", 2))
         result = append(copy, third, to=job)
         assert (result["rows_appended"], result["files_left_out"]) == (2, 1)
-        assert f"(from {new})" in caplog.text
+        assert f"{copy}: has the same content as {new} in the job" in caplog.text
         assert chunk_rows(job)[-1]["_row"] == 64
 
     def test_a_file_that_has_changed_is_refused(self, old: Path, tmp_path: Path) -> None:
@@ -565,7 +565,6 @@ def test_on_s3_one_of_two_at_once_wins_and_the_other_is_told(
     assert append(new, to=job)["generation"] == 2
     wanted = [*rows_of("old", 40), *rows_of("third", 30), *rows_of("new", 23)]
     assert [row["prompt"] for row in chunk_rows(job)] == [row["prompt"] for row in wanted]
-    assert run_worker_here(job, f"{job}/runs/echo")["request_count"] == 93
 
 
 @pytest.mark.s3
