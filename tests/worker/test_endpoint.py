@@ -1,0 +1,342 @@
+"""Whole runs on an endpoint: what reaches the outputs, what a failing endpoint leaves, and what is told before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchinfer
+from batchinfer.cli import main
+from batchinfer.core import layout
+from batchinfer.engines import openai_calls, openai_pace
+from batchinfer.ledger.survey import finished_chunks
+from batchinfer.storage.opening import open_store
+from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
+from making import finish_process, make_job, read_marker, start_process
+
+pytest.importorskip("openai")
+
+KEY = "sk-a1B2c3D4e5F6"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short waits, a key, and the log and the signal handlers put back."""
+    for module, name, seconds in (
+        (openai_calls, "FIRST_WAIT_SECONDS", 0.005),
+        (openai_calls, "LONGEST_HOLD_SECONDS", 0.1),
+        (openai_pace, "FIRST_HOLD_SECONDS", 0.005),
+        (openai_pace, "LONGEST_HOLD_SECONDS", 0.1),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    logger = logging.getLogger("batchinfer")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[FakeEndpoint]:
+    with fake_endpoint() as found:
+        yield found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    make_job(tmp_path / "job", rows=40, per_chunk=10)
+    return tmp_path / "job"
+
+
+def options(endpoint: FakeEndpoint, *more: str) -> list[str]:
+    base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+    return [*base, "--prompt-column", "prompt", "--no-timing", *more]
+
+
+def worker(job: Path, endpoint: FakeEndpoint, *more: str) -> list[str]:
+    return ["worker", "--job", str(job), "--output", str(job / "runs/a"), *options(endpoint, *more)]
+
+
+Call = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Call the command line in this process: its exit status, its result and its log."""
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
+        capfd.readouterr()
+        status = main.main(arguments)
+        out, err = capfd.readouterr()
+        assert KEY not in out + err
+        assert "Traceback" not in err
+        lines = out.strip().splitlines()
+        return status, json.loads(lines[-1]) if lines else {}, err
+
+    return run
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    store = open_store(str(run))
+    found = []
+    for name, generation in sorted(finished_chunks(store).items()):
+        output = read_marker(store, name, generation).output
+        data = store.get(layout.output_key(output)).data
+        found += [json.loads(line) for line in data.split(b"\n")[:-1]]
+    return found
+
+
+def has_key(folder: Path) -> list[Path]:
+    return [
+        path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
+    ]
+
+
+# --------------------------------------------------------------------------- what comes out
+
+
+def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "word {i} b"}}\n' for i in range(20)))
+    dest = tmp_path / "a.jsonl"
+    endpoint.rule = lambda text, _body: refusal(400, f"no {KEY}") if text == "word 7 b" else None
+    base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+    status, result, log = call("run", str(tmp_path / "x.jsonl"), "-o", str(dest), *base)
+    assert (status, result["rows"], result["rows_error"]) == (0, 20, 1), log
+    rows = [json.loads(line) for line in dest.read_text().splitlines()]
+    assert [row["text"] for row in rows] == [None if i == 7 else f"word {i} b" for i in range(20)]
+    assert rows[7]["error_code"] == "engine_rejected"
+    assert all("messages" in body for body in endpoint.bodies), "an endpoint is sent chats"
+    run = str(tmp_path / "a.jsonl.batchinfer/run")
+    for after in ("status", "verify"):
+        assert call(after, run)[0] == 0
+    assert call("report", run, "-o", str(tmp_path / "page.html"))[0] == 0
+    assert json.loads(Path(run, "run.json").read_text())["recorded"]["base_url"] == endpoint.url
+    assert has_key(tmp_path) == []
+
+
+@pytest.mark.parametrize("output_format", ["native", "openai-batch", "completions"])
+def test_requests_of_a_batch_file_in_every_output_format(endpoint, tmp_path, call, output_format):
+    chat = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2}
+    bodies = [
+        ("/v1/chat/completions", {**chat, "logprobs": True, "n": 2, "temperature": 1.0}),
+        ("/v1/completions", {"prompt": "d e f", "max_tokens": 2, "logprobs": 1, "echo": True}),
+        ("/v1/chat/completions", {**chat, "bad_words": ["x"], "reasoning_effort": "low"}),
+        ("/v1/chat/completions", {**chat, "no_such_parameter": 1}),
+        ("/v1/embeddings", {"input": "x"}),
+    ]
+    text = "".join(
+        json.dumps(
+            {"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "m", **body}}
+        )
+        + "\n"
+        for i, (url, body) in enumerate(bodies)
+    )
+    (tmp_path / "x.jsonl").write_text(text)
+    status, result, log = call(
+        "run", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "a.jsonl"),
+        "--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model",
+        "--output-format", output_format,
+    )  # fmt: skip
+    assert status == 0, log
+    assert result["worker"]["errors"] == {"unsupported_parameter": 1, "wrong_task": 1}
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "error", "error"]
+    assert [row["texts"] for row in rows[:3]] == [["a b", "a b"], ["d e fd e"], ["a b"]]
+    passed = [body for body in endpoint.bodies if "bad_words" in body]
+    assert [(body["bad_words"], body["reasoning_effort"]) for body in passed] == [(["x"], "low")]
+    assert {body["model"] for body in endpoint.bodies} == {"echo-model"}
+
+
+def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_path, call):
+    make_job(
+        tmp_path / "job",
+        rows=2,
+        per_chunk=2,
+        make_row=lambda i: {
+            "ids": [5, 6, i],
+            "name": f"n{i}",
+            "talk": [{"role": "user", "content": f"q {i}"}],
+        },
+    )
+    (tmp_path / "t.jinja").write_text("Say {{ name }}")
+    ways = {
+        "ids": (["--prompt-column", "ids"], ["5 6 0", "5 6 1"]),
+        "template": (["--prompt-template", str(tmp_path / "t.jinja")], ["Say n0", "Say n1"]),
+        "talk": (
+            ["--messages-column", "talk", "--system-prompt", "S", "--continue-final", "So"],
+            ["q 0", "q 1"],
+        ),
+    }
+    for name, (way, expected) in ways.items():
+        run = tmp_path / name
+        base = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+        status, _, log = call(
+            "worker", "--job", str(tmp_path / "job"), "--output", str(run), *base, *way
+        )
+        assert status == 0, log
+        assert [line["choices"][0]["text"] for line in lines(run)] == expected
+    last = endpoint.bodies[-1]
+    assert [message["role"] for message in last["messages"]] == ["system", "user", "assistant"]
+    assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+
+
+# --------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_killed_worker_goes_on_where_it_was(endpoint, job):
+    endpoint.delay_seconds = 0.05
+    command = worker(job, endpoint, "--worker-id", "w", "--max-concurrency", "2",
+                     "--checkpoint-seconds", "0.1", "--lease-seconds", "5")  # fmt: skip
+    process = start_process(command)
+    while len(endpoint.bodies) < 25:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    finish_process(process)
+    endpoint.delay_seconds = 0.0
+    done = finish_process(start_process(command))
+    assert done.status == 0, done.stderr
+    assert done.result["rows_resumed"] + sum(
+        marker.rows_ok for marker in markers(job) if not marker.rows_resumed
+    ) > 0  # fmt: skip
+    assert len(endpoint.texts) < 40 + 25, "finished rows are not asked for again"
+    found = lines(job / "runs/a")
+    assert [line["_row"] for line in found] == list(range(40))
+    assert all(line["status"] == "ok" for line in found)
+
+
+def markers(job: Path) -> list[Any]:
+    store = open_store(str(job / "runs/a"))
+    return [read_marker(store, name) for name in finished_chunks(store)]
+
+
+def test_a_key_that_is_refused_in_the_middle_ends_with_2_and_keeps_the_rows(endpoint, job, call):
+    endpoint.rule = lambda _text, _body: refusal(401, KEY) if len(endpoint.bodies) > 15 else None
+    status, result, log = call(*worker(job, endpoint, "--max-concurrency", "4"))
+    assert status == 2
+    assert "OPENAI_API_KEY" in log
+    assert result["error_count"] == 0
+    endpoint.rule = lambda _text, _body: None
+    num_before = len(endpoint.bodies)
+    status, result, log = call(*worker(job, endpoint))
+    assert (status, result["error_count"]) == (0, 0), log
+    assert len(endpoint.bodies) - num_before < 40, "rows that were finished are kept"
+    assert len(lines(job / "runs/a")) == 40
+    assert has_key(job) == []
+
+
+def test_an_outage_ends_with_33_and_the_next_start_goes_on(endpoint, job, call):
+    endpoint.rule = lambda _text, _body: refusal(503) if len(endpoint.bodies) > 15 else None
+    status, result, log = call(
+        *worker(job, endpoint, "--stall-seconds", "0.5", "--max-concurrency", "4")
+    )
+    assert (status, result["error_count"]) == (33, 0)
+    assert "answered no request for 0.5 s" in log
+    endpoint.rule = lambda _text, _body: None
+    moved = FakeEndpoint()
+    try:
+        status, result, log = call(*worker(job, moved))
+        assert (status, result["error_count"]) == (0, 0), log
+        assert 0 < len(moved.texts) < 40, "a run goes on at another URL"
+    finally:
+        moved.close()
+    assert [line["_row"] for line in lines(job / "runs/a")] == list(range(40))
+
+
+def test_a_wrong_model_is_no_error_row(endpoint, job, call):
+    endpoint.models = None
+    endpoint.rule = lambda _text, _body: refusal(404, "no such model")
+    status, result, log = call(*worker(job, endpoint))
+    assert (status, result["error_count"]) == (2, 0)
+    assert "check --model and --base-url" in log
+
+
+def test_another_model_is_another_run(endpoint, job, call):
+    assert call(*worker(job, endpoint, "--limit", "10"))[0] == 0
+    endpoint.models = ["other-model"]
+    status, _, log = call(*worker(job, endpoint, "--limit", "10", "--model", "other-model"))
+    assert status == 2
+    assert "other-model" in log
+
+
+# --------------------------------------------------------------------------- what is told before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((), ""),
+        (("--base-url", "http://127.0.0.1:9"), "cannot be reached"),
+        (("--model", "other"), "echo-model"),
+        (("--base-url", "127.0.0.1:8000"), "is no URL of an endpoint"),
+        (("--base-url", "http://me:secret@127.0.0.1"), "which may be secret"),
+        (("--base-url", "http://h/v1/chat/completions"), "leave out /chat/completions"),
+        (("--base-url", ""), "--base-url: is missing"),
+        (("--model", ""), "--model: is missing"),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size with --engine openai"),
+        (("--truncate-prompt", "left"), "--sampling truncate_prompt_tokens=N"),
+        (("--sampling", "reasoning_efort=low"), "did you mean 'reasoning_effort'"),
+        (("--sampling", "model=x"), "--sampling model"),
+    ],
+)
+def test_check_finds_what_would_go_wrong(endpoint, job, call, more, said):
+    endpoint.rule = lambda _text, body: (
+        None if body["model"] == "echo-model" else refusal(404, "no such model")
+    )
+    arguments = ["check", "--job", str(job), *options(endpoint), "--show", "1", *more]
+    status, result, log = call(*arguments)
+    assert (status, result["errors"]) == ((2, 1) if said else (0, 0)), log
+    assert said in log
+    assert "secret@" not in log
+    if not said:
+        assert result["endpoint"] == {"base_url": endpoint.url, "model": "echo-model"}
+
+
+def test_a_preview_shows_the_prompts_and_warns_of_an_endpoint_that_is_away(job, call):
+    with fake_endpoint() as gone:
+        pass
+    status, result, log = call(*worker(job, gone, "--as-chat", "--preview", "1"))
+    assert status == 0
+    assert result["preview"][0]["prompt"][0]["role"] == "user"
+    assert "cannot be reached" in log
+
+
+def test_a_worker_imports_neither_vllm_nor_torch(endpoint, job):
+    code = (
+        "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules], status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *worker(job, endpoint)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().splitlines()[-1] == "[] 0"
+
+
+def test_the_python_interface(endpoint, tmp_path):
+    answered = batchinfer.run(
+        [{"text": f"word {i}"} for i in range(3)],
+        work=tmp_path / "work",
+        engine="openai",
+        base_url=endpoint.url,
+        model="echo-model",
+        max_concurrency=2,
+    )
+    assert [row["text"] for row in answered.rows()] == ["word 0", "word 1", "word 2"]
+    assert os.environ["OPENAI_API_KEY"] == KEY
+    assert endpoint.headers[-1]["authorization"] == f"Bearer {KEY}"
