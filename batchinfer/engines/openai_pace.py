@@ -18,6 +18,8 @@ BURST_SECONDS = 5.0
 # Seconds to wait after an endpoint has refused requests without saying for how long: the first wait and the longest.
 FIRST_HOLD_SECONDS = 0.5
 LONGEST_HOLD_SECONDS = 60.0
+# Waits that are shorter than this are left out.
+SHORTEST_WAIT_SECONDS = 0.001
 # Most seconds to wait because the endpoint asks for it. Longer requests are taken for a mistake.
 LONGEST_ASKED_SECONDS = 3600.0
 
@@ -79,7 +81,9 @@ class Pace:
         self._num_running = 0
         self._requests = Bucket(requests_per_minute, now)
         self._tokens = Bucket(tokens_per_minute, now)
-        self._held_until = self._slowed_at = now
+        self._held_until = now
+        self._slowed_at = -math.inf
+        """Time at which requests were slowed down latest."""
         self._num_refusals = 0
         """Number of times in a row that the endpoint has refused requests after a wait."""
         self._door = asyncio.Lock()
@@ -89,7 +93,7 @@ class Pace:
     async def turn(self, num_tokens: int) -> AsyncIterator[None]:
         """Wait until a request of about so many tokens may be sent, and count it as running until the block ends."""
         async with self._door:
-            while (seconds := self._seconds_until_turn(num_tokens)) > 0:
+            while (seconds := self._seconds_until_turn(num_tokens)) > SHORTEST_WAIT_SECONDS:
                 self._freed.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._freed.wait(), min(seconds, 1.0))
@@ -128,7 +132,7 @@ class Pace:
             asked_seconds: Seconds for which the endpoint asks to wait; None if it does not say.
         """
         now = time.monotonic()
-        if sent >= self._slowed_at:
+        if sent > self._slowed_at:
             self._slowed_at = now
             self._num_refusals += 1
             self._may_run = max(1.0, self._may_run / 2)

@@ -61,7 +61,7 @@ def server(port: int) -> Iterator[subprocess.Popen[bytes]]:
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
     )
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while True:
             with suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
