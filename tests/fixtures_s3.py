@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -42,7 +43,13 @@ S3Url = Callable[..., str]
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the server; it holds everything in memory and takes any credentials."""
-    log = tmp_path_factory.mktemp("s3") / "server.log"
+    with serving_s3(tmp_path_factory.mktemp("s3") / "server.log") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving_s3(log: Path) -> Iterator[str]:
+    """Start a server and yield its URL. Its output goes to the file `log`."""
     with log.open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, "-c", _SERVE], stdout=output, stderr=subprocess.STDOUT

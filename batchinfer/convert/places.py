@@ -1,8 +1,7 @@
 """Reads a conversion's source and puts its result at DEST, each of them a local path or a bucket.
 
 A conversion writes its files to a local scratch folder. `Conversion.publish` then puts them at DEST. A local folder
-appears whole, by one rename. In a bucket the files appear one after the other. The object `UNFINISHED` stands beside
-them until all are there, and the files that programs read first are uploaded last.
+appears whole, by one rename. In a bucket the files appear one after the other. See `BucketFolder`.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from batchinfer.core.errors import AlreadyExists, ConfigError, InputError, ObjectNotFound
+from batchinfer.convert.bucket_folder import BucketFolder, taken
+from batchinfer.core.errors import (
+    ConfigError,
+    InputError,
+    ObjectNotFound,
+)
 from batchinfer.core.units import size
-from batchinfer.engines.bucket_models import UNFINISHED
 from batchinfer.engines.models import looks_like_path
-from batchinfer.storage import Store
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import check_writable, local_path, open_store, split_url
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
 logger = logging.getLogger(__name__)
 
-_LOADED_FIRST = ("config.json", "adapter_config.json", "config.ini")
-"""Names of the files that programs read first when they load a result. They are uploaded last."""
 _MODEL_FILES = (
     *("*.json", "*.safetensors", "*.bin", "*.txt"),
     *("*.model", "*.jinja", "*.py"),
@@ -43,12 +43,12 @@ class PlacedFiles(NamedTuple):
 class Conversion:
     """One conversion into `dest`. The result is written below `folder`, a local folder that is empty at first."""
 
-    def __init__(self, dest: str, scratch: Scratch, store: Store | None) -> None:
+    def __init__(self, dest: str, scratch: Scratch, bucket: BucketFolder | None) -> None:
         self.dest = dest
         self.folder = scratch.folder / "result"
         self.folder.mkdir()
         self._scratch = scratch
-        self._store = store
+        self._bucket = bucket
 
     def fetch_file(self, source: str) -> Path:
         """Return a local path of the file at `source`; a file in a bucket is downloaded first.
@@ -112,15 +112,16 @@ class Conversion:
         """Put the result's files at DEST.
 
         Raises:
-            InputError: The local folder DEST cannot be made, for example because another program has made it meanwhile.
+            InputError: The local folder DEST cannot be made, for example because another program has made it meanwhile;
+                or another conversion has begun in the bucket.
         """
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
-        if self._store is None:
+        if self._bucket is None:
             self._rename()
         else:
             names = [path.relative_to(self.folder).as_posix() for path in files]
-            self._upload(self._store, sorted(names, key=lambda name: (name in _LOADED_FIRST, name)))
+            self._bucket.upload(self.folder, names)
         return PlacedFiles(len(files), num_bytes)
 
     def _rename(self) -> None:
@@ -131,18 +132,6 @@ class Conversion:
             raise InputError(
                 f"{self.dest}: cannot be made ({error.strerror})", hint="name another DEST"
             ) from error
-
-    def _upload(self, store: Store, names: list[str]) -> None:
-        with suppress(AlreadyExists):
-            store.create(UNFINISHED, b"batchinfer convert writes here\n")
-        for name in names:
-            logger.info("uploading %s", name)
-            try:
-                store.create_file(name, self.folder / name)
-            except AlreadyExists:  # left by a conversion that did not finish
-                store.delete([name])
-                store.create_file(name, self.folder / name)
-        store.delete([UNFINISHED])
 
     def _download_folder(self, source: str) -> Path:
         store = open_store(source)
@@ -166,16 +155,17 @@ def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
     Raises:
         ConfigError: `dest` is a place that can only be read, or `scratch_dir` is given for a local `dest`.
         InputError: `dest` is not free.
+        AccessDenied: The bucket may not be written to. This is found out before the conversion.
     """
     check_writable(dest, option="DEST")
-    store = None
+    bucket = None
     made: list[Path] = []
     if not dest:
         raise ConfigError("DEST is empty", hint="name a folder")
     if split_url(dest)[0] == "file":
         target = local_path(dest).resolve()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise _taken(dest)
+            raise taken(dest)
         if scratch_dir is not None:
             raise ConfigError(
                 "--scratch-dir: DEST is a local folder, beside which the result is built",
@@ -190,20 +180,18 @@ def conversion(dest: str, *, scratch_dir: Path | None) -> Iterator[Conversion]:
             ) from error
         scratch = Scratch(target.parent)
     else:
-        store = open_store(dest)
-        there = {info.key for info in store.list("")}
-        if there and UNFINISHED not in there:
-            raise _taken(dest)
         scratch = Scratch(scratch_dir)
     try:
+        if split_url(dest)[0] != "file":
+            bucket = BucketFolder(open_store(dest))
         with scratch_errors(scratch.folder):
-            yield Conversion(dest, scratch, store)
+            yield Conversion(dest, scratch, bucket)
+    except BaseException:
+        if bucket is not None:
+            bucket.release()
+        raise
     finally:
         scratch.close()
         with suppress(OSError):  # after a failure, folders that were made for DEST go as well
             for folder in made:
                 folder.rmdir()
-
-
-def _taken(dest: str) -> InputError:
-    return InputError(f"{dest}: holds something already", hint="name another DEST, or remove it")
