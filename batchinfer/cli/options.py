@@ -77,6 +77,11 @@ class Option:
         return self.recorded or self.struct or ""
 
     @property
+    def value_if_not_given(self) -> Any:
+        """The value that click gives when the option is not on the command line."""
+        return (self.kind.click | self._click_default).get("default")
+
+    @property
     def _click_default(self) -> dict[str, Any]:
         return {} if self.default is None else {"default": self.default}
 
@@ -95,7 +100,7 @@ class Option:
         if the option can be left out, because the value is the default or an empty one.
         """
         settings = self.kind.click | self._click_default
-        if value == self.read(settings.get("default")):
+        if value == self.read(self.value_if_not_given):
             return []
         if settings.get("is_flag"):
             return [(self.flag if value else self.flags.partition("/")[2], None)]

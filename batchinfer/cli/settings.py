@@ -35,6 +35,11 @@ COMMANDS: dict[str, CommandEntry] = {
         "batchinfer.pipeline.command",
         "Answer every row of a data set on this machine: split, worker and collect in one.",
     ),
+    "generate": CommandEntry(
+        "batchinfer.playground.generate",
+        "Try prompts on a model, over a grid of sampling values, and see how fast it answers.",
+    ),
+    "chat": CommandEntry("batchinfer.playground.chat", "Talk with a model in the terminal."),
     "split": CommandEntry(
         "batchinfer.split.command", "Split data sets into JSONL chunks and per-worker manifests."
     ),
@@ -78,6 +83,8 @@ COMMANDS: dict[str, CommandEntry] = {
 
 RUN_COMMANDS = ("run", "worker", "check", "launch")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
+PARTIAL_COMMANDS = ("generate", "chat")
+"""Names of commands that take some options of a run. In the sections of settings files they skip the other options."""
 
 
 def price_options(function: F) -> F:
@@ -192,7 +199,8 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
     """Read a settings file for one command.
 
     The file's keys are names of options, spelled with - or _. They may stand in sections or outside of them. Sections
-    that are named after other commands are skipped, so that several commands can use the same file.
+    that are named after other commands are skipped, so that several commands can use the same file. `PARTIAL_COMMANDS`
+    also skip the options in sections that they do without.
 
     Returns:
         Values by the names of click's parameters, in the form that they would have on the command line.
@@ -222,10 +230,13 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and name in COMMANDS and name != command.name:
             continue
-        if isinstance(value, dict) and name in SECTIONS and command.name not in RUN_COMMANDS:
+        is_section = isinstance(value, dict) and name in SECTIONS
+        if is_section and command.name not in (*RUN_COMMANDS, *PARTIAL_COMMANDS):
             continue
         if isinstance(value, dict) and (name in SECTIONS or name == command.name):
             for inner, inner_value in value.items():
+                if is_section and _is_skipped(str(inner), options, command):
+                    continue
                 _put(values, options, path, str(inner), inner_value, f"{key}.{inner}")
         else:
             _put(values, options, path, str(key), value, str(key))
@@ -244,6 +255,18 @@ def _options(command: click.Command) -> dict[str, click.Option]:
             for spelling in (parameter.name, *parameter.opts):
                 found[spelling.lstrip("-").replace("-", "_")] = parameter
     return found
+
+
+def _is_skipped(key: str, options: Mapping[str, click.Option], command: click.Command) -> bool:
+    """Whether a key in a section is an option of a run that this command does without."""
+    from batchinfer.cli.run_options import OPTIONS
+
+    name = key.replace("-", "_")
+    if command.name not in PARTIAL_COMMANDS or name in options:
+        return False
+    return any(
+        name in (each.parameter, each.flag.lstrip("-").replace("-", "_")) for each in OPTIONS
+    )
 
 
 def _put(

@@ -1,4 +1,4 @@
-"""Prints messages and log lines to stderr, above the progress bars, so that neither disturbs the other."""
+"""Prints messages and log lines to stderr, above the progress bars, and answers that are streamed to stdout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import TextIO
 
 import click
 
-from batchinfer.core.printable import one_entry
+from batchinfer.core.printable import one_entry, without_controls
 
 
 def say(text: str) -> None:
     """Print a text to stderr: secrets of URLs masked, control characters as escapes, lines after the first indented."""
     with above_bars():
         click.echo(one_entry(text), err=True)
+
+
+def write(text: str) -> None:
+    """Print a part of a text to stdout at once, with control characters as escapes. Adds no newline."""
+    click.echo(without_controls(text), nl=False)
 
 
 def above_bars() -> AbstractContextManager[None]:

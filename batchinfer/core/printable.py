@@ -29,7 +29,16 @@ def printable(text: str) -> str:
     >>> printable("name\x1b[2J\u202etxt of http://me:secret@host\n")
     'name\\x1b[2J\\u202etxt of http://…@host\n'
     """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact(text))
+    return without_controls(redact(text))
+
+
+def without_controls(text: str) -> str:
+    r"""Write control and similar characters as escapes. Parts of a text can be passed one after the other.
+
+    >>> without_controls("a\x1b[2Jb\n")
+    'a\\x1b[2Jb\n'
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:

@@ -55,6 +55,8 @@ def base_arguments(job: Path) -> dict[str, list[str]]:
     return {
         "split": [str(job.parent / "x.jsonl"), "--output", str(job.parent / "out"), "--num-chunks", "1"],
         "run": [str(job.parent / "x.jsonl"), "-o", str(job.parent / "a.jsonl"), *ECHO],
+        "generate": ["--engine", "echo", "--prompt", "a", "--json"],
+        "chat": ["--engine", "echo"],
         "convert": ["composer-to-hf", str(job.parent / "x.pt"), str(job.parent / "model")],
         "launch": [str(job), "--run", str(job / "runs/a"), "--on", "local", *ECHO, "--workers", "1", "--dry-run"],
         "worker": [*worker, "--show-config"],

@@ -1,0 +1,101 @@
+"""The requests of `generate`: every prompt with every combination of sampling values."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from batchinfer.cli.run_options import value_of
+from batchinfer.core import codec
+from batchinfer.core.errors import InputError
+from batchinfer.core.layout import chunk_name
+from batchinfer.core.records import Record, Request
+from batchinfer.playground.options import Choices, choices, listed_values
+from batchinfer.prompts import PromptBuilder, RawRow, Tokenizer
+
+_CHUNK = chunk_name(0, 1)
+"""Chunk to which the prompts would belong as the rows of a data set. Their seeds are therefore those of `run`."""
+
+
+class Trial(Record, frozen=True, kw_only=True):
+    """A prompt with one combination of sampling values."""
+
+    prompt_index: int
+    """Number of the prompt, from 0."""
+    prompt: str
+    values: dict[str, Any]
+    """Sampling values of this trial, by option. Only options that were given are here."""
+    request: Request
+
+
+class Point(Record, frozen=True, kw_only=True):
+    """One combination of the sampling values that were given."""
+
+    values: dict[str, Any]
+    choices: Choices
+    run_seed: int | None
+
+
+def points(options: dict[str, Any]) -> list[Point]:
+    """Return every combination of the listed values; the last option varies fastest.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+    lists = listed_values(options)
+    found = []
+    for combination in itertools.product(*lists.values()):
+        values = dict(zip(lists, combination, strict=True))
+        given = options | values
+        run_seed = value_of("seed", given)
+        found.append(Point(values=values, choices=choices(given), run_seed=run_seed))
+    return found
+
+
+def trials(
+    prompts: list[str],
+    grid: list[Point],
+    tokenizer: Tokenizer | None,
+    max_model_len: int | None,
+) -> list[Trial]:
+    """Make the requests: all prompts of the first combination, then those of the next.
+
+    Raises:
+        ConfigError: the prompt options or sampling values cannot work.
+        InputError: a prompt is empty or too long, or the chat template refuses it.
+    """
+    found: list[Trial] = []
+    rows = [RawRow(index, codec.encode({"prompt": prompt})) for index, prompt in enumerate(prompts)]
+    for point in grid:
+        builder = PromptBuilder(
+            point.choices.prompt,
+            point.choices.sampling,
+            point.run_seed,
+            tokenizer,
+            max_model_len,
+        )
+        for index, prepared in enumerate(builder.build(_CHUNK, 0, rows)):
+            if prepared.request is None:
+                failure = prepared.failure
+                assert failure is not None
+                raise InputError(
+                    f"prompt {index + 1} of {len(prompts)}: {failure.message}",
+                    hint="nothing was generated",
+                )
+            found.append(
+                Trial(
+                    prompt_index=index,
+                    prompt=prompts[index],
+                    values=point.values,
+                    # Two trials of one prompt would have the same key.
+                    request=msgspec.structs.replace(prepared.request, key=("generate", len(found))),
+                )
+            )
+    return found
+
+
+def varying(grid: list[Point]) -> list[str]:
+    """Return the names of the values in which the combinations differ."""
+    return [name for name in grid[0].values if len({str(each.values[name]) for each in grid}) > 1]

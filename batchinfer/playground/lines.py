@@ -1,0 +1,163 @@
+"""Where a chat's messages come from: a person at a terminal, or the lines of a pipe or a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from batchinfer.core.errors import InputError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+PROMPT = ">>> "
+QUOTES = '"""'
+"""Mark of a message of several lines: it begins and ends with the mark."""
+
+
+class Lines(Protocol):
+    """A source of messages and commands."""
+
+    welcome: str
+    """Sentence for the beginning of the chat."""
+    is_terminal: bool
+    """Whether a person types the lines."""
+
+    def read(self) -> str:
+        """Return the next message, perhaps with several lines.
+
+        Raises:
+            EOFError: there is none.
+            KeyboardInterrupt: the person pressed Ctrl-C while typing.
+        """
+        ...
+
+
+def lines_of(stdin: TextIO, history: str | None, words: Sequence[str]) -> Lines:
+    """Return the source of messages that fits standard input.
+
+    Args:
+        stdin: Standard input.
+        history: File for the input history; None for the default place, empty for none.
+        words: Commands that the tab key completes.
+    """
+    return TerminalLines(history, words) if stdin.isatty() else PipedLines(stdin)
+
+
+def is_open_block(text: str) -> bool:
+    """Whether a text begins with the mark of a message of several lines and does not yet end with another.
+
+    >>> is_open_block(f"{QUOTES}a"), is_open_block(f"{QUOTES}a{QUOTES}"), is_open_block("a")
+    (True, False, False)
+    """
+    text = text.strip()
+    return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+
+
+def without_quotes(text: str) -> str:
+    r"""Return a message without the marks around it.
+
+    >>> without_quotes(f"{QUOTES}\na\nb\n{QUOTES}"), without_quotes("a")
+    ('a\nb', 'a')
+    """
+    stripped = text.strip()
+    if not stripped.startswith(QUOTES) or is_open_block(stripped):
+        return text
+    return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+
+
+class PipedLines:
+    """Lines of standard input that is no terminal."""
+
+    welcome = "Each line of standard input is a message."
+    is_terminal = False
+
+    def __init__(self, stdin: TextIO) -> None:
+        self._stdin = stdin
+
+    def read(self) -> str:
+        """See Lines."""
+        text = self._line()
+        while is_open_block(text):
+            try:
+                text += "\n" + self._line()
+            except EOFError:
+                raise InputError(
+                    f"standard input ends within a message that begins with {QUOTES}"
+                ) from None
+        return without_quotes(text)
+
+    def _line(self) -> str:
+        try:
+            line = self._stdin.readline()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"standard input: cannot be read ({error})") from error
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+
+class TerminalLines:
+    """A line editor with a history, from prompt_toolkit. It draws on stderr if stdout is no terminal.
+
+    Args:
+        history: See `lines_of`.
+        words: See `lines_of`.
+    """
+
+    welcome = "/help lists the commands."
+    is_terminal = True
+
+    def __init__(self, history: str | None, words: Sequence[str]) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+        from prompt_toolkit.output import create_output
+
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _send(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if is_open_block(buffer.text):
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        @keys.add("escape", "c-j")  # the same keys, typed before the line editor was there
+        def _break(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        self._session: PromptSession[str] = PromptSession(
+            message=PROMPT,
+            multiline=True,
+            prompt_continuation="... ",
+            history=_history(history),
+            key_bindings=keys,
+            completer=WordCompleter(list(words), sentence=True),
+            complete_while_typing=False,
+            output=create_output(always_prefer_tty=True),
+        )
+
+    def read(self) -> str:
+        """See Lines."""
+        return without_quotes(self._session.prompt())
+
+
+def _history(path: str | None) -> History:
+    """Return the input history: a file that only this user can read, or memory if there can be no file."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    if path == "":
+        return InMemoryHistory()
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    place = Path(path or f"{state}/batchinfer/chat-history").expanduser()
+    with contextlib.suppress(OSError, RuntimeError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(place, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        return FileHistory(str(place))
+    return InMemoryHistory()

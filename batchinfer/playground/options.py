@@ -1,0 +1,147 @@
+"""The options of `generate` and `chat`: those options of a run that concern the model, the engine and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import click
+import msgspec
+
+from batchinfer.cli.logs import set_level
+from batchinfer.cli.options import REHEARSAL, F, Option
+from batchinfer.cli.run_options import OPTIONS
+from batchinfer.core.records import Sampling
+from batchinfer.engines import check_engine, find_engine, identify_model
+from batchinfer.engines.config import EngineConfig
+from batchinfer.prompts import PromptConfig
+from batchinfer.worker.command import engine_config, prompt_config, sampling_config
+
+_SECTIONS = ("model", "engine", "sampling", REHEARSAL)
+_PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
+_LEFT_OUT = ("replicas", "logprobs")
+"""Options that do nothing for one person: a second replica would only wait, and no log-probability is shown."""
+_HELP = {
+    "revision": "Commit, tag or branch of the model. Default: the latest.",
+    "trust_remote_code": "Run code that comes with the model.",
+    "system_prompt": "System message: text, or @FILE.",
+    "n": "Answers to each request.",
+    "seed": "Seed from which each request gets its own, as in a run; `none`: not repeatable.",
+    "max_num_seqs": "Requests that the engine runs at once.",
+}
+"""Help texts that differ from those of a run."""
+_LISTED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+"""Options of which `generate` takes several values."""
+
+
+class ListOf(click.ParamType[list[Any]]):
+    """Several values with commas between, each of an option's own type."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType[Any]) -> None:
+        self._item = item
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[Any]:
+        """See click.ParamType."""
+        if isinstance(value, list):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(parts):
+            self.fail(f"{value!r} has an empty value, expected e.g. 0,0.7,1", param, ctx)
+        return [self._item.convert(part, param, ctx) for part in parts]
+
+
+def _taken(without: Collection[str]) -> list[Option]:
+    return [
+        dataclasses.replace(option, help=_HELP.get(option.parameter, option.help))
+        for option in OPTIONS
+        if (option.section in _SECTIONS or option.parameter in _PROMPT)
+        and option.parameter not in (*_LEFT_OUT, *without)
+    ]
+
+
+def play_options(*, has_lists: bool, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Return a decorator that adds these options to a command.
+
+    Args:
+        has_lists: Whether options that are numbers take several values with commas between.
+        without: Names of the parameters of options to leave out.
+    """
+
+    def decorate(function: F) -> F:
+        for option in reversed(_taken(without)):
+            function = (_listed(option) if has_lists else option).decorate(function)
+        return function
+
+    return decorate
+
+
+def _listed(option: Option) -> Option:
+    if option.parameter not in _LISTED:
+        return option
+    item = click.types.convert_type(option.kind.click["type"])
+    kind = option.kind._replace(click={**option.kind.click, "type": ListOf(item)})
+    return dataclasses.replace(option, kind=kind, metavar="A,B,…")
+
+
+def listed_values(given: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of the options that take several and were given."""
+    return {name: given[name] for name in _LISTED if given.get(name) is not None}
+
+
+def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options together with the defaults of a run's options that the command does without."""
+    return {option.parameter: option.value_if_not_given for option in OPTIONS} | given
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration of engine, prompts and sampling, made from options."""
+
+    engine: EngineConfig
+    prompt: PromptConfig
+    sampling: Sampling
+
+
+def choices(given: dict[str, Any]) -> Choices:
+    """Make the configuration from all options of a run. There is one replica.
+
+    Raises:
+        ConfigError: a value is wrong, or the engine does not know one of the sampling parameters.
+    """
+    engine = msgspec.structs.replace(engine_config(given), replicas=1)
+    sampling = sampling_config(given)
+    kind = check_engine(engine)
+    if sampling.extra:
+        kind.check_parameters(sampling.extra)
+    return Choices(engine=engine, prompt=prompt_config(given), sampling=sampling)
+
+
+def check_model(config: EngineConfig) -> None:
+    """Refuse, before anything is loaded, an engine that is not installed and a model that cannot be read.
+
+    Raises:
+        BatchinferError: the message says what is missing.
+    """
+    find_engine(config.engine).check_installed()
+    identify_model(config)
+
+
+def quieten() -> None:
+    """Log only warnings, unless --log-level says otherwise: log lines would stand between a person's questions."""
+    source = click.get_current_context().get_parameter_source("log_level")
+    if source is click.core.ParameterSource.DEFAULT:
+        set_level("warning")
