@@ -26,6 +26,7 @@ from batchinfer.cli.values import (
     TEMPLATE,
     TEXT,
     TEXT_OR_FILE,
+    TEXT_OR_UNSET,
     TWO_INTEGERS,
     WHOLE,
     Kind,
@@ -329,6 +330,41 @@ OPTIONS: tuple[Option, ...] = (
             "--logprobs",
             at_least(0),
             "Log-probability of every token, and of so many alternatives.",
+        ),
+        Option(
+            "--json-schema",
+            FILE,
+            "File with a JSON schema; every answer is JSON that fits it.",
+            struct="",
+        ),
+        Option(
+            "--choices",
+            TEXT,
+            "Every answer is one of these texts. Texts with commas in them: a JSON array.",
+            struct="",
+            default="",
+            metavar="A,B",
+        ),
+        Option(
+            "--regex", TEXT, "Every answer matches this regular expression.", struct="", default=""
+        ),
+        Option(
+            "--grammar",
+            FILE,
+            "File with a grammar in EBNF (GBNF) or Lark's notation; every answer follows it.",
+            struct="",
+        ),
+        Option(
+            "--structural-tag",
+            FILE,
+            "File with a structural tag of xgrammar's, as JSON: free text with constrained parts.",
+            struct="",
+        ),
+        Option(
+            "--constraint-column",
+            TEXT_OR_UNSET,
+            "Column with the row's own constraint, in place of the run's; see docs/features.md.",
+            struct="PromptConfig",
         ),
         Option(
             "--seed",

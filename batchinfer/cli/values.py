@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 from batchinfer.core.errors import ConfigError
 
@@ -48,6 +49,8 @@ def _plain(kind: click.ParamType[Any] | type) -> Kind:
 
 
 TEXT = _plain(str)
+TEXT_OR_UNSET = TEXT._replace(read=lambda _flag, given: given or msgspec.UNSET)
+"""A text. The configuration has UNSET in place of an empty one."""
 WHOLE = _plain(int)
 NUMBER = _plain(float)
 FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})

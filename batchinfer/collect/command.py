@@ -171,7 +171,12 @@ def run_names(urls: list[str]) -> list[str]:
 
 def _check_lines(config: CollectConfig) -> None:
     """Refuse options that do not fit --format lines, which copies output lines unchanged."""
-    for option, is_asked in (("--with-source", config.with_source), ("--explode", config.explode)):
+    asked = {
+        "--with-source": config.with_source,
+        "--explode": config.explode,
+        "--answer-json": config.answer_json,
+    }
+    for option, is_asked in asked.items():
         if is_asked:
             raise ConfigError(
                 f"{option}: --format {LINES} leaves the output lines as they are",
@@ -276,6 +281,7 @@ def _key(config: CollectConfig, kind: str, selections: list[Selection]) -> str:
             "explode": config.explode,
             "shard_rows": config.shard_rows,
             **({"csv_safe": True} if config.csv_safe else {}),
+            **({} if config.answer_json is None else {"answer_json": config.answer_json}),
         }
     )
 
@@ -360,6 +366,11 @@ def _result(
     is_flag=True,
     help="Put an apostrophe before texts that a spreadsheet would run as formulas (=, +, -, @).",
 )
+@click.option(
+    "--answer-json/--no-answer-json",
+    default=None,
+    help="A column answer_json with answers parsed as JSON.  [default: where the run's options constrain them to JSON]",
+)
 @click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
 @click.option(
@@ -411,6 +422,7 @@ def command(**options: Any) -> dict[str, Any]:
         explode=options["explode"],
         shard_rows=options["shard_rows"],
         csv_safe=options["csv_safe"],
+        answer_json=options["answer_json"],
         partial=options["partial"],
         overwrite=options["overwrite"],
         is_private=options["private"],

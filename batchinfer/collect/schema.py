@@ -27,6 +27,7 @@ class Schema:
         dimension: Length of every embedding; 0 if the table has no embeddings.
         has_chunk: Whether the table has a column with the name of the row's chunk, before the row's number.
         has_run: Whether the table's first column is the name of the row's run.
+        parsed: Kind of the column of parsed answers, by its name; empty if there is none.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Schema:
         dimension: int = 0,
         has_chunk: bool = False,
         has_run: bool = False,
+        parsed: dict[str, Kind] | None = None,
     ) -> None:
         self.source = source
+        self._parsed = parsed or {}
         places = [name for name, has in (("run", has_run), ("chunk", has_chunk)) if has]
-        self.names = [*places, *shape.names, *source]
+        self.names = [*places, *shape.names, *self._parsed, *source]
         self.typed = {name for name, kind in source.items() if not isinstance(kind, str | tuple)}
         """Columns whose types job.json holds."""
         self._shape = shape
@@ -62,6 +65,9 @@ class Schema:
         }
         if self._shape.answers == LISTS:
             types |= dict.fromkeys(("reasoning", "tool_calls", "logprobs"), pa.list_(pa.string()))
+        for name, kind in self._parsed.items():
+            one = arrow_type(kind)
+            types[name] = pa.list_(one) if self._shape.answers == LISTS else one
         return pa.schema(
             [
                 pa.field(

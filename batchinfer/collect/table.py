@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from batchinfer.collect.answer_json import COLUMN, parser_for
 from batchinfer.collect.card import CardFacts, make_card
 from batchinfer.collect.destinations import (
     Collected,
@@ -48,6 +49,7 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     explode: bool = False
     shard_rows: int | None = None
     csv_safe: bool = False
+    answer_json: bool | None = None
     partial: bool = False
     overwrite: bool = False
     is_private: bool = True
@@ -155,6 +157,7 @@ class Collection:
         self._shapes = joined([shape_of(one, explode=config.explode) for one in configs])
         self._shape = self._shapes[0]
         self._rows = self._unshown = self._num_lines = 0
+        self._parser = parser_for(configs, is_wanted=config.answer_json)
         self._schema = Schema(self._shape, {})
         self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
         self._errors: Counter[str] = Counter()
@@ -168,6 +171,7 @@ class Collection:
             dimension=self._dimension() if self._shape.has_embedding else 0,
             has_chunk=self._job is None,
             has_run=len(self._readers) > 1,
+            parsed={COLUMN: self._parser.kind} if self._parser is not None else {},
         )
         files = put_all(dest, self._files(source))
         if self._num_lines:
@@ -178,6 +182,8 @@ class Collection:
         samplings = [reader.selection.run.config.get("sampling") or {} for reader in self._readers]
         if any(sampling.get("prompt_logprobs") is not None for sampling in samplings):
             logger.warning("log-probabilities of prompts are left out; --format lines has them")
+        if self._parser is not None:
+            self._parser.tell()
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
         return make_record(
@@ -226,6 +232,7 @@ class Collection:
         if LINE in kinds:
             own_names[LINE] = LINE_COLUMN
         own_columns = [*self._shape.names, "chunk", *(["run"] if len(self._readers) > 1 else [])]
+        own_columns += [COLUMN] if self._parser is not None else []
         names = table_names(own_names, own_columns)
         return _SourceColumns(place, names, kinds, _say_kept_as_text(observer, names, kinds))
 
@@ -322,6 +329,9 @@ class Collection:
         for name, kind in source.kinds.items():
             values = [row.get(name) for row in rows or ()]
             columns[source.names[name]] = as_column(values, kind)
+        if self._parser is not None:
+            texts = columns["texts" if "texts" in columns else "text"]
+            columns[COLUMN] = self._parser.column(texts)
         if self._job is None:
             columns["chunk"] = [block.chunk] * len(columns["row"])
         if len(self._readers) > 1:

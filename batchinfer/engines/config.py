@@ -10,6 +10,14 @@ from typing import Any, Literal
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 
+CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""Our default of vLLM's `structured_outputs_config`.
+
+vLLM's own default is the backend "auto". There the first constrained request of an engine decides the backend for all
+later ones, so that answers would depend on the order of the rows, and models may fill JSON with white space up to
+`max_tokens`.
+"""
+
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The engine that a user asks for, with its options.
@@ -66,6 +74,12 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     echo_fail_marker: str | None = None
     echo_kill_marker: str | None = None
     echo_hang_marker: str | None = None
+
+    @property
+    def constraint_backend(self) -> str:
+        """Name of vLLM's backend that keeps answers to their constraints."""
+        options = self.engine_args.get("structured_outputs_config", CONSTRAINTS)
+        return str(options.get("backend", "auto")) if isinstance(options, dict) else "auto"
 
     @property
     def answer_arguments(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Options that the user does not state have these defaults:
   8192 tokens per step, or 1024 and 16384 on GPUs other than the A100 with 70 GiB or more. vLLM's defaults for serving
   have less throughput and a quicker first token, but in a batch nobody waits for the first token. The engine core is a
   process of its own, so that the GPU need not wait while texts are tokenized or decoded.
+* Constraints on answers are kept by xgrammar, without white space between the parts of JSON (`config.CONSTRAINTS`).
 * On a CPU, 1 GiB of KV cache. vLLM's own default takes nearly all memory, so that a second worker could not start.
 * On a CPU, eager mode, and no chunked prefill. With chunked prefill, a prompt may be split over two steps; on a CPU the
   engine then crashes if the request has a seed.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
 MEMORY_ADVICE = (
@@ -82,6 +83,7 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager,
         "trust_remote_code": config.trust_remote_code,
         "seed": config.seed,
+        "structured_outputs_config": CONSTRAINTS,
     }
     if is_cpu:
         values["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from batchinfer.prompts.builder import (
     REQUEST_FORMATS,
+    EngineRules,
     PromptBuilder,
     find_request_format,
 )
+from batchinfer.prompts.constraint_process import BACKEND as CONSTRAINT_BACKEND
+from batchinfer.prompts.constraint_process import ConstraintChecker, check_run_constraint
 from batchinfer.prompts.parameters import make_sampling
 from batchinfer.prompts.templates import NamedTemplate, list_templates
 from batchinfer.prompts.types import (
@@ -24,9 +27,12 @@ from batchinfer.prompts.types import (
 __all__ = [
     "CHAT_URL",
     "COMPLETIONS_URL",
+    "CONSTRAINT_BACKEND",
     "REQUEST_FORMATS",
     "TRUNCATIONS",
     "Code",
+    "ConstraintChecker",
+    "EngineRules",
     "NamedTemplate",
     "Prepared",
     "PromptBuilder",
@@ -34,6 +40,7 @@ __all__ = [
     "RawRow",
     "RequestFormat",
     "Tokenizer",
+    "check_run_constraint",
     "find_request_format",
     "list_templates",
     "make_sampling",

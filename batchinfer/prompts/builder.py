@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError, near
 from batchinfer.core.records import Request, RowKey, Sampling
 from batchinfer.prompts import conversation, from_columns, from_requests
+from batchinfer.prompts.constraint_process import ConstraintChecker
+from batchinfer.prompts.constraints import problem_of_column
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
-from batchinfer.prompts.render_process import RenderProcess
+from batchinfer.prompts.render_process import FEW_ROWS, RenderProcess
 from batchinfer.prompts.types import (
     TRUNCATIONS,
     Code,
@@ -58,6 +61,17 @@ def find_request_format(name: str) -> RequestFormat:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRules:
+    """What a run's engine takes, as far as it decides what becomes of a row."""
+
+    own_parameters: frozenset[str] = frozenset()
+    """Names of request parameters that go to the engine unread."""
+    checker: ConstraintChecker | None = None
+    """Object that compiles the constraints that rows state themselves, so that none reaches the engine that does not
+    compile. None leaves this to the engine."""
+
+
 class PromptBuilder:
     """Turns rows into requests. Several threads may use it at once.
 
@@ -70,9 +84,9 @@ class PromptBuilder:
             tokenizes prompts.
         max_model_len: Largest number of tokens of prompt and answer together. With None the builder does not check
             lengths and leaves this to the engine.
-        own_parameters: Names of request parameters that go to the engine unread.
         needs_prompt: Whether the output format needs each row's prompt. Then prompts are kept even without
             ``--keep-prompt``.
+        rules: What the run's engine takes.
 
     Raises:
         ConfigError: options contradict each other, or one of them has a value that cannot work.
@@ -86,8 +100,8 @@ class PromptBuilder:
         tokenizer: Tokenizer | None,
         max_model_len: int | None,
         *,
-        own_parameters: frozenset[str] = frozenset(),
         needs_prompt: bool = False,
+        rules: EngineRules | None = None,
     ) -> None:
         _check_values(config)
         try:
@@ -104,10 +118,12 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._has_prompt = config.keep_prompt or needs_prompt
+        rules = rules or EngineRules()
         facts = EngineFacts(
             eos_token=tokenizer.eos_token if tokenizer is not None else "",
-            own_parameters=own_parameters,
+            own_parameters=rules.own_parameters,
         )
+        self._checker = rules.checker
         self._reader = find_request_format(config.request_format).make_reader(
             config, sampling, facts
         )
@@ -122,7 +138,8 @@ class PromptBuilder:
     @property
     def rows_at_once(self) -> int:
         """Most rows that `build` should get at once for now; few if each of them may take seconds."""
-        return self._reader.rows_at_once
+        is_slow = self._checker is not None and self._checker.is_slow
+        return FEW_ROWS if is_slow else self._reader.rows_at_once
 
     def build(self, chunk: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
         """Return one result for each row, in the order of `rows`. The result of a bad row holds a failure.
@@ -134,6 +151,7 @@ class PromptBuilder:
         """
         drafts = [Draft(first_row + row.line_index) for row in rows]
         self._reader.fill(drafts, [row.data for row in rows])
+        self._constrain(drafts)
         for draft in drafts:
             if not draft.id:
                 draft.id = str(draft.row)
@@ -201,6 +219,22 @@ class PromptBuilder:
         if draft.continue_final:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         return options or None
+
+    def _constrain(self, drafts: list[Draft]) -> None:
+        """Put rows' own constraints in place of the run's. A row whose constraint does not compile fails."""
+        for draft in drafts:
+            constraint = draft.constraint
+            if constraint is None or draft.failure is not None:
+                continue
+            problem = self._checker.problem_of(constraint) if self._checker is not None else ""
+            if not problem:
+                sampling = draft.sampling or self._sampling
+                draft.sampling = msgspec.structs.replace(sampling, structured=constraint)
+            elif draft.constraint_param is None:
+                draft.fail(problem_of_column(str(self._config.constraint_column), problem))
+            else:
+                name = draft.constraint_param
+                draft.fail(RowProblem(Code.INVALID_PARAMETER, f"{name}: {problem}", param=name))
 
     def _sampling_of(
         self, line_index: int, draft: Draft, seed_of: Callable[[int], int] | None

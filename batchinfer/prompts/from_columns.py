@@ -11,6 +11,7 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Failure
 from batchinfer.prompts import conversation, json_lines
+from batchinfer.prompts.constraints import ConstraintProblem, problem_of_column, read_column
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.render_process import MANY_ROWS, RenderProcess
 from batchinfer.prompts.templates import examples_text, named_template
@@ -87,6 +88,7 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             # A template's process gets the whole line, so no column is decoded for it here.
             self._value_position = self._position(self._column or ROW_FIELD)
+            self._constraint_position = self._position(config.constraint_column or ROW_FIELD)
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
             # the messages after the first turn need not be decoded.
@@ -164,6 +166,8 @@ class RowsReader:
                 }
             if row != draft.row:
                 json_lines.check_place(draft, row)
+            if self._config.constraint_column:
+                self._fill_constraint(draft, found[self._constraint_position])
             if type(value) is list and value and type(value[0]) is msgspec.Raw:
                 first = [json_lines.decode_item(value[0], data)]
                 messages = conversation.first_turn(first)
@@ -175,6 +179,8 @@ class RowsReader:
             columns = json_lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             json_lines.check_place(draft, row)
+            if self._config.constraint_column:
+                self._fill_constraint(draft, columns.get(self._config.constraint_column))
         if self._template is not None:
             return
         if value is _UNSET:
@@ -183,6 +189,12 @@ class RowsReader:
             self._fill_messages(draft, value)
         else:
             self._fill_prompt(draft, value)
+
+    def _fill_constraint(self, draft: Draft, value: Any) -> None:
+        try:
+            draft.constraint = read_column(None if value is _UNSET else value)
+        except ConstraintProblem as problem:
+            raise problem_of_column(str(self._config.constraint_column), problem) from problem
 
     def _from_columns(self, draft: Draft, columns: dict[str, Any]) -> tuple[Any, Any]:
         row = columns.pop(ROW_FIELD, _UNSET)

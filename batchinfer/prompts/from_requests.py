@@ -233,6 +233,9 @@ class RequestsReader:
         draft.continue_final = options.continue_final
         draft.chat_template_kwargs = options.chat_template_kwargs
         draft.is_open_ended = options.is_open_ended
+        if options.constraint_name:
+            draft.constraint = draft.sampling.structured
+            draft.constraint_param = options.constraint_name
 
 
 def _batch_row(row_id: str, text: str) -> dict[str, Any]:
@@ -264,6 +267,7 @@ def _refuse_row_options(config: PromptConfig) -> None:
         "--continue-final": config.continue_final,
         "--blank-columns": config.blank_columns,
         "--few-shot": config.few_shot,
+        "--constraint-column": config.constraint_column,
     }
     for name, value in options.items():
         if value:

@@ -14,6 +14,11 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record, Sampling
+from batchinfer.prompts.constraints import (
+    ConstraintProblem,
+    read_response_format,
+    read_structured,
+)
 from batchinfer.prompts.json_lines import json_type
 from batchinfer.prompts.types import Code, RowProblem
 
@@ -75,7 +80,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Values with which a parameter that goes to the engine unread asks for nothing.
 _EMPTY: tuple[Any, ...] = ([], "")
-_STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class RequestLimits(Record, frozen=True, kw_only=True):
@@ -102,6 +106,8 @@ class RequestOptions(msgspec.Struct):
     """Variables that the chat template gets besides the messages."""
     is_open_ended: bool = False
     """Whether the answer may fill the rest of the model's length, because neither request nor run set `max_tokens`."""
+    constraint_name: str = ""
+    """Parameter that states the request's own constraint; empty if it states none."""
 
 
 def read_parameters(
@@ -137,6 +143,9 @@ def read_parameters(
             found[name] = _boolean(name, value) if is_chat else _integer(name, value, 0)
         elif name in _READERS:
             _READERS[name](value, found)
+        elif name in _CONSTRAINT_READERS:
+            _read_constraint(name, value, found)
+            options.constraint_name = name if "structured" in found else ""
         elif name == "chat_template_kwargs" and is_chat:
             options.chat_template_kwargs = _object(name, value)
         elif name == "continue_final_message" and is_chat:
@@ -289,57 +298,33 @@ def _read_bias(value: Any, found: dict[str, Any]) -> None:
     found["logit_bias"] = {token: float(bias) for token, bias in value.items()} or None
 
 
-def _read_response_format(value: Any, found: dict[str, Any]) -> None:
-    kind = _object("response_format", value).get("type")
-    if kind == "text":
+def _read_constraint(name: str, value: Any, found: dict[str, Any]) -> None:
+    try:
+        constraint = _CONSTRAINT_READERS[name](_object(name, value))
+    except ConstraintProblem as problem:
+        raise _invalid(name, str(problem)) from problem
+    if constraint is None:
         return
-    if kind == "json_object":
-        _set_structured(found, "response_format", {"json_object": True})
-        return
-    if kind != "json_schema":
-        raise _invalid(
-            "response_format",
-            f"type {_show(kind)}, expected text, json_object or json_schema",
-        )
-    wrapper = value.get("json_schema")
-    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-    if not isinstance(schema, dict):
-        raise _invalid(
-            "response_format", "json_schema without an object in its field schema, expected one"
-        )
-    _set_structured(found, "response_format", {"json": schema})
-
-
-def _read_structured(value: Any, found: dict[str, Any]) -> None:
-    given = {
-        name: item
-        for name, item in _object("structured_outputs", value).items()
-        if item is not None
-    }
-    if len(given) != 1 or not given.keys() <= set(_STRUCTURED):
-        raise _invalid(
-            "structured_outputs",
-            f"{_show(sorted(given))}, expected one of {', '.join(_STRUCTURED)}",
-        )
-    _set_structured(found, "structured_outputs", given)
-
-
-def _set_structured(found: dict[str, Any], name: str, structured: dict[str, Any]) -> None:
     if "structured" in found:
         raise _invalid(
             name, "given together with another, expected one of response_format, structured_outputs"
         )
-    found["structured"] = structured
+    found["structured"] = constraint
 
 
+_CONSTRAINT_READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+    "response_format": read_response_format,
+    "structured_outputs": read_structured,
+}
 _READERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "stop": _read_stop,
     "stop_token_ids": _read_stop_ids,
     "logit_bias": _read_bias,
-    "response_format": _read_response_format,
-    "structured_outputs": _read_structured,
 }
-KNOWN = sorted({*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *HARMLESS, "logprobs", "echo"})
+KNOWN = sorted(
+    {*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *_CONSTRAINT_READERS, *HARMLESS}
+    | {"logprobs", "echo"}
+)
 
 
 def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
@@ -394,7 +379,9 @@ _WITHOUT_EFFECT: dict[str, tuple[str, tuple[Any, ...]]] = {
 for this reason. An empty tuple means that every value is ignored; otherwise other values are refused."""
 
 
-def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
+def make_sampling(
+    options: dict[str, Any], pairs: dict[str, Any], constraint: dict[str, Any] | None = None
+) -> Sampling:
     """Make the run's sampling parameters from options and ``--sampling`` pairs. A pair replaces an option.
 
     The name of a pair may be a field of Sampling or an alias of one (`ALIASES`). The pair `do_sample` becomes a
@@ -403,10 +390,11 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
     Args:
         options: Values by the names of Sampling's fields; None stands for an option that was not given.
         pairs: Values by name, as `batchinfer.cli.values.read_pairs` gives them.
+        constraint: Constraint that options of their own state.
 
     Raises:
-        ConfigError: a value has the wrong type, two pairs set the same parameter under different names, `seed` is among
-            the pairs, or a parameter has no equivalent here.
+        ConfigError: a value has the wrong type, two pairs set the same parameter under different names, two constraints
+            are given, `seed` is among the pairs, or a parameter has no equivalent here.
     """
     fields = {field.name for field in msgspec.structs.fields(Sampling)} - {"extra", "seed"}
     values = {
@@ -417,6 +405,13 @@ def make_sampling(options: dict[str, Any], pairs: dict[str, Any]) -> Sampling:
         if name == "seed":
             raise ConfigError("--sampling seed: is the run's", hint="use --seed")
         (values if name in fields else extra)[name] = value
+    if constraint is not None:
+        if values.get("structured"):
+            raise ConfigError(
+                "--sampling structured with another constraint: expected one",
+                hint="keep one of them",
+            )
+        values["structured"] = constraint
     try:
         return msgspec.convert({**values, "extra": extra or None}, Sampling)
     except msgspec.ValidationError as error:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
-import signal
 import sys
 
 import jinja2
@@ -13,14 +10,15 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, decode_object
-from batchinfer.prompts.render_process import (
+from batchinfer.prompts.limited_process import (
     MEMORY_STATUS,
-    RenderedText,
-    RenderReady,
-    RenderSetup,
+    limit_memory,
+    prepare_timer,
     read_frame,
+    restart_timer,
     write_frame,
 )
+from batchinfer.prompts.render_process import RenderedText, RenderReady, RenderSetup
 from batchinfer.prompts.templates import PromptTemplate
 
 
@@ -41,7 +39,7 @@ def main() -> None:
 
 def serve(setup: RenderSetup) -> None:
     """Compile the template and render rows."""
-    restart_timer(setup)
+    restart_timer(setup.row_seconds)
     undefined = jinja2.StrictUndefined if setup.is_strict else jinja2.Undefined
     try:
         template = PromptTemplate(
@@ -61,7 +59,7 @@ def serve(setup: RenderSetup) -> None:
 
 def render(setup: RenderSetup, template: PromptTemplate, line: bytes) -> RenderedText:
     """Render one row. The CPU time of the row is counted from here."""
-    restart_timer(setup)
+    restart_timer(setup.row_seconds)
     try:
         columns = decode_object(line)
         columns.pop(ROW_FIELD, None)
@@ -73,32 +71,6 @@ def render(setup: RenderSetup, template: PromptTemplate, line: bytes) -> Rendere
         # A message may repeat a lone surrogate of the template, which no frame can carry.
         message = error.message.encode(errors="backslashreplace").decode()
         return RenderedText(None, error.code, message)
-
-
-def limit_memory(memory_bytes: int) -> None:
-    """Let the kernel refuse memory above the limit, where the system can, and write no core dumps."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        memory_bytes = min(memory_bytes, hard)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def prepare_timer() -> None:
-    """Let the timer of `restart_timer` kill this process, even if the parent ignores or blocks the signal."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-
-
-def restart_timer(setup: RenderSetup) -> None:
-    """Have the kernel kill this process when it has used the CPU for `row_seconds` from now on.
-
-    RLIMIT_CPU would count whole seconds from the start of the process. This timer begins anew at every row, and costs
-    less than a microsecond.
-    """
-    signal.setitimer(signal.ITIMER_PROF, setup.row_seconds)
 
 
 if __name__ == "__main__":

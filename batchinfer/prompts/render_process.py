@@ -1,34 +1,24 @@
 """Renders a user's template in a process of its own, because Jinja's sandbox bounds neither time nor memory.
 
-The process (render_host.py) has a limit on its memory, and one on the CPU time of each row. On Linux the kernel
-enforces both, so no template gets around them; macOS has only the limit of CPU time. A template that goes over a limit
-ends its process and nothing else: the row fails with `template_error`, and the next row gets a new process.
+The process (render_host.py) has the limits of limited_process.py. A template that goes over a limit ends its process
+and nothing else: the row fails with `template_error`, and the next row gets a new process.
 
 Rows are sent as the lines of the chunk, many at a time. If the process ends with many rows, the same rows are sent
 again one at a time, so that each bad row is found and the others are rendered.
-
-A frame on the pipes is four bytes of length and one JSON or msgpack object. The process ends when the pipe to it is
-closed, thus also when the worker is killed; a render that runs at that moment goes on until it ends or reaches its
-limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
-import struct
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.processes import child_environment, describe_exit
+from batchinfer.core.processes import describe_exit
+from batchinfer.prompts.limited_process import LimitedProcess
 from batchinfer.prompts.types import Code
 
 logger = logging.getLogger(__name__)
@@ -37,14 +27,9 @@ ROW_SECONDS = 2.0
 """Seconds of CPU time that one row may take. The template's compilation may take as many."""
 MEMORY_BYTES = 1 << 30
 """Bytes of address space that the process may have, including what Python itself takes."""
-MEMORY_STATUS = 71
-"""Exit status of a process that ran out of memory."""
-
 FEW_ROWS = 16
 """Number of rows to render at once as long as the template has rendered no row, and after its process has ended."""
 MANY_ROWS = 1 << 30
-
-_HEADER = struct.Struct("<I")
 
 
 class RenderSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,14 +105,18 @@ class RenderProcess:
             memory_bytes=MEMORY_BYTES,
         )
         try:
-            self._setup = msgspec.json.encode(setup)
+            encoded = msgspec.json.encode(setup)
         except UnicodeEncodeError as error:
             raise ConfigError(f"{name}: holds bytes that are no text, expected UTF-8") from error
         self._name = name
-        self._row_seconds = setup.row_seconds
-        self._memory_bytes = setup.memory_bytes
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = LimitedProcess(
+            "batchinfer.prompts.render_host",
+            encoded,
+            name=name,
+            question_seconds=setup.row_seconds,
+            memory_bytes=setup.memory_bytes,
+        )
         self._has_warned = False
         self.rows_at_once = FEW_ROWS
         """Most rows that `render` should get at once. Few where rows may take seconds each, so that a caller who waits
@@ -157,7 +146,7 @@ class RenderProcess:
             if texts is not None:
                 return texts[0]
             status = self._note_end()
-            reason = self._limit_of(status)
+            reason = self._process.limit_of(status)
             if reason:
                 break
             reason = f"the process that renders it ended twice ({describe_exit(status)})"
@@ -166,37 +155,16 @@ class RenderProcess:
             logger.warning("%s: %s; such a row becomes an error row", self._name, reason)
         return RenderedText(None, Code.TEMPLATE_ERROR.value, f"{self._name}: {reason}")
 
-    def _limit_of(self, status: int) -> str:
-        """Return which limit the process went over, by its exit status; "" if it ended for another reason."""
-        if status == -signal.SIGPROF:
-            return f"took more than {self._row_seconds:g} s of CPU time"
-        if status == MEMORY_STATUS:
-            return f"needs more than {self._memory_bytes >> 20} MiB of memory"
-        return ""
-
     # -- the process
 
     def _start(self) -> RenderReady:
         """Start the process, and let it compile the template."""
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "batchinfer.prompts.render_host"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,  # so that Ctrl-C does not reach it
-                env=child_environment({}),
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"{self._name}: the process that renders it cannot be started ({error})",
-                hint="the machine may have too many processes or too little memory",
-            ) from error
-        self._process = process
-        self._end = weakref.finalize(self, _end, process)
-        answer = _exchange(process, self._setup)
+        answer = self._process.start()
         if answer is None:
             status = self._note_end()
-            reason = self._limit_of(status) or f"its process ended ({describe_exit(status)})"
+            reason = (
+                self._process.limit_of(status) or f"its process ended ({describe_exit(status)})"
+            )
             raise ConfigError(
                 f"{self._name}: cannot be compiled: {reason}",
                 hint="Jinja computes constant expressions first: look for a very large one",
@@ -209,55 +177,12 @@ class RenderProcess:
 
     def _ask_for(self, lines: Sequence[bytes]) -> list[RenderedText] | None:
         """Return the text of every row; None if the process has ended."""
-        if self._process is None:
+        if not self._process.is_running:
             self._start()
-        assert self._process is not None
-        answer = _exchange(self._process, _encode_rows(lines))
+        answer = self._process.ask(_encode_rows(lines))
         return None if answer is None else _decode_texts(answer)
 
     def _note_end(self) -> int:
         """Wait for the end of a process that has closed its pipe, and return its exit status."""
-        assert self._process is not None
         self.rows_at_once = FEW_ROWS
-        status = self._process.wait()
-        self._end()
-        self._process = None
-        return status
-
-
-def _exchange(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
-    """Send a frame and return the answer; None if the process has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        write_frame(process.stdin, question)
-    except OSError:
-        return None
-    return read_frame(process.stdout)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # The process is killed first, because a thread that still reads from it holds the lock of the pipe.
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(OSError):  # the process has not read all that was written
-            pipe.close()
-
-
-def write_frame(pipe: IO[bytes], data: bytes) -> None:
-    """Write one frame, and wait until the pipe has taken it."""
-    pipe.write(_HEADER.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """Read one frame. Returns None if the other side has closed the pipe."""
-    header = pipe.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    (length,) = _HEADER.unpack(header)
-    data: bytes = pipe.read(length)
-    return data if len(data) == length else None
+        return self._process.note_end()

@@ -50,6 +50,10 @@ class Code(StrEnum):
     TEMPLATE_ERROR = "template_error", "The template failed on this row, or went over its limits."
     TOKENIZER_ERROR = "tokenizer_error", "The tokenizer refused the prompt."
     PROMPT_TOO_LONG = "prompt_too_long", "The prompt leaves the model no room for a token."
+    INVALID_CONSTRAINT = (
+        "invalid_constraint",
+        "The row's constraint is none, or does not compile within its limits.",
+    )
     # The request
     INVALID_REQUEST = "invalid_request", "The request's frame is wrong: custom_id, method or body."
     UNKNOWN_URL = "unknown_url", "The request's url is none that can be answered."
@@ -100,6 +104,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Whether the output line repeats the prompt."""
     id_column: str = ""
     """Column whose value is the row's id. If empty, the field `_id` of the line is the id."""
+    constraint_column: str | msgspec.UnsetType = msgspec.UNSET
+    """Column with the row's own constraint on its answer. Unset if there is none."""
     output_format: str = "native"
     """Name of an entry of `batchinfer.formats.FORMATS`."""
     strip: bool = False
@@ -117,7 +123,11 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     @property
     def optional_columns(self) -> dict[str, list[str]]:
         """Columns that the options name and that a row may lack. Keys are the options."""
-        return {"--keep": self.keep, "--blank-columns": self.blank_columns}
+        return {
+            "--keep": self.keep,
+            "--blank-columns": self.blank_columns,
+            "--constraint-column": [self.constraint_column] if self.constraint_column else [],
+        }
 
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
@@ -178,6 +188,10 @@ class Draft(msgspec.Struct, gc=False):
     view: EchoView | None = None
     is_open_ended: bool = False
     """Whether the answer may fill the rest of the model's length, because no `max_tokens` is set."""
+    constraint: dict[str, Any] | None = None
+    """Constraint that the row itself states, in place of the run's."""
+    constraint_param: str | None = None
+    """Request parameter that states the constraint; None if a column does."""
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
     failure: Failure | None = None

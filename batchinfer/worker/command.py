@@ -315,5 +315,11 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
 def sampling_config(options: dict[str, Any]) -> Sampling:
     """Make the run's sampling parameters from the options."""
     from batchinfer.prompts import make_sampling
+    from batchinfer.prompts.constraints import read_options
 
-    return make_sampling(fields_of("Sampling", options), value_of("sampling", options))
+    names = ("json_schema", "choices", "regex", "grammar", "structural_tag")
+    return make_sampling(
+        fields_of("Sampling", options),
+        value_of("sampling", options),
+        read_options(**{name: value_of(name, options) or "" for name in names}),
+    )

@@ -10,11 +10,24 @@ from typing import Any
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Money, Record, Sampling
-from batchinfer.engines import Engine, create_engine, find_engine, identify_model
+from batchinfer.engines import (
+    Engine,
+    create_engine,
+    find_engine,
+    identify_model,
+    own_parameters_of,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.publishing import Publisher
-from batchinfer.prompts import PromptConfig, Tokenizer
+from batchinfer.prompts import (
+    CONSTRAINT_BACKEND,
+    ConstraintChecker,
+    EngineRules,
+    PromptConfig,
+    Tokenizer,
+    check_run_constraint,
+)
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Background, Stopper, ThreadBackground
@@ -166,8 +179,8 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
     Does not start the engine, and imports no large library.
 
     Raises:
-        ConfigError: the engine does not know one of the additional sampling parameters, or prompts should be cut and
-            only another program has the tokenizer.
+        ConfigError: the engine does not know one of the additional sampling parameters, the constraint does not
+            compile, or prompts should be cut and only another program has the tokenizer.
     """
     kind = find_engine(engine.engine)
     if sampling.extra:
@@ -177,3 +190,16 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
             f"--truncate-prompt {prompt.truncate_prompt}: needs the model's tokenizer, which only the endpoint has",
             hint="a vLLM server cuts prompts itself: --sampling truncate_prompt_tokens=N",
         )
+    check_run_constraint(sampling.structured, checker_for(engine))
+
+
+def rules_of(engine: EngineConfig) -> EngineRules:
+    """Return what this engine takes."""
+    return EngineRules(own_parameters=own_parameters_of(engine), checker=checker_for(engine))
+
+
+def checker_for(engine: EngineConfig) -> ConstraintChecker | None:
+    """Return a checker of constraints for this engine; None if the engine compiles them in another way."""
+    is_remote = find_engine(engine.engine).is_remote
+    is_same = engine.constraint_backend == CONSTRAINT_BACKEND and not is_remote
+    return ConstraintChecker() if is_same else None

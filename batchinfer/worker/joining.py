@@ -15,7 +15,6 @@ from batchinfer import __version__
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
-from batchinfer.engines import own_parameters_of
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import (
@@ -28,7 +27,7 @@ from batchinfer.ledger.runs import (
 )
 from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
 from batchinfer.storage import Store
-from batchinfer.worker.config import Environment, WorkerConfig
+from batchinfer.worker.config import Environment, WorkerConfig, rules_of
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -142,8 +141,8 @@ class Membership:
             config.run_seed,
             tokenizer,
             None if info is None else info.max_model_len,
-            own_parameters=own_parameters_of(config.engine),
             needs_prompt=find_format(prompt.output_format).repeats_request,
+            rules=rules_of(config.engine),
         )
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
@@ -392,7 +391,8 @@ def check_parameters(config: WorkerConfig, completions: list[Completion]) -> Non
     All rows share the run's parameters, so one refused row means that every row would be refused. Does nothing if the
     request format lets each row have its own parameters.
     """
-    if find_request_format(config.prompt.request_format).has_own_parameters:
+    prompt = config.prompt
+    if find_request_format(prompt.request_format).has_own_parameters or prompt.constraint_column:
         return
     for completion in completions:
         failure = completion.failure

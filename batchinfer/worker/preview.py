@@ -13,7 +13,7 @@ from batchinfer.cli.terminal import say
 from batchinfer.core import codec
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.records import Record, Sampling
-from batchinfer.engines import check_engine, longest_sequence, own_parameters_of
+from batchinfer.engines import check_engine, longest_sequence
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, check_columns, read_assignment
@@ -26,9 +26,10 @@ from batchinfer.prompts import (
     list_templates,
 )
 from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.config import WorkerConfig, check_sampling, rules_of
 
 _SHOWN_CHARACTERS = 2000
+_SHOWN_CONSTRAINT = 300
 
 
 # --------------------------------------------------------------------------- --template list
@@ -58,6 +59,8 @@ class RenderedRow(Record, frozen=True, kw_only=True):
     prompt: Any = None
     code: str = ""
     message: str = ""
+    constraint: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Constraint on the row's answer; unset if there is none."""
 
 
 def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
@@ -78,6 +81,7 @@ def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
         id=prepared.id,
         tokens=len(tokens) if tokens is not None and has_tokenizer else None,
         prompt=prompt,
+        constraint=(request.sampling.structured if request is not None else None) or msgspec.UNSET,
     )
 
 
@@ -92,6 +96,9 @@ def show_rows(rows: Iterable[RenderedRow]) -> None:
             text = row.prompt if isinstance(row.prompt, str) else codec.encode(row.prompt).decode()
             for line in text.split("\n"):
                 say(line)
+            if row.constraint:
+                constraint = codec.encode(row.constraint).decode()
+                say(f"constraint: {constraint[:_SHOWN_CONSTRAINT]}")
 
 
 def make_preview_builder(
@@ -105,9 +112,8 @@ def make_preview_builder(
 ) -> PromptBuilder:
     """Make the prompt builder that a worker would use, but let it keep every prompt, so that it can be shown."""
     prompt = msgspec.structs.replace(prompt, keep_prompt=True)
-    own_parameters = own_parameters_of(engine)
     return PromptBuilder(
-        prompt, sampling, run_seed, tokenizer, max_model_len, own_parameters=own_parameters
+        prompt, sampling, run_seed, tokenizer, max_model_len, rules=rules_of(engine)
     )
 
 
@@ -147,6 +153,7 @@ def run_preview(
         open_store=open_store,
     )
     tokenizer = load_tokenizer(config.engine)
+    check_sampling(config)
     builder = make_preview_builder(
         config.prompt,
         config.sampling,

@@ -91,7 +91,8 @@ def test_every_line_of_the_full_example_is_an_option(
         for name, entry in result["options"].items()
         if entry["from"] == "default" and not name.startswith("echo")
     }
-    assert unset <= {"worker-id", "preview", "show-config"}
+    other_constraints = {"json-schema", "regex", "grammar", "structural-tag"}
+    assert unset <= {"worker-id", "preview", "show-config", *other_constraints}
 
 
 def test_guide_s_generation_settings_mean_the_same_here(

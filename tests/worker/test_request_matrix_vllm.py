@@ -23,7 +23,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import EngineInfo, Sampling
 from batchinfer.engines import create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
 from batchinfer.split.command import SplitConfig, run_split
@@ -48,6 +48,7 @@ DIRECT_ENGINE = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,
     "max_num_batched_tokens": 2048,
+    "structured_outputs_config": CONSTRAINTS,
     **ENGINE_ARGS,
 }
 LOGPROB_TOLERANCE = 0.02
@@ -200,7 +201,7 @@ BAD_BODIES = [
     (COMPLETIONS, {"prompt": "word " * 5000}, "prompt_too_long"),
     (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {"regex": "(["}}, "invalid_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {"grammar": "root ::= ("}}, "invalid_parameter"),
-    (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {"grammar": "root ::= root"}}, "engine_error"),
+    (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {"grammar": "root ::= root"}}, "invalid_parameter"),
     (CHAT, {"messages": []}, "empty_conversation"),
     (CHAT, {"messages": [{"role": "user"}]}, "missing_content"),
     (CHAT, {"messages": [{"content": "x"}]}, "unknown_role"),
@@ -216,7 +217,7 @@ BAD_BODIES = [
             ({"$ref": "#/nowhere"}, "invalid_parameter"),
             ({"type": "string", "pattern": "(["}, "invalid_parameter"),
             ({"type": "array", "minItems": 5, "maxItems": 1}, "invalid_parameter"),
-            ({"$ref": "#"}, "engine_error"),
+            ({"$ref": "#"}, "invalid_parameter"),
         ]
     ),
 ]  # fmt: skip
