@@ -27,6 +27,7 @@ from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
+from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
 from batchinfer.worker.config import check_together
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
 
@@ -126,6 +127,8 @@ class Examination:
             with self._step("model"):
                 self.model = self.world.describe_model(config.engine)
                 self.result["model"] = msgspec.to_builtins(self.model)
+                if adapters := identify_adapters(config.engine):
+                    self.result["adapters"] = adapters
                 if warning := check_length(config.engine, self.model):
                     self._problem(WARNING, "model", warning)
         if config.engine is not None:
@@ -198,10 +201,17 @@ class Examination:
         sampling: Sampling,
         tokenizer: Tokenizer | None,
         room: int | None,
+        assumed_name: str = "",
     ) -> PromptBuilder:
         engine = self.config.engine or EngineConfig()
         return make_preview_builder(
-            prompt, sampling, self.config.run_seed, tokenizer, room, engine=engine
+            prompt,
+            sampling,
+            self.config.run_seed,
+            tokenizer,
+            room,
+            engine=engine,
+            assumed_name=assumed_name,
         )
 
     def _find_data(self) -> Data | None:
@@ -271,7 +281,10 @@ class Examination:
             tokenizer = self.world.load_tokenizer(config.engine)
         room = config.engine.max_model_len if config.engine is not None else None
         room = room or (self.model.max_model_len if self.model is not None else 0) or None
-        builder = self._make_builder(config.prompt, config.sampling, tokenizer, room)
+        name = ""
+        if config.engine is not None and may_assume(config.engine, config.prompt):
+            name = name_in([row.data for _, raw in data.sample for row in raw], config.engine)
+        builder = self._make_builder(config.prompt, config.sampling, tokenizer, room, name)
         if data.job is not None:
             with self._step("data"):
                 check_columns(

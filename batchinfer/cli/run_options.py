@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinfer.cli.options import ENDPOINT, LOOK, REHEARSAL, F, Option, group
 from batchinfer.cli.values import (
+    ADAPTERS,
     FILE,
     FILE_OF_ROWS,
     FLAG,
@@ -23,6 +24,7 @@ from batchinfer.cli.values import (
     NUMBER,
     PAIRS,
     REPEATED,
+    REPEATED_OR_UNSET,
     TEMPLATE,
     TEXT,
     TEXT_OR_FILE,
@@ -116,6 +118,15 @@ OPTIONS: tuple[Option, ...] = (
             "Folder or Hub name with config.json, if it is not with the model.",
             section="model",
             recorded="config",
+        ),
+        Option(
+            "--lora",
+            ADAPTERS,
+            "LoRA adapter: its name for rows, and its folder, URL or name on the Hub; may be repeated.",
+            field="loras",
+            section="model",
+            metavar="NAME=PATH",
+            recorded="recorded",
         ),
         Option(
             "--tensor-parallel-size",
@@ -252,6 +263,18 @@ OPTIONS: tuple[Option, ...] = (
             "Column with a conversation; goes through the chat template. For a column of texts: --prompt-column.",
             default="",
             is_first=True,
+        ),
+        Option(
+            "--lora-column",
+            TEXT_OR_UNSET,
+            "Column with the name of the row's adapter; empty: the model itself.",
+        ),
+        Option(
+            "--served-model-name",
+            REPEATED_OR_UNSET,
+            "Name by which requests mean the model, or * for any; may be repeated. Default: the model's own, and the "
+            "name that all requests give.",
+            section="prompt",
         ),
         Option("--turns", TEXT, "first, all, or how many user turns.", default="first"),
         Option("--prompt-column", TEXT, "Column with the prompt: text or token ids.", default=""),

@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from batchinfer.core.errors import ConfigError
+from batchinfer.core.redaction import redact
 
 
 class FromFile(NamedTuple):
@@ -138,6 +139,8 @@ REPEATED = Kind(
     lambda value: list(value or ()),
 )
 """Texts. The option is repeated for each text. The configuration has None in place of an empty list."""
+REPEATED_OR_UNSET = REPEATED._replace(read=lambda _flag, given: list(given or ()) or msgspec.UNSET)
+"""Texts. The option is repeated for each text. The configuration has UNSET in place of an empty list."""
 
 
 def _json(value: Any) -> str:
@@ -236,6 +239,30 @@ PAIRS = Kind(
     lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
 )
 """NAME=VALUE pairs. The configuration has a mapping."""
+
+
+def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for argument in given or ():
+        name, equals, source = (part.strip() for part in argument.partition("="))
+        if not (name and equals and source) or "://" in name:
+            raise ConfigError(
+                f"{flag} {redact(argument)!r}: expected NAME=PATH",
+                hint=f"as in {flag} sql=./sql-adapter",
+            )
+        if name in found:
+            raise ConfigError(f"{flag} {name}: is given twice", hint="give each adapter one name")
+        # A mapping in a settings file arrives with its values as JSON.
+        found[name] = json.loads(source) if source.startswith('"') else source
+    return found
+
+
+ADAPTERS = Kind(
+    {"type": str, "multiple": True},
+    _read_adapters,
+    lambda value: [f"{name}={source}" for name, source in value.items()],
+)
+"""NAME=PATH pairs, one each time that the option is given. The configuration has a mapping."""
 
 
 def _read_file(flag: str, path: Path) -> str:

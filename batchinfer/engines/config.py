@@ -48,6 +48,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     gpu_memory_utilization: float | None = None
     cpu_offload_gb: float = 0.0
     enforce_eager: bool | None = None
+    loras: dict[str, str] = {}
+    """Folder or Hub name of each LoRA adapter, by the name by which rows ask for it."""
     trust_remote_code: bool = False
     engine_args: dict[str, Any] = {}
     """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses names

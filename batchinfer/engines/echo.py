@@ -325,6 +325,10 @@ class EchoEngine:
             return Failure(
                 code="engine_rejected", message=f"the prompt holds {config.echo_fail_marker!r}"
             )
+        if request.adapter is not None and request.adapter not in config.loras:
+            return Failure(
+                code="model_not_found", message=f"the engine has no adapter {request.adapter!r}"
+            )
         if request.task != "generate":
             return Failure(
                 code="engine_rejected", message=f"echo does not do the task {request.task!r}"

@@ -18,6 +18,7 @@ import msgspec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 from batchinfer.engines import find_engine
+from batchinfer.engines.adapters import adapter_bytes, describe_adapters
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import ModelInfo, check_length, describe_model
 
@@ -82,6 +83,9 @@ def place(config: EngineConfig) -> Placement:
         names = [f"replica {index}" for index in range(count)]
         return Placement(config=config, replicas=[(name, {}) for name in names])
     model = describe_model(config)
+    # The processes get the adapters' folders, so that none of them asks the Hub.
+    folders = {adapter.name: adapter.folder for adapter in describe_adapters(config)}
+    config = msgspec.structs.replace(config, loras=folders)
     warning_of_length = check_length(config, model)
     gpus = visible_gpus(config.gpus)
     layout = choose_parallelism(model, gpus, config)
@@ -291,10 +295,12 @@ def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) 
 def memory_per_gpu(
     model: ModelInfo, config: EngineConfig, size: int, tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes of weights, and of a KV cache for `tokens` tokens, on each GPU."""
+    """Return the bytes of weights with adapters, and of a KV cache for `tokens` tokens, on each GPU."""
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
+    # By default each GPU of a group holds most of an adapter.
+    weights += adapter_bytes(config, model) // pipeline
     # Each GPU holds at least one key-value head. So if there are more GPUs than key-value heads, another GPU does not
     # make the cache per GPU smaller.
     split = min(size, model.num_kv_heads or size)

@@ -59,6 +59,8 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
+# Names of the config entry with the size of the vectors between layers.
+HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 # Name of a config entry that exists only for models with latent attention (DeepSeek).
 LATENT_RANK = "kv_lora_rank"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
@@ -89,6 +91,9 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     num_layers: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
+    hidden_size: int = 0
+    adapter_bytes_per_rank: int = 0
+    """Bytes that a LoRA adapter of rank 1 takes which changes all layers. This is an estimate, for dense models."""
     vocab_size: int = 0
 
 
@@ -361,6 +366,8 @@ def build_info(
         num_layers=number(values, "num_hidden_layers", "n_layer", "n_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
+        hidden_size=number(values, *HIDDEN_SIZES),
+        adapter_bytes_per_rank=adapter_bytes_per_rank(values, heads, kv_heads, dtype),
         vocab_size=number(values, "vocab_size"),
         **identity,
     )
@@ -422,6 +429,16 @@ def check_length(config: EngineConfig, model: ModelInfo) -> str:
     )
 
 
+def adapter_bytes_per_rank(values: Mapping[str, Any], heads: int, kv_heads: int, dtype: str) -> int:
+    """Return the bytes of a LoRA adapter of rank 1 over all linear layers: their inputs and outputs, in all layers."""
+    hidden = number(values, *HIDDEN_SIZES)
+    inner = number(values, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    head_size = number(values, "head_dim") or (hidden // heads if heads else 0)
+    attention = 2 * (hidden + heads * head_size) + 2 * (hidden + kv_heads * head_size)
+    layers = number(values, "num_hidden_layers", "n_layer", "n_layers")
+    return layers * (attention + 3 * (hidden + inner)) * DTYPE_BYTES.get(dtype, 2)
+
+
 def kv_bytes_per_token(
     config: EngineConfig, values: Mapping[str, Any], heads: int, kv_heads: int, dtype: str
 ) -> int:
@@ -437,6 +454,6 @@ def kv_bytes_per_token(
     latent = number(values, LATENT_RANK)
     if latent:
         return layers * (latent + number(values, "qk_rope_head_dim")) * element
-    hidden = number(values, "hidden_size", "n_embd", "d_model")
+    hidden = number(values, *HIDDEN_SIZES)
     head_size = number(values, "head_dim") or (hidden // heads if heads else 0)
     return 2 * layers * kv_heads * head_size * element

@@ -70,6 +70,7 @@ _OF_THE_MODEL = (
     "enforce_eager",
     "trust_remote_code",
     "engine_args",
+    "loras",
 )
 """Fields of EngineConfig that say how a model is loaded."""
 
@@ -90,7 +91,8 @@ def check_options(config: EngineConfig) -> None:
     nothing = EngineConfig()
     for name in _OF_THE_MODEL:
         if getattr(config, name) != getattr(nothing, name):
-            option = "engine-arg" if name == "engine_args" else name.replace("_", "-")
+            flags = {"engine_args": "engine-arg", "loras": "lora"}
+            option = flags.get(name, name.replace("_", "-"))
             raise ConfigError(
                 f"--{option} with --engine openai: the program behind --base-url loads the model, not this one",
                 hint="leave it out; that program has an option of its own for it",

@@ -28,7 +28,7 @@ from batchinfer.core.records import (
 )
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.vllm_loading import last_line, load_engine, prepare_process
+from batchinfer.engines.vllm_loading import last_line, load_adapters, load_engine, prepare_process
 from batchinfer.engines.vllm_requests import (
     AnswerStream,
     client_errors,
@@ -64,7 +64,8 @@ class VllmEngine:
         self._streams: dict[str, AnswerStream] = {}
         self._pieces: list[TextPiece] = []
         self._ids = itertools.count()
-        self._adapters: dict[str, int] = {}
+        self._adapters: dict[str, Any] = {}
+        """vLLM's LoRARequest of each adapter, by its name."""
         self._closed = threading.Event()
         self._recorder = StepRecorder()
         self._steps = 0
@@ -77,6 +78,7 @@ class VllmEngine:
         imported = time.monotonic()
         self._engine = load_engine(self.config, is_cpu=is_cpu)
         self._recorder = install(self._engine)
+        self._adapters = load_adapters(self._engine, self.config)
         import vllm
         from vllm.platforms import current_platform
 
@@ -242,13 +244,12 @@ class VllmEngine:
                 request.sampling, self._defaults, is_streamed=request.is_streamed
             )
             prompt = self._prompt(request)
+            adapter = self._adapter(request.adapter)
         except RowError as error:
             return Failure(code=error.code, message=error.message)
         request_id = str(next(self._ids))
         try:
-            self._engine.add_request(
-                request_id, prompt, params, lora_request=self._adapter(request.adapter)
-            )
+            self._engine.add_request(request_id, prompt, params, lora_request=adapter)
         except client_errors() as error:
             return self._refusal(prompt, params, error)
         except Exception as error:
@@ -285,10 +286,9 @@ class VllmEngine:
     def _adapter(self, name: str | None) -> Any:
         if name is None:
             return None
-        from vllm.lora.request import LoRARequest
-
-        number = self._adapters.setdefault(name, len(self._adapters) + 1)
-        return LoRARequest(name, number, name)
+        if name not in self._adapters:
+            raise RowError("model_not_found", f"the engine has no adapter {name!r}")
+        return self._adapters[name]
 
     def _refusal(self, prompt: Any, params: Any, error: Exception) -> Failure:
         """Return why vLLM refused a request.

@@ -21,6 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.engines.adapters import (
+    describe_adapters,
+    refused_adapter,
+    slot_count,
+    slot_rank,
+)
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -60,7 +66,7 @@ def prepare_process() -> bool:
 
 
 def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
-    """Return the arguments for vLLM's EngineArgs. Pure.
+    """Return the arguments for vLLM's EngineArgs. Reads the files of adapters.
 
     Arguments that neither the user nor this package sets are left out, so that vLLM's defaults apply. `--engine-arg`
     replaces our defaults. It cannot replace an option, because `check_config` has refused that.
@@ -85,6 +91,8 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         "seed": config.seed,
         "structured_outputs_config": CONSTRAINTS,
     }
+    if config.loras:
+        values |= adapter_arguments(config, is_cpu=is_cpu)
     if is_cpu:
         values["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         values["enable_chunked_prefill"] = False
@@ -92,6 +100,52 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
             values["enforce_eager"] = True
     values.update(config.engine_args)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def adapter_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments with which vLLM can hold the run's adapters.
+
+    Raises:
+        ConfigError: on a CPU, --engine-arg max_loras leaves no slot empty.
+    """
+    adapters = describe_adapters(config)
+    slots = config.engine_args.get("max_loras")
+    if is_cpu and slots is not None and slots <= len(adapters):
+        raise ConfigError(
+            f"--engine-arg max_loras: is {slots}, expected more than the {len(adapters)} adapters: on a CPU, vLLM "
+            "answers rows without an adapter by the adapter in the last slot",
+            hint="leave max_loras out",
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": slot_count(adapters, is_cpu=is_cpu),
+        "max_lora_rank": slot_rank(adapters),
+        "max_cpu_loras": max(len(adapters) + 1, slots or 0),
+    }
+
+
+def load_adapters(engine: Any, config: EngineConfig) -> dict[str, Any]:
+    """Load all adapters of the run into an engine, so that a bad one is found before the first row.
+
+    Returns:
+        vLLM's LoRARequest for each adapter, by its name.
+
+    Raises:
+        ConfigError: vLLM refuses an adapter; the message has its name.
+    """
+    if not config.loras:
+        return {}
+    from vllm.lora.request import LoRARequest
+
+    requests = {}
+    for number, adapter in enumerate(describe_adapters(config), 1):
+        request = LoRARequest(adapter.name, number, adapter.folder)
+        try:
+            engine.add_lora(request)
+        except Exception as error:
+            raise refused_adapter(adapter, last_line(error)) from error
+        requests[adapter.name] = request
+    return requests
 
 
 def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:

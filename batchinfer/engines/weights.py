@@ -124,6 +124,15 @@ def _problem_of(path: Path) -> str:
     return ""
 
 
+def read_header(path: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a safetensors file that `check_weights` has accepted."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    return {name: tensor["shape"] for name, tensor in tensors.items()}
+
+
 def _data_bytes(header: bytes) -> int | None:
     """Return how many bytes all tensors take, by a safetensors file's header; None if this is no such header."""
     try:

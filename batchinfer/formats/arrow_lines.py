@@ -131,6 +131,7 @@ class ArrowBlock:
             "error_code": self._field("error", 0),
             "error_message": self._field("error", 1),
             "embedding": self._array("embedding"),
+            "model": self._array("model"),
         }
         if lines is None:
             return found
@@ -204,5 +205,6 @@ def _schema(shape: Shape) -> Any:
             ("usage", pa.struct(counts)),
             ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),
             ("embedding", dimension),
+            ("model", pa.string()),
         ]
     )

@@ -46,6 +46,7 @@ class Shape(Record, frozen=True, kw_only=True):
     has_logprobs: bool = False
     has_prompt: bool = False
     has_embedding: bool = False
+    has_model: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -61,6 +62,7 @@ class Shape(Record, frozen=True, kw_only=True):
         if self.has_embedding:
             answer = ["embedding"]
         prompt = ["prompt"] if self.has_prompt else []
+        answer += ["model"] if self.has_model else []
         return [*_ROW, *answer, *_COUNTS, *_ERROR, *prompt]
 
 
@@ -82,6 +84,7 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
         has_tool_calls=_mentions(config, "tool_call"),
         has_logprobs=may_differ or sampling.get("logprobs") is not None,
         has_prompt=bool(prompt.get("keep_prompt")) and not output_format.repeats_request,
+        has_model=bool(prompt.get("adapters")),
         has_embedding="embed" in str(prompt.get("task") or ""),
     )
 
@@ -220,6 +223,8 @@ class OutputBlock:
         }
         if self._shape.has_prompt:
             found["prompt"] = [_text(line.prompt) for line in lines]
+        if self._shape.has_model:
+            found["model"] = [line.model for line in lines]
         if self._shape.has_embedding:
             found["embedding"] = [line.embedding for line in lines]
         return found

@@ -12,6 +12,7 @@ from batchinfer.formats.lines import (
     OutputError,
     OutputFormat,
     OutputLine,
+    answering_model,
     failure_of,
     shown_choices,
     to_line,
@@ -27,11 +28,13 @@ class CompletionsEncoder:
         strip: Remove white space around every answer.
         has_timing: Write `request_time`. Its `batch_time` is the row's own seconds in the engine, and its
             `batch_size` is always 1, because the engine has no fixed batches.
+        model: Name of the run's model, to write which model or adapter answered; empty if the run has no adapters.
     """
 
-    def __init__(self, *, strip: bool, has_timing: bool) -> None:
+    def __init__(self, *, strip: bool, has_timing: bool, model: str = "") -> None:
         self._strip = strip
         self._has_timing = has_timing
+        self._model = model
 
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one line."""
@@ -43,6 +46,8 @@ class CompletionsEncoder:
             result: dict[str, Any] = {
                 "choices": list(map(self._choice, shown_choices(prepared, completion)))
             }
+            if self._model:
+                result["model"] = answering_model(prepared, self._model)
             if self._has_timing:
                 seconds = completion.queue_seconds + completion.generation_seconds
                 result["request_time"] = {"batch_time": round(seconds, 6), "batch_size": 1}
@@ -65,6 +70,7 @@ class CompletionsEncoder:
 
 class _Result(msgspec.Struct, gc=False):
     choices: list[OutputChoice] = []
+    model: str | None = None
 
 
 class _ResultLine(msgspec.Struct, gc=False):
@@ -83,13 +89,16 @@ def _to_output_line(line: _ResultLine) -> OutputLine:
         choices=line.result.choices if is_ok and line.result is not None else [],
         error=None if is_ok else line.error or OutputError(),
         source=line.source,
+        model=line.result.model if is_ok and line.result is not None else None,
     )
 
 
 FORMAT = OutputFormat(
     name="completions",
-    make_encoder=lambda config, _model, _created: CompletionsEncoder(
-        strip=config.strip, has_timing=config.has_timing
+    make_encoder=lambda config, model, _created: CompletionsEncoder(
+        strip=config.strip,
+        has_timing=config.has_timing,
+        model=model if config.adapters else "",
     ),
     decoder=msgspec.json.Decoder(_ResultLine),
     convert=_to_output_line,

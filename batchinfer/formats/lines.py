@@ -78,6 +78,8 @@ class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
     embedding: list[float] | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     source: msgspec.Raw = msgspec.Raw()
+    model: str | None = None
+    """Model or adapter that answered, where the line says it."""
 
     @property
     def is_ok(self) -> bool:
@@ -176,6 +178,12 @@ def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice
         _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
         for choice in completion.choices
     ]
+
+
+def answering_model(prepared: Prepared, model: str) -> str:
+    """Return the name of the adapter that answered a row; `model`, the run's, if none did."""
+    adapter = prepared.request.adapter if prepared.request is not None else None
+    return adapter or model
 
 
 def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:

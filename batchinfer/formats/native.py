@@ -12,6 +12,7 @@ from batchinfer.formats.lines import (
     OutputFormat,
     OutputLine,
     OutputUsage,
+    answering_model,
     failure_of,
     finite,
     num_completion_tokens,
@@ -60,6 +61,7 @@ class _NativeLine(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_i
     prompt: Any = _UNSET
     prompt_logprobs: list[_LogprobLine | None] | msgspec.UnsetType = _UNSET
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
+    model: str | msgspec.UnsetType = _UNSET
 
 
 _NO_USAGE = OutputUsage(0, 0, 0)
@@ -71,11 +73,13 @@ class NativeEncoder:
     Args:
         strip: Remove white space around every answer.
         has_timing: Write the seconds that each row took. Without them, equal answers give equal bytes.
+        model: Name of the run's model, to write which model or adapter answered; empty if the run has no adapters.
     """
 
-    def __init__(self, *, strip: bool = False, has_timing: bool = True) -> None:
+    def __init__(self, *, strip: bool = False, has_timing: bool = True, model: str = "") -> None:
         self._strip = strip
         self._has_timing = has_timing
+        self._model = model
 
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one native line."""
@@ -106,6 +110,8 @@ class NativeEncoder:
             )
         if not is_ok:
             return
+        if self._model:
+            line.model = answering_model(prepared, self._model)
         choices = shown_choices(prepared, completion)
         has_several = len(choices) > 1
         line.choices = [self._choice(choice, has_several) for choice in choices]
@@ -146,8 +152,10 @@ def _rounded(seconds: float) -> float:
 
 FORMAT = OutputFormat(
     name="native",
-    make_encoder=lambda config, _model, _created: NativeEncoder(
-        strip=config.strip, has_timing=config.has_timing
+    make_encoder=lambda config, model, _created: NativeEncoder(
+        strip=config.strip,
+        has_timing=config.has_timing,
+        model=model if config.adapters else "",
     ),
     decoder=msgspec.json.Decoder(OutputLine),
     has_flat_lines=True,

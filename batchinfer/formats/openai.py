@@ -15,6 +15,7 @@ from batchinfer.formats.lines import (
     OutputFormat,
     OutputLine,
     OutputUsage,
+    answering_model,
     failure_of,
     finite,
     num_completion_tokens,
@@ -77,7 +78,7 @@ class OpenAIBatchEncoder:
             "id": f"{'cmpl' if is_completion else 'chatcmpl'}-{digest}",
             "object": "text_completion" if is_completion else "chat.completion",
             "created": self._created,
-            "model": self._model,
+            "model": answering_model(prepared, self._model),
             "choices": [make(choice) for choice in choices],
             "usage": {
                 "prompt_tokens": completion.prompt_tokens,
@@ -213,6 +214,7 @@ class _BatchUsage(OutputUsage, gc=False):
 class _Body(msgspec.Struct, gc=False):
     choices: list[_BatchChoice] = []
     usage: _BatchUsage = msgspec.field(default_factory=_BatchUsage)
+    model: str | None = None
     error: OutputError | None = None
 
 
@@ -251,6 +253,7 @@ def _to_output_line(line: _BatchLine) -> OutputLine:
         error=None if is_ok else line.error or body.error or OutputError(),
         prompt=line.prompt,
         source=line.source,
+        model=body.model if is_ok else None,
     )
 
 

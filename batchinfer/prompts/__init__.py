@@ -10,6 +10,7 @@ from batchinfer.prompts.builder import (
 )
 from batchinfer.prompts.constraint_process import BACKEND as CONSTRAINT_BACKEND
 from batchinfer.prompts.constraint_process import ConstraintChecker, check_run_constraint
+from batchinfer.prompts.model_names import ANY_NAME, only_name
 from batchinfer.prompts.parameters import make_sampling
 from batchinfer.prompts.templates import NamedTemplate, list_templates
 from batchinfer.prompts.types import (
@@ -25,6 +26,7 @@ from batchinfer.prompts.types import (
 )
 
 __all__ = [
+    "ANY_NAME",
     "CHAT_URL",
     "COMPLETIONS_URL",
     "CONSTRAINT_BACKEND",
@@ -44,4 +46,5 @@ __all__ = [
     "find_request_format",
     "list_templates",
     "make_sampling",
+    "only_name",
 ]

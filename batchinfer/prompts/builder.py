@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from batchinfer.core.records import Request, RowKey, Sampling
 from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.constraint_process import ConstraintChecker
 from batchinfer.prompts.constraints import problem_of_column
+from batchinfer.prompts.model_names import ANY_NAME, ModelNames
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
 from batchinfer.prompts.render_process import FEW_ROWS, RenderProcess
 from batchinfer.prompts.types import (
@@ -70,6 +71,8 @@ class EngineRules:
     checker: ConstraintChecker | None = None
     """Object that compiles the constraints that rows state themselves, so that none reaches the engine that does not
     compile. None leaves this to the engine."""
+    own_names: Collection[str] = (ANY_NAME,)
+    """Names by which rows may ask for the model, beside those in the prompt options."""
 
 
 class PromptBuilder:
@@ -124,6 +127,7 @@ class PromptBuilder:
             own_parameters=rules.own_parameters,
         )
         self._checker = rules.checker
+        self._names = ModelNames(config, rules.own_names)
         self._reader = find_request_format(config.request_format).make_reader(
             config, sampling, facts
         )
@@ -152,6 +156,7 @@ class PromptBuilder:
         drafts = [Draft(first_row + row.line_index) for row in rows]
         self._reader.fill(drafts, [row.data for row in rows])
         self._constrain(drafts)
+        self._find_adapters(drafts)
         for draft in drafts:
             if not draft.id:
                 draft.id = str(draft.row)
@@ -197,6 +202,7 @@ class PromptBuilder:
                 text=text,
                 token_ids=token_ids,
                 messages=messages,
+                adapter=draft.adapter,
                 task=self._config.task,
                 chat_options=None if messages is None else self._chat_options(draft),
             ),
@@ -219,6 +225,17 @@ class PromptBuilder:
         if draft.continue_final:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         return options or None
+
+    def _find_adapters(self, drafts: list[Draft]) -> None:
+        column = self._config.lora_column
+        subject, param = (f"column {column!r}", None) if column else ("model", "model")
+        for draft in drafts:
+            if draft.model is None or draft.failure is not None:
+                continue
+            try:
+                draft.adapter = self._names.adapter_of(draft.model, subject=subject, param=param)
+            except RowProblem as error:
+                draft.fail(error)
 
     def _constrain(self, drafts: list[Draft]) -> None:
         """Put rows' own constraints in place of the run's. A row whose constraint does not compile fails."""
@@ -380,6 +397,8 @@ def _check_values(config: PromptConfig) -> None:
             f"--truncate-prompt {mode}: expected one of {', '.join(TRUNCATIONS)}{near(mode, TRUNCATIONS)}",
             hint=f"`--truncate-prompt {TRUNCATIONS[0]}` is the default",
         )
+    if config.lora_column and not config.adapters:
+        raise ConfigError("--lora-column: the run has no adapter", hint="add --lora NAME=PATH")
     texts = {
         "--system-prompt": config.system_prompt,
         "--continue-final": config.continue_final if isinstance(config.continue_final, str) else "",

@@ -88,6 +88,7 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             # A template's process gets the whole line, so no column is decoded for it here.
             self._value_position = self._position(self._column or ROW_FIELD)
+            self._model_position = self._position(config.lora_column or ROW_FIELD)
             self._constraint_position = self._position(config.constraint_column or ROW_FIELD)
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
@@ -166,6 +167,8 @@ class RowsReader:
                 }
             if row != draft.row:
                 json_lines.check_place(draft, row)
+            if self._config.lora_column:
+                draft.model = found[self._model_position]
             if self._config.constraint_column:
                 self._fill_constraint(draft, found[self._constraint_position])
             if type(value) is list and value and type(value[0]) is msgspec.Raw:
@@ -179,6 +182,8 @@ class RowsReader:
             columns = json_lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             json_lines.check_place(draft, row)
+            if self._config.lora_column:
+                draft.model = columns.get(self._config.lora_column)
             if self._config.constraint_column:
                 self._fill_constraint(draft, columns.get(self._config.constraint_column))
         if self._template is not None:

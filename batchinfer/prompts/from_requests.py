@@ -170,6 +170,7 @@ class RequestsReader:
             self._fill_completion(draft, body)
 
     def _fill_chat(self, draft: Draft, body: dict[str, Any]) -> None:
+        draft.model = body.get("model")
         parameters = dict(body)
         messages = parameters.pop("messages", None)
         if not isinstance(messages, list):
@@ -192,6 +193,7 @@ class RequestsReader:
             )
 
     def _fill_completion(self, draft: Draft, body: dict[str, Any]) -> None:
+        draft.model = body.get("model")
         parameters = dict(body)
         prompt = parameters.pop("prompt", None)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -268,6 +270,7 @@ def _refuse_row_options(config: PromptConfig) -> None:
         "--blank-columns": config.blank_columns,
         "--few-shot": config.few_shot,
         "--constraint-column": config.constraint_column,
+        "--lora-column": config.lora_column,
     }
     for name, value in options.items():
         if value:

@@ -55,6 +55,7 @@ class Code(StrEnum):
         "The row's constraint is none, or does not compile within its limits.",
     )
     # The request
+    MODEL_NOT_FOUND = "model_not_found", "The row asks for a model that the run does not have."
     INVALID_REQUEST = "invalid_request", "The request's frame is wrong: custom_id, method or body."
     UNKNOWN_URL = "unknown_url", "The request's url is none that can be answered."
     WRONG_TASK = "wrong_task", "The request's url belongs to another task than the run's."
@@ -104,6 +105,12 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Whether the output line repeats the prompt."""
     id_column: str = ""
     """Column whose value is the row's id. If empty, the field `_id` of the line is the id."""
+    adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Names of the run's LoRA adapters. Unset if it has none."""
+    lora_column: str | msgspec.UnsetType = msgspec.UNSET
+    """Column with the name of the row's adapter; rows without a name are the model's. Unset if there is none."""
+    served_model_name: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Names by which requests mean the model; ``*`` means every name. Unset if there are none."""
     constraint_column: str | msgspec.UnsetType = msgspec.UNSET
     """Column with the row's own constraint on its answer. Unset if there is none."""
     output_format: str = "native"
@@ -127,6 +134,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
             "--keep": self.keep,
             "--blank-columns": self.blank_columns,
             "--constraint-column": [self.constraint_column] if self.constraint_column else [],
+            "--lora-column": [self.lora_column] if self.lora_column else [],
         }
 
 
@@ -188,6 +196,10 @@ class Draft(msgspec.Struct, gc=False):
     view: EchoView | None = None
     is_open_ended: bool = False
     """Whether the answer may fill the rest of the model's length, because no `max_tokens` is set."""
+    model: Any = None
+    """Name of the model or adapter that the row asks for, unchecked; None if it asks for none."""
+    adapter: str | None = None
+    """Adapter that answers the row; None for the model itself."""
     constraint: dict[str, Any] | None = None
     """Constraint that the row itself states, in place of the run's."""
     constraint_param: str | None = None

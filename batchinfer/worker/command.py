@@ -309,7 +309,10 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
     """Make the configuration that decides how rows become prompts and outputs. Reads the files that options name."""
     from batchinfer.prompts import PromptConfig
 
-    return PromptConfig(**fields_of("PromptConfig", options))
+    fields = fields_of("PromptConfig", options)
+    if adapters := sorted(value_of("lora", options)):
+        fields["adapters"] = adapters
+    return PromptConfig(**fields)
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:

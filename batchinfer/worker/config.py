@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import Money, Record, Sampling
+from batchinfer.core.records import EngineInfo, Money, Record, Sampling
 from batchinfer.engines import (
     Engine,
     create_engine,
@@ -21,6 +21,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.publishing import Publisher
 from batchinfer.prompts import (
+    ANY_NAME,
     CONSTRAINT_BACKEND,
     ConstraintChecker,
     EngineRules,
@@ -193,9 +194,27 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
     check_run_constraint(sampling.structured, checker_for(engine))
 
 
-def rules_of(engine: EngineConfig) -> EngineRules:
-    """Return what this engine takes."""
-    return EngineRules(own_parameters=own_parameters_of(engine), checker=checker_for(engine))
+def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
+    """Return what this engine takes. `assumed_name` is a further name of the model; see `adapters.assumed_name`."""
+    is_remote = find_engine(engine.engine).is_remote
+    return EngineRules(
+        own_parameters=own_parameters_of(engine),
+        checker=checker_for(engine),
+        own_names=[ANY_NAME] if is_remote else [*own_names(engine), assumed_name],
+    )
+
+
+def shown_name(config: WorkerConfig, info: EngineInfo) -> str:
+    """Return the model's name for output lines: the first of --served-model-name, as vLLM's server does."""
+    served = config.prompt.served_model_name or []
+    return next((name for name in served if name != ANY_NAME), config.engine.model or info.model)
+
+
+def own_names(engine: EngineConfig) -> list[str]:
+    """Return the names that a run's model has without options: the value of --model, and its last part."""
+    if not engine.model:
+        return [engine.engine]
+    return [engine.model, engine.model.rstrip("/").rpartition("/")[2]]
 
 
 def checker_for(engine: EngineConfig) -> ConstraintChecker | None:

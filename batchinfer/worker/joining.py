@@ -27,6 +27,7 @@ from batchinfer.ledger.runs import (
 )
 from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
 from batchinfer.storage import Store
+from batchinfer.worker.adapters import assumed_name, identify_adapters
 from batchinfer.worker.config import Environment, WorkerConfig, rules_of
 from batchinfer.worker.telemetry import Telemetry
 
@@ -55,6 +56,9 @@ class Membership:
         self._store = store
         self.assignment = assignment
         self._model_identity = ""
+        self._adapters: list[dict[str, str]] = []
+        self._assumed_name = ""
+        """Name that all requests give to the model, if no option says its name; else empty."""
         self.config = config
         """The worker's configuration. If it names no revision of the model, `check` adds the one in run.json."""
         self.run: Run | None = None
@@ -72,9 +76,13 @@ class Membership:
         self.run = read_run(self._store)
         self._take_revision()
         self._model_identity = self._environment.identify_model(self.config.engine)
+        self._adapters = identify_adapters(self.config.engine)
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._environment.check_sampling(self.config)
+        self._assumed_name = assumed_name(
+            self.config, self.assignment, self._environment.open_store
+        )
         builder = self.make_builder(None, None)
         if self.assignment.job is not None:
             prompt = self.config.prompt
@@ -142,7 +150,7 @@ class Membership:
             tokenizer,
             None if info is None else info.max_model_len,
             needs_prompt=find_format(prompt.output_format).repeats_request,
-            rules=rules_of(config.engine),
+            rules=rules_of(config.engine, self._assumed_name),
         )
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
@@ -205,7 +213,7 @@ class Membership:
             "dtype": info.dtype if info else UNKNOWN,
             "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
-            "adapters": [],
+            "adapters": self._adapters,
             "prompt": msgspec.to_builtins(config.prompt),
             "sampling": msgspec.to_builtins(config.sampling),
             "seed": config.run_seed,
@@ -226,6 +234,7 @@ class Membership:
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
+            **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
             **({"base_url": redact(engine.base_url)} if engine.base_url else {}),

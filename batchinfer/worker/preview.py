@@ -59,6 +59,8 @@ class RenderedRow(Record, frozen=True, kw_only=True):
     prompt: Any = None
     code: str = ""
     message: str = ""
+    adapter: str | msgspec.UnsetType = msgspec.UNSET
+    """Adapter that answers the row; unset if the model itself does."""
     constraint: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """Constraint on the row's answer; unset if there is none."""
 
@@ -81,6 +83,7 @@ def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
         id=prepared.id,
         tokens=len(tokens) if tokens is not None and has_tokenizer else None,
         prompt=prompt,
+        adapter=(request.adapter if request is not None else None) or msgspec.UNSET,
         constraint=(request.sampling.structured if request is not None else None) or msgspec.UNSET,
     )
 
@@ -96,6 +99,8 @@ def show_rows(rows: Iterable[RenderedRow]) -> None:
             text = row.prompt if isinstance(row.prompt, str) else codec.encode(row.prompt).decode()
             for line in text.split("\n"):
                 say(line)
+            if row.adapter:
+                say(f"adapter: {row.adapter}")
             if row.constraint:
                 constraint = codec.encode(row.constraint).decode()
                 say(f"constraint: {constraint[:_SHOWN_CONSTRAINT]}")
@@ -109,11 +114,12 @@ def make_preview_builder(
     max_model_len: int | None,
     *,
     engine: EngineConfig,
+    assumed_name: str = "",
 ) -> PromptBuilder:
     """Make the prompt builder that a worker would use, but let it keep every prompt, so that it can be shown."""
     prompt = msgspec.structs.replace(prompt, keep_prompt=True)
     return PromptBuilder(
-        prompt, sampling, run_seed, tokenizer, max_model_len, rules=rules_of(engine)
+        prompt, sampling, run_seed, tokenizer, max_model_len, rules=rules_of(engine, assumed_name)
     )
 
 

@@ -43,7 +43,7 @@ from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
-from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
+from batchinfer.worker.config import Environment, RunAccess, WorkerConfig, shown_name
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
 from batchinfer.worker.joining import (
     Membership,
@@ -286,7 +286,7 @@ class _Start:
     ) -> RowStream:
         encoder = encoder_for(
             self.config.prompt,
-            model=self.config.engine.model or info.model,
+            model=shown_name(self.config, info),
             created=int(run.recorded.get("created", 0)),
         )
         return RowStream(
