@@ -133,12 +133,15 @@ class _AnswerMessage(msgspec.Struct, gc=False):
     refusal: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class _AnswerChoice(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None
     message: _AnswerMessage | None = None
+    reasoning: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: dict[str, Any] | None = None
@@ -261,6 +264,7 @@ def _choice_of(found: _AnswerChoice, sampling: Sampling, num_tokens: int) -> Cho
         logprobs=positions,
         cumulative_logprob=None if positions is None else sum(each.logprob for each in positions),
         num_tokens=num_tokens or len(positions or ()),
+        reasoning=_reasoning_of(found),
     )
 
 
@@ -275,6 +279,13 @@ def _text_of(found: _AnswerChoice) -> str:
     calls = message.tool_calls or ([message.function_call] if message.function_call else [])
     shown = msgspec.json.encode(calls).decode() if calls else ""
     return "\n".join(filter(None, (content or message.refusal, shown)))
+
+
+def _reasoning_of(found: _AnswerChoice) -> str | None:
+    message = found.message
+    if message is None:
+        return found.reasoning
+    return message.reasoning or message.reasoning_content
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -40,6 +40,8 @@ class AnswerParts:
             delta = found.get("delta") or found
             text = delta.get("content") or delta.get("text") or delta.get("refusal") or ""
             choice["text"] += text
+            if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+                choice["reasoning"] = choice.get("reasoning", "") + reasoning
             for name in ("finish_reason", "stop_reason"):
                 choice[name] = found.get(name) or choice.get(name)
             if found.get("logprobs"):

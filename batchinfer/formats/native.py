@@ -43,6 +43,7 @@ class _ChoiceLine(msgspec.Struct, gc=False):
     stop_reason: int | str | msgspec.UnsetType = _UNSET
     num_tokens: int | msgspec.UnsetType = _UNSET
     logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
+    reasoning: str | msgspec.UnsetType = _UNSET
 
 
 class _Timing(msgspec.Struct, gc=False):
@@ -129,7 +130,9 @@ class NativeEncoder:
         )
         if choice.stop_reason is not None:
             line.stop_reason = choice.stop_reason
-        if has_several:
+        if choice.reasoning is not None:
+            line.reasoning = choice.reasoning
+        if has_several and (choice.num_tokens or not choice.text):
             line.num_tokens = choice.num_tokens
         if choice.logprobs is not None:
             line.logprobs = [_logprob(position) for position in choice.logprobs]

@@ -92,9 +92,12 @@ class OpenAIBatchEncoder:
         logprobs = None
         if choice.logprobs is not None:
             logprobs = {"content": list(map(_chat_logprob, choice.logprobs)), "refusal": None}
+        message = {"role": "assistant", "content": self._text(choice), "refusal": None}
+        if choice.reasoning is not None:
+            message["reasoning"] = choice.reasoning
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._text(choice), "refusal": None},
+            "message": message,
             "logprobs": logprobs,
             "finish_reason": _reason(choice, _CHAT_REASONS),
         }

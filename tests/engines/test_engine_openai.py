@@ -163,6 +163,14 @@ def test_every_form_of_message_becomes_a_text(engine, endpoint, message, text):
     assert found.completion_tokens == 0, "without usage nothing is made up"
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_kept_apart_from_the_text(engine, endpoint, name):
+    message = {"content": "4", name: "2 + 2"}
+    endpoint.rule = lambda _text, _body: reply(200, {"choices": [{"message": message}]})
+    [choice] = drive(engine, ListSource(requests(1)))["c", 0].choices
+    assert (choice.text, choice.reasoning) == ("4", "2 + 2")
+
+
 def test_best_of_is_made_from_the_log_probabilities(engine, endpoint):
     def answer(_text, body):
         assert (body["n"], body["logprobs"]) == (3, 0)

@@ -21,7 +21,7 @@ from batchinfer.core import layout
 from batchinfer.engines import openai_calls, openai_pace
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from fake_endpoint import FakeEndpoint, fake_endpoint, refusal
+from fake_endpoint import FakeEndpoint, fake_endpoint, refusal, reply
 from making import finish_process, make_job, read_marker, start_process
 
 pytest.importorskip("openai")
@@ -158,6 +158,21 @@ def test_requests_of_a_batch_file_in_every_output_format(endpoint, tmp_path, cal
     passed = [body for body in endpoint.bodies if "bad_words" in body]
     assert [(body["bad_words"], body["reasoning_effort"]) for body in passed] == [(["x"], "low")]
     assert {body["model"] for body in endpoint.bodies} == {"echo-model"}
+
+
+@pytest.mark.parametrize("output_format", ["native", "openai-batch"])
+def test_reasoning_has_a_column_of_the_table(endpoint, tmp_path, call, output_format):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    message = {"content": "4", "reasoning": "2 + 2"}
+    endpoint.rule = lambda _text, _body: reply(200, {"choices": [{"message": message}]})
+    status, _, log = call(
+        "run", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "a.jsonl"),
+        "--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model",
+        "--output-format", output_format, "--sampling", "include_reasoning=true",
+    )  # fmt: skip
+    assert status == 0, log
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert (row["text"], row["reasoning"]) == ("4", "2 + 2")
 
 
 def test_templates_conversations_and_token_ids_need_no_tokenizer(endpoint, tmp_path, call):
