@@ -142,8 +142,8 @@ class Calls:
                         continue
                     return await self._refused(request, path, body, error)
                 except (Unavailable, Cut, TooSlow) as error:
-                    if parts is not None and parts.has_shown:
-                        return _failed(request, "engine_error", str(error))
+                    if hopeless := self._hopeless(request, error, parts):
+                        return hopeless
                     fault += _FAULTS[type(error)]
                     is_own = fault >= MOST_FAULT and await self._probe(path) is None
                     if is_own and is_last:
@@ -157,6 +157,19 @@ class Calls:
         except (AccessDenied, ConfigError) as error:
             self._end(error)
             return None
+
+    def _hopeless(
+        self, request: Request, error: CallError, parts: AnswerParts | None
+    ) -> Completion | None:
+        """Return the failure of a request that cannot be sent again; None if it can be."""
+        if parts is not None and parts.has_shown:
+            return _failed(request, "engine_error", str(error))
+        limit = error.most_tokens if isinstance(error, Unavailable) else None
+        num_asked = num_tokens_asked(request, self._mean_answer)
+        if limit is None or num_asked <= limit:
+            return None
+        message = f"{error}; the request needs about {num_asked} tokens, the endpoint takes {limit:g} a minute"
+        return _failed(request, "engine_rejected", message)
 
     async def _attempt(
         self,

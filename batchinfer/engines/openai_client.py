@@ -24,7 +24,7 @@ from batchinfer.core.errors import AccessDenied
 from batchinfer.core.printable import printable
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_options import KEY_VARIABLE, base_url_of
-from batchinfer.engines.openai_pace import retry_after
+from batchinfer.engines.openai_pace import number_of, retry_after
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,20 @@ class CallError(Exception):
 
 
 class Unavailable(CallError):
-    """The endpoint takes no requests now. `seconds` is how long it asks to wait; None if it does not say."""
+    """The endpoint takes no requests now.
 
-    def __init__(self, message: str, seconds: float | None = None) -> None:
+    Args:
+        message: Why.
+        seconds: How long the endpoint asks to wait; None if it does not say.
+        most_tokens: Tokens that it takes in a minute, and so in one request; None if it does not say.
+    """
+
+    def __init__(
+        self, message: str, seconds: float | None = None, most_tokens: float | None = None
+    ) -> None:
         super().__init__(message)
         self.seconds = seconds
+        self.most_tokens = most_tokens
 
 
 class Cut(CallError):
@@ -191,7 +200,9 @@ class Endpoint:
         if status in (401, 402) or code == "insufficient_quota":
             return self._denied(status, message)
         if status in (429, 503, 529):
-            return Unavailable(message, retry_after(error.response.headers, time.time()))
+            headers = error.response.headers
+            most_tokens = number_of(headers.get("x-ratelimit-limit-tokens"))
+            return Unavailable(message, retry_after(headers, time.time()), most_tokens)
         if status in (408, 504):
             return TooSlow(message)
         if status in (409, 425) or (status >= 500 and status != 501):

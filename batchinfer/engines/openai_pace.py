@@ -147,8 +147,8 @@ class Pace:
     def note_headers(self, headers: Mapping[str, str], num_tokens: int) -> None:
         """Wait for as long as the headers say that a limit has no room for a request of about so many tokens."""
         for name, units in (("requests", 1), ("tokens", num_tokens)):
-            limit = _number(headers.get(f"x-ratelimit-limit-{name}"))
-            left = _number(headers.get(f"x-ratelimit-remaining-{name}"))
+            limit = number_of(headers.get(f"x-ratelimit-limit-{name}"))
+            left = number_of(headers.get(f"x-ratelimit-remaining-{name}"))
             reset = seconds_of(headers.get(f"x-ratelimit-reset-{name}"))
             if limit is None or left is None or reset is None or left >= limit:
                 continue
@@ -157,7 +157,8 @@ class Pace:
                 self._hold(min(reset * min(1.0, units / (limit - left)), LONGEST_HOLD_SECONDS))
 
 
-def _number(text: str | None) -> float | None:
+def number_of(text: str | None) -> float | None:
+    """Return the number that a header holds; None if it holds none."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -172,7 +173,7 @@ def seconds_of(text: str | None) -> float | None:
     """
     if text is None:
         return None
-    number = _number(text)
+    number = number_of(text)
     if number is not None:
         return number if 0 <= number < math.inf else None
     parts = _DURATION.findall(text)
@@ -188,7 +189,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
         headers: The answer's headers.
         now: Unix time.
     """
-    milliseconds = _number(headers.get("retry-after-ms"))
+    milliseconds = number_of(headers.get("retry-after-ms"))
     if milliseconds is not None and milliseconds >= 0:
         return milliseconds / 1000.0
     text = headers.get("retry-after")

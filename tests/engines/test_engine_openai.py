@@ -270,6 +270,18 @@ def test_a_row_of_its_own_fault_fails_alone(engine, endpoint, name):
     assert codes(drive(engine, ListSource(requests(3)))) == [None, code, None]
 
 
+def test_a_request_larger_than_a_minutes_tokens_fails_alone(engine, endpoint):
+    limit = {"x_ratelimit_limit_tokens": "1000", "retry_after": "0"}
+    endpoint.rule = lambda _text, body: (
+        refusal(429, "too large", **limit) if body["max_tokens"] > 1000 else [refusal(429, **limit)]
+    )
+    rows = [*requests(2), *requests(1, text="large", max_tokens=2000)]
+    rows = [msgspec.structs.replace(row, key=("c", i)) for i, row in enumerate(rows)]
+    found = drive(engine, ListSource(rows))
+    assert codes(found) == [None, None, "engine_rejected"]
+    assert "1000 a minute" in found["c", 2].failure.message
+
+
 def test_parameters_that_every_request_would_be_refused_for_are_told_apart(engine, endpoint):
     endpoint.rule = lambda _text, body: (
         refusal(400, "too hot") if body.get("temperature") == 9 else None
