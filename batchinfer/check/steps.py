@@ -97,11 +97,21 @@ def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tupl
         "seed": config.run_seed,
         "limit": config.limit,
     }
-    if config.engine is not None:
-        mine["model"] = config.engine.model or config.engine.engine
+    theirs = dict(run.config)
+    engine = config.engine
+    if engine is not None:
+        mine |= {
+            "model": engine.model or engine.engine,
+            "tokenizer": engine.tokenizer or "",
+            "hf_config_path": engine.hf_config_path or "",
+            "engine_args": engine.answer_arguments,
+            "trust_remote_code": engine.trust_remote_code,
+        }
+        # Earlier versions had trust_remote_code only among the recorded values. Runs without it lack the key.
+        theirs.setdefault("trust_remote_code", bool(run.recorded.get("trust_remote_code")))
     if job_sha256:
         mine["job_sha256"] = job_sha256
-    return differing_keys({key: run.config.get(key) for key in mine}, mine)
+    return differing_keys({key: theirs.get(key) for key in mine}, mine)
 
 
 class Examination:

@@ -138,8 +138,22 @@ def count(found: FoundFile, delimiter: str = "") -> CountedFile:
 
 
 def usual_delimiter(url: str) -> str:
-    """Return the delimiter that a file's URL suggests: a tab if it contains .tsv, else a comma."""
-    return "\t" if url.lower().partition(".tsv")[1] else ","
+    r"""Return the delimiter that a file's URL suggests: a tab if the file's name ends in .tsv, else a comma.
+
+    An ending for compression may follow.
+
+    >>> [
+    ...     usual_delimiter(url)
+    ...     for url in ("a.TSV.gz", "https://host/a.tsv?v=2", "s3://b/x.tsv/a.csv")
+    ... ]
+    ['\t', '\t', ',']
+    """
+    name = url.lower()
+    if name.startswith(("http://", "https://")):
+        name = name.partition("?")[0]
+    for ending in first_bytes.PACKED:
+        name = name.removesuffix(ending)
+    return "\t" if name.endswith(".tsv") else ","
 
 
 def show_delimiter(delimiter: str) -> str:

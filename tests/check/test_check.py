@@ -173,6 +173,20 @@ def test_run_of_another_configuration_is_found_before_the_worker_is(
     assert "sampling.temperature" in text
 
 
+@pytest.mark.parametrize(
+    ("there", "here"), [((), ("--trust-remote-code",)), (("--trust-remote-code",), ())]
+)
+def test_remote_code_that_only_one_of_them_trusts_is_found(
+    there: tuple[str, ...], here: tuple[str, ...], check: Checker, job: str
+) -> None:
+    run_worker_here(job, f"{job}/runs/a", *there)
+    options = ("--job", job, "--output", f"{job}/runs/a", *ECHO)
+    assert check(*options, *there)[0] == 0
+    status, result, _ = check(*options, *here)
+    assert status == 2
+    assert "made with another trust_remote_code: " in " ".join(messages(result))
+
+
 @pytest.mark.s3
 def test_write_access_is_tried_on_the_real_bucket(
     check: Checker, job: str, s3_url: Any, monkeypatch: pytest.MonkeyPatch

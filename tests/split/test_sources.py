@@ -458,6 +458,10 @@ def test_a_delimiter_that_is_named_is_taken(tmp_path):
         assert read_rows(counted) == [row | {"_row": 0, "_id": "0"}]
     (tmp_path / "a.tsv").write_text("a,b\tc\n1,2\t3\n")  # its name tells
     assert split_file(tmp_path / "a.tsv")[0]["a,b"] == "1,2"
+    (tmp_path / "x.tsv").mkdir()
+    (tmp_path / "x.tsv" / "a.csv").write_text("a,b\tc\n1,2\t3\n")  # a folder's name does not
+    with pytest.raises(InputError, match="each divide every record"):
+        split_file(tmp_path / "x.tsv" / "a.csv")
     (tmp_path / "b.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="--delimiter: no source is CSV"):
         count_sources([str(tmp_path / "b.jsonl")], choice=ColumnChoice(), delimiter=";")
