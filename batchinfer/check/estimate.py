@@ -147,7 +147,7 @@ def measure_run(url: str, open_store: OpenStore, clock: Clock) -> RunRate:
         workers=len(records),
         rows=rows,
         output_tokens_per_row=sum(record.completion_tokens for record in records) / rows,
-        load_seconds=max(float(r.engine.get("load_seconds") or r.load_seconds) for r in records),
+        load_seconds=max(r.engine_load_seconds or r.load_seconds for r in records),
         row_seconds=at_once * busy / rows,
         accelerator=first.accelerator,
         gpus=max(1, first.gpus),

@@ -519,6 +519,18 @@ OPTIONS: tuple[Option, ...] = (
             metavar="DOLLARS",
         ),
         Option(
+            "--metrics-port",
+            at_least(0, 65_535),
+            "Serve metrics for Prometheus at this port; 0: at any free one, which the log names.",
+            metavar="PORT",
+        ),
+        Option(
+            "--metrics-host",
+            TEXT,
+            "Address at which metrics are served; 0.0.0.0: at all of this machine's.",
+            default="127.0.0.1",
+        ),
+        Option(
             "--retry-errors",
             FLAG,
             "Do the error rows of a finished run again. A repair that was begun is ended first.",

@@ -69,9 +69,9 @@ class _NumberRange(click.FloatRange):
         return number
 
 
-def at_least(least: int) -> Kind:
-    """Return the kind of whole numbers from `least` on."""
-    return _plain(click.IntRange(least))
+def at_least(least: int, most: int | None = None) -> Kind:
+    """Return the kind of whole numbers from `least` on, and up to `most` if it is given."""
+    return _plain(click.IntRange(least, most))
 
 
 def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:

@@ -281,6 +281,8 @@ class EngineStats(Record, frozen=True, kw_only=True):
     completion_tokens: int = 0
     replicas_lost: int = 0
     """Number of replicas that have died or stalled so often that they are not started again. The others go on."""
+    restarts: int = 0
+    """Number of times that a replica was started again after it had died or stalled."""
 
 
 # --------------------------------------------------------------------------- the run
@@ -460,6 +462,18 @@ class Worker(Record, frozen=True, kw_only=True):
     between two starts are not counted."""
     money: Money | None = None
     """Price and limits, if the worker was started with one of them."""
+    rows_in_engine: int = 0
+    rows_waiting: int = 0
+    """Number of rows that have a prompt and wait for the engine."""
+    engine_restarts: int = 0
+    checkpointed: float = 0.0
+    """Time of the last round of checkpoints whose rows are all on storage, in Unix seconds; 0 before the first one."""
+
+    @property
+    def engine_load_seconds(self) -> float:
+        """Seconds that the last load of the engine took; 0 while none is loaded."""
+        seconds = self.engine.get("load_seconds")
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     @property
     def last_start(self) -> float:

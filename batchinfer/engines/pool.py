@@ -430,7 +430,7 @@ class ProcessPool:
         comes_back = self._restarts.ended(
             replica.name, replica.environment, num_finished=replica.num_finished
         )
-        lost = EngineStats(replicas_lost=0 if comes_back else 1)
+        lost = EngineStats(replicas_lost=0 if comes_back else 1, restarts=1 if comes_back else 0)
         self._lost_stats = add_stats([self._lost_stats, replica.stats, lost])
         num_left = len(self.replicas) + self._restarts.num_waiting
         if not num_left:
@@ -505,4 +505,5 @@ def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
         cached_tokens=sum(part.cached_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
         replicas_lost=sum(part.replicas_lost for part in parts),
+        restarts=sum(part.restarts for part in parts),
     )

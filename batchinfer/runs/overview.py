@@ -128,7 +128,7 @@ def _state(record: Worker, age: float) -> str:
 
 def _ready(record: Worker) -> float:
     """The time at which the engine was loaded after the worker's last start, in Unix seconds by the worker's clock."""
-    return record.last_start + float(record.engine.get("load_seconds") or 0.0)
+    return record.last_start + record.engine_load_seconds
 
 
 def _recent(record: Worker, state: str) -> Rate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import click
@@ -17,11 +17,13 @@ from rich.text import Text
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.prices import Prices
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
-from batchinfer.ledger.inventory import RunReader
+from batchinfer.ledger.inventory import RunReader, Snapshot
 from batchinfer.ledger.jobs import OpenStore
+from batchinfer.ledger.metrics import WorkerSample, families_of, run_families
 from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, overview
 
@@ -74,6 +76,49 @@ class Status:
         """
         seen = overview(self._reader.read(), self._prices, is_spot=self._config.is_spot)
         return with_launches(seen, self._store)
+
+    def metrics(self) -> bytes:
+        """Read the run as it is now. Return its figures in the text format of Prometheus.
+
+        Raises:
+            InputError: there is no such run, or the run cannot be read.
+        """
+        snapshot = self._reader.read()
+        seen = overview(snapshot, self._prices, is_spot=self._config.is_spot)
+        return metrics_text(snapshot, seen)
+
+
+def metrics_text(snapshot: Snapshot, seen: Overview) -> bytes:
+    """Return the figures of a run and its workers in the text format of Prometheus."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    views = {view.id: view for view in seen.workers}
+    samples = [
+        WorkerSample(
+            record=worker.record,
+            state=view.state,
+            cost=view.cost,
+            price_per_hour=view.price_per_hour,
+            age_seconds=view.heartbeat_age_seconds,
+        )
+        for worker in snapshot.workers
+        if (view := views.get(worker.record.id)) is not None
+    ]
+    figures: dict[str, float | None] = {
+        "batchinfer_run_rows": seen.rows.total,
+        "batchinfer_run_rows_done": seen.rows.done + seen.rows.in_progress,
+        "batchinfer_run_chunks": seen.chunks.total,
+        "batchinfer_run_chunks_done": seen.chunks.done,
+    }
+
+    class Figures:
+        def collect(self) -> Iterable[Any]:
+            yield from families_of(seen.run, samples)
+            yield from run_families(seen.run, figures)
+
+    registry = CollectorRegistry()
+    registry.register(Figures())
+    return generate_latest(registry)
 
 
 def run_status(config: StatusConfig, *, open_store: OpenStore, clock: Clock) -> Overview:
@@ -294,17 +339,38 @@ _WORKER_COLUMNS = (
     help="Seconds between two looks of --watch.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Everything as JSON on stdout, no table.")
+@click.option(
+    "--prometheus",
+    "is_prometheus",
+    is_flag=True,
+    help="Metrics for Prometheus as text on stdout, for a push; no table.",
+)
 @price_options
 @common_options
-def command(*, is_watch: bool, refresh_seconds: float, is_json: bool, **options: Any) -> Any:
+def command(
+    *,
+    is_watch: bool,
+    refresh_seconds: float,
+    is_json: bool,
+    is_prometheus: bool,
+    **options: Any,
+) -> Any:
     """Show how the run at RUN goes: progress, rates, time left, errors, workers, cost.
 
     Reads the workers' heartbeats and the list of markers, never an output; changes nothing.
     """
     from batchinfer.storage.opening import open_store
 
+    if is_prometheus and (is_watch or is_json):
+        raise ConfigError(
+            "--prometheus: prints metrics once, without --watch or --json",
+            hint="leave the other option out",
+        )
     clock = SystemClock()
     status = Status(StatusConfig(**options), open_store=open_store, clock=clock)
+    if is_prometheus:
+        sys.stdout.buffer.write(status.metrics())
+        return None
     if is_json and not is_watch:
         return status.look()
     # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.

@@ -100,6 +100,8 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     """Dollars an hour for this worker's machine; None if nobody needs to know."""
     price_source: str = ""
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     scratch_dir: str | None = None
     limits: Limits = Limits()
     host: dict[str, Any] = {}

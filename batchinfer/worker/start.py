@@ -54,6 +54,7 @@ from batchinfer.worker.joining import (
     refuse_only_errors,
 )
 from batchinfer.worker.limits import RunLimits
+from batchinfer.worker.metrics import serve_metrics
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import Opener
 from batchinfer.worker.schedule import Schedule, rows_per_second
@@ -118,6 +119,7 @@ class _Start:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.environment.background.close)
+            serve_metrics(self.config, self.store.url, self.telemetry, stack)
             membership = self._look()
             scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
             stack.callback(scratch.close)
@@ -501,7 +503,7 @@ class _Start:
         self._keep_books(stream, open_chunks)
         try:
             for completions in batches:
-                self.telemetry.rows_in_engine(stream.num_in_flight)
+                self.telemetry.rows_in_engine(stream.num_in_flight, stream.num_pending)
                 check_parameters(self.config, completions)
                 stream.handle(completions)
                 self._keep_books(stream, open_chunks)
@@ -545,6 +547,8 @@ class _Start:
         if is_due or (every_rows is not None and rows_done - rows >= every_rows):
             open_chunks.checkpoint()
             self._checkpointed = (now, rows_done)
+        elif not open_chunks.is_writing:
+            self.telemetry.note_checkpoints(now - since)
         if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._snapshot_at = now
             self.telemetry.note_engine_stats(engine.stats())

@@ -90,6 +90,8 @@ class Telemetry:
         self._running_until: float | None = None
         self._load_seconds = 0.0
         self._epoch = 0
+        self._num_in_engine = self._num_waiting = 0
+        self._checkpointed = 0.0
         self.latest = self._base
 
     # -- life
@@ -184,11 +186,16 @@ class Telemetry:
         self._running_since = self._clock.monotonic()
         self.set_state("running")
 
-    def rows_in_engine(self, count: int) -> None:
-        """Note how many rows are in the engine.
+    def note_checkpoints(self, seconds_ago: float) -> None:
+        """Note that all rows that were finished so many seconds ago are on storage."""
+        self._checkpointed = self._clock.now() - seconds_ago
 
-        When the first rows are there, log how long each part of the start-up took.
+    def rows_in_engine(self, count: int, num_pending: int = 0) -> None:
+        """Note how many rows are in the engine, and how many have a prompt and have not finished.
+
+        When the first rows are in the engine, log how long each part of the start-up took.
         """
+        self._num_in_engine, self._num_waiting = count, max(0, num_pending - count)
         if not count or self._has_sent_rows or self._running_since is None:
             return
         self._has_sent_rows = True
@@ -213,6 +220,7 @@ class Telemetry:
         self._state = state
         self._reason = redact(reason)
         if state in ENDED_STATES:
+            self._num_in_engine = self._num_waiting = 0
             self._running_until = self._clock.monotonic()
         if state == "done":
             self.attempts = 0
@@ -369,6 +377,10 @@ class Telemetry:
             rows_resumed=base.rows_resumed + self.rows_resumed,
             engine_steps=base.engine_steps + self.stats.steps,
             replicas_lost=self.stats.replicas_lost,
+            engine_restarts=base.engine_restarts + self.stats.restarts,
+            rows_in_engine=self._num_in_engine,
+            rows_waiting=self._num_waiting,
+            checkpointed=self._checkpointed,
             busy_seconds=base.busy_seconds + self.busy_seconds,
             load_seconds=base.load_seconds + self._load_seconds,
             spans=[*base.spans, *self._spans][-MAX_SPANS:],
@@ -380,7 +392,7 @@ class Telemetry:
         return self.latest
 
     def up_to_date(self) -> Worker:
-        """Return `latest` with the seconds and the cost until now. Any thread may call it.
+        """Return `latest` with the time, the seconds and the cost of now. Any thread may call it.
 
         While an engine loads, no snapshot is made, but the machine costs money.
         """
@@ -392,7 +404,11 @@ class Telemetry:
             earlier = rate * up_seconds_of(base) if before is None else before
             money = msgspec.structs.replace(money, cost=earlier + rate * seconds)
         return msgspec.structs.replace(
-            self.latest, up_seconds=base.up_seconds + seconds, money=money
+            self.latest,
+            epoch=self._epoch,
+            heartbeat=self._clock.now(),
+            up_seconds=base.up_seconds + seconds,
+            money=money,
         )
 
     @property

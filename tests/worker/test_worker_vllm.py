@@ -20,6 +20,7 @@ from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from making import Finished, finish_process, read_marker, run_process, start_process
+from metrics_reader import port_of, scrape
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/demo-model"
@@ -261,13 +262,27 @@ def test_sigterm_ends_it_with_75_and_no_process_left(
     assert_all_gone(children)
 
 
+def metric(port: int, name: str, **labels: str) -> float:
+    """The value of a metric of the only worker; 0 if it is missing."""
+    values = scrape(port)[name]
+    return next((value for key, value in values.items() if labels.items() <= set(key)), 0.0)
+
+
 def test_a_dead_engine_is_started_again_within_the_worker(tmp_path: Path, source: Path) -> None:
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
     split(source, job)
-    process = start_process(worker(job, run, *GREEDY, "--max-num-seqs", "2", "--worker-id", "w0"))
+    options = (*GREEDY, "--max-num-seqs", "2", "--worker-id", "w0", "--metrics-port", "0")
+    process = start_process(worker(job, run, *options))
+    port = port_of(process)
+    assert metric(port, "batchinfer_worker_state", state="loading") == 1
     wait_until(lambda: has_objects(open_store(run), layout.CHECKPOINTS), "a checkpoint")
+    wait_until(lambda: metric(port, "batchinfer_completion_tokens_total") > 0, "tokens")
+    assert metric(port, "batchinfer_worker_state", state="running") == 1
+    assert metric(port, "batchinfer_model_load_seconds") > 0
+    assert metric(port, "batchinfer_engine_restarts_total") == 0
     (engine, *_) = [pid for pid in descendants(process.pid) if "engines.host" in _command_line(pid)]
     os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: metric(port, "batchinfer_engine_restarts_total") == 1, "the restart")
     done = finish_process(process, timeout_seconds=240)
     assert done.status == 0, done.stderr
     assert "SIGKILL" in done.stderr

@@ -1,0 +1,72 @@
+"""The worker's metrics for Prometheus, served over HTTP.
+
+They are made when they are asked for, on a thread of the server, from the record that the worker makes anyway for its
+heartbeats. So they cost the worker's own loop nothing, and may be about two seconds old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from batchinfer.core.redaction import redact
+from batchinfer.ledger.metrics import WorkerSample, families_of
+from batchinfer.worker.config import WorkerConfig
+from batchinfer.worker.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerCollector:
+    """Makes the metrics of one worker. Any thread may call `collect`; see prometheus_client.registry.Collector."""
+
+    def __init__(self, run: str, telemetry: Telemetry) -> None:
+        self._run = redact(run)
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterable[Any]:
+        """Return all metrics, as they are now."""
+        record = self._telemetry.up_to_date()
+        money = record.money
+        sample = WorkerSample(
+            record=record,
+            state=record.state,
+            cost=money.cost if money is not None else None,
+            price_per_hour=money.price_per_hour if money is not None else None,
+            age_seconds=0.0,
+        )
+        return families_of(self._run, [sample])
+
+
+def serve_metrics(
+    config: WorkerConfig, run: str, telemetry: Telemetry, stack: contextlib.ExitStack
+) -> None:
+    """Serve the worker's metrics at --metrics-port until `stack` is left. `run` is the run's URL.
+
+    Without the option nothing is done. If the port is not to be had, a warning says so, and the worker goes on without:
+    nobody should lose a run to its monitoring.
+    """
+    if config.metrics_port is None:
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(run, telemetry))
+    host, port = config.metrics_host, config.metrics_port
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        logger.warning(
+            "--metrics-port %d: cannot listen there on %s (%s); the worker goes on without metrics. Workers on one "
+            "machine need a port each; 0 takes any that is free",
+            port,
+            host,
+            reason,
+        )
+        return
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    logger.info("metrics are at http://%s:%d/metrics", host, server.server_port)

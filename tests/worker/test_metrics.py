@@ -1,0 +1,195 @@
+"""The worker's metrics, over a real socket; the dashboard and the page know them all."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from batchinfer.core import codec
+from batchinfer.ledger.metrics import METRICS, RUN_METRICS, WorkerSample, families_of
+from batchinfer.storage.opening import open_store
+from fakes import worker_record
+from making import finish_process, make_job, run_process, start_process, worker_arguments
+from metrics_reader import KINDS, NAMES, parse, port_of, scrape
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def options(job: Path, run: Path, *more: str) -> list[str]:
+    quick = ("--max-num-seqs", "8", "--checkpoint-seconds", "0.5", "--worker-id", "w0")
+    return worker_arguments(job, run, *quick, "--metrics-port", "0", *more)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    def make_row(index: int) -> dict[str, object]:
+        return {"prompt": f"hello row {index}"} if index % 10 else {"prompt": None}
+
+    make_job(tmp_path / "job", rows=600, per_chunk=100, make_row=make_row)
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def worker(job: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start_process(
+        options(job, tmp_path / "run", "--echo-latency-seconds", "0.3", "--price-per-hour", "36")
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_scrape_of_a_real_worker_has_all_metrics_and_they_grow(
+    worker: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    port = port_of(worker)
+    deadline = time.monotonic() + 60
+    seen = scrape(port)
+    while not sum(seen["batchinfer_checkpoint_age_seconds"].values()) or not sum(
+        seen["batchinfer_rows_failed_total"].values()
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        seen = scrape(port)
+    labels = (("run", str(tmp_path / "run")), ("worker", "w0"))
+    assert {name for name, values in seen.items() if values} == KINDS.keys() - {
+        "batchinfer_max_cost_dollars"
+    }
+    assert seen["batchinfer_rows_total"][labels] > 0
+    assert set(seen["batchinfer_rows_failed_total"]) == {(("code", "invalid_prompt"), *labels)}
+    assert seen["batchinfer_rows_in_engine"][labels] > 0
+    assert seen["batchinfer_starts_total"][labels] == 1
+    assert set(seen["batchinfer_worker_state"]) == {(labels[0], ("state", "running"), labels[1])}
+    assert seen["batchinfer_cost_dollars_total"][labels] == pytest.approx(
+        seen["batchinfer_up_seconds_total"][labels] / 100, rel=0.2
+    )
+    later = scrape(port)
+    assert (
+        later["batchinfer_up_seconds_total"][labels] > seen["batchinfer_up_seconds_total"][labels]
+    )
+
+
+def test_status_prints_the_same_names_and_the_last_figures(job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = finish_process(
+        start_process(options(job, run, "--max-cost", "9", "--price-per-hour", "1"))
+    )
+    assert ended.status == 0
+    process = start_process(["status", str(run), "--prometheus"])
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    seen = parse(text)
+    assert {name for name, values in seen.items() if values} == NAMES
+    labels = (("run", str(run)), ("worker", "w0"))
+    assert seen["batchinfer_rows_total"][labels] == 600
+    assert seen["batchinfer_rows_failed_total"][("code", "invalid_prompt"), *labels] == 60
+    assert seen["batchinfer_rows_in_engine"][labels] == 0
+    assert seen["batchinfer_chunks_done_total"][labels] == 6
+    assert seen["batchinfer_run_rows_done"] == {labels[:1]: 600}
+    assert seen["batchinfer_max_cost_dollars"] == {labels: 9}
+    assert ("state", "done") in next(iter(seen["batchinfer_worker_state"]))
+    cost = seen["batchinfer_cost_dollars_total"][labels]
+    assert cost == pytest.approx(seen["batchinfer_up_seconds_total"][labels] / 3600)
+
+
+def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
+    job: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = run_process(options(job, tmp_path / "run", "--metrics-port", port))
+    assert ended.status == 0
+    assert f"--metrics-port {port}: cannot listen there on 127.0.0.1" in ended.stderr
+    assert "goes on without metrics" in ended.stderr
+
+
+@pytest.mark.parametrize("host", ["999.1.2.3", "no such host", ""])
+def test_a_host_that_is_none_is_a_warning_too(job: Path, tmp_path: Path, host: str) -> None:
+    ended = run_process(options(job, tmp_path / "run", "--metrics-host", host, "--limit", "5"))
+    assert ended.status == 0
+    assert "Traceback" not in ended.stderr
+
+
+def test_status_prints_metrics_once_and_alone(job: Path, tmp_path: Path) -> None:
+    for option in ("--json", "--watch"):
+        ended = run_process(["status", str(tmp_path / "run"), "--prometheus", option])
+        assert ended.status == 2
+        assert "--prometheus" in ended.stderr
+
+
+def test_hostile_texts_stay_within_their_labels() -> None:
+    name = 'w"} 1\nbatchinfer_rows_total{worker="other\x1b[2J\\'
+    record = worker_record(id=name, errors={'x"}\n': 1, "fine": 2, "also not fine": 3})
+
+    class Collector:
+        def collect(self):
+            sample = WorkerSample(record, "running", None, None, 0.0)
+            return families_of("s3://key:secret@bucket/run", [sample])
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    text = generate_latest(registry).decode()
+    assert "secret" not in text
+    assert "\x1b" not in text
+    seen = parse(text)
+    (labels,) = seen["batchinfer_rows_total"]
+    assert len(labels) == 2
+    codes = {
+        dict(one)["code"]: value for one, value in seen["batchinfer_rows_failed_total"].items()
+    }
+    assert codes == {"invalid": 4, "fine": 2}
+
+
+def test_a_damaged_record_takes_no_metric_from_the_others(job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_process(options(job, run, "--limit", "5")).status == 0
+    odd = worker_record(id="w1", state="done", engine={"load_seconds": "long", "num_replicas": []})
+    store = open_store(str(run))
+    store.create("workers/w1.json", codec.encode(odd))
+    store.create("workers/w2.json", b"{")
+    process = start_process(["status", str(run), "--prometheus"])
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    rows = {dict(labels)["worker"]: n for labels, n in parse(text)["batchinfer_rows_total"].items()}
+    assert rows == {"w0": 5, "w1": 0}
+
+
+class TestDocuments:
+    def test_every_query_of_the_dashboard_uses_metrics_that_exist(self) -> None:
+        board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
+        queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+        queries += [one["definition"] for one in board["templating"]["list"] if "definition" in one]
+        used = {name for query in queries for name in re.findall(r"batchinfer_\w+", query)}
+        assert len(queries) > 20
+        assert used == NAMES, "the dashboard shows every metric, and no other"
+
+    def test_panels_do_not_lie_on_each_other(self) -> None:
+        board = json.loads((ROOT / "examples" / "grafana" / "batchinfer.json").read_text())
+        places = [panel["gridPos"] for panel in board["panels"]]
+        cells = [
+            (x, y)
+            for one in places
+            for x in range(one["x"], one["x"] + one["w"])
+            for y in range(one["y"], one["y"] + one["h"])
+        ]
+        assert len(cells) == len(set(cells))
+        assert max(x for x, _ in cells) < 24
+        assert len({panel["id"] for panel in board["panels"]}) == len(places)
+
+    def test_the_page_lists_every_metric_as_the_code_explains_it(self) -> None:
+        page = (ROOT / "docs" / "monitoring.md").read_text()
+        listed = dict(re.findall(r"^\| `(batchinfer_\w+)` \| (.*) \|$", page, re.MULTILINE))
+        assert listed.keys() == NAMES
+        for metric in METRICS:
+            label = f" Label `{metric.label}`." if metric.label else ""
+            assert listed[metric.name] == metric.help + label
+        for name, text in RUN_METRICS.items():
+            assert listed[name] == f"{text} Only of `status`."
