@@ -105,7 +105,8 @@ for extra in $(installed_extras | tr ',' ' '); do
   has_extra "$extra" || extras=${extras:+$extras,}$extra
 done
 rm -f "$stamp" # an interrupted set-up must not look finished
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_environment; fi
+# Without pyvenv.cfg, which a half-removed environment may lack, its Python is the system's.
+if [ ! -f "$venv/pyvenv.cfg" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_environment; fi
 py=$venv/bin/python
 fits "$py" || die "$venv: is $("$py" --version 2>&1), expected Python 3.11 to 3.14. Remove it and run this again"
 

@@ -49,7 +49,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "launch": CommandEntry(
         "batchinfer.pipeline.launch",
-        "Start workers on machines, through SkyPilot, Slurm, Kubernetes or here.",
+        "Start workers on machines, through SkyPilot, Slurm, Kubernetes, Ray or here.",
     ),
     "status": CommandEntry(
         "batchinfer.runs.status", "Show how a run goes: progress, rates, time left, errors, cost."

@@ -117,6 +117,7 @@ CLUSTERS = {
     "slurm": "a job array on Slurm",
     "kubernetes": "an Indexed Job on Kubernetes",
     "skypilot": "managed jobs of SkyPilot",
+    "ray": "tasks on a Ray cluster",
 }
 """All clusters, each with what its workers are there. The module of that name has the adapter as CLUSTER."""
 

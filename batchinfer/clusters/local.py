@@ -35,6 +35,8 @@ from batchinfer.core.records import Record
 
 _PLAN, _STATE = "plan.json", "state.json"
 _POLL_SECONDS = 0.2
+_PREFIX = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Words before a command that have the kernel kill its process when its parent ends."""
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 
 
@@ -61,7 +63,7 @@ class Local:
         """See `Cluster`."""
         lines = []
         for rank, devices in enumerate(_devices(plan)):
-            variables = _variables(plan, rank, devices).items()
+            variables = worker_variables(plan, rank, devices).items()
             lines.append(
                 f"{shlex.join(f'{name}={value}' for name, value in variables)} {_command(plan)}"
             )
@@ -141,7 +143,8 @@ def _devices(plan: Plan) -> list[str]:
     return [",".join(found[rank * wanted : (rank + 1) * wanted]) for rank in range(plan.workers)]
 
 
-def _variables(plan: Plan, rank: int, devices: str) -> dict[str, str]:
+def worker_variables(plan: Plan, rank: int, devices: str) -> dict[str, str]:
+    """Return the environment of the worker of one rank. `devices` are its GPUs as in CUDA_VISIBLE_DEVICES, or ""."""
     variables = {**plan.variables(), "BATCHINFER_RANK": str(rank)}
     return {**variables, "CUDA_VISIBLE_DEVICES": devices} if devices else variables
 
@@ -173,12 +176,22 @@ def _processes(launch: str, role: str) -> list[int]:
 # --------------------------------------------------------------------------- the supervisor
 
 
-class _Process:
-    """One worker's process, started again as long as that may help."""
+class WorkerProcess:
+    """One worker's process, started again as long as that may help.
 
-    def __init__(self, plan: Plan, variables: dict[str, str], log: Path) -> None:
+    Args:
+        plan: The launch.
+        variables: Environment of the process, besides this process's own.
+        log: File to which its output goes.
+        dies_with_parent: Whether the process is killed when this process ends.
+    """
+
+    def __init__(
+        self, plan: Plan, variables: dict[str, str], log: Path, *, dies_with_parent: bool = False
+    ) -> None:
         self._plan = plan
         self._variables = variables
+        self._prefix = _PREFIX if dies_with_parent else ()
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
@@ -215,7 +228,7 @@ class _Process:
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                ["bash", "-c", f"exec {_command(self._plan)}"],
+                [*self._prefix, "bash", "-c", f"exec {_command(self._plan)}"],
                 env=child_environment(self._variables),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -244,7 +257,9 @@ def supervise(folder: Path) -> int:
     """
     plan = msgspec.json.decode((folder / _PLAN).read_bytes(), type=Plan)
     processes = [
-        _Process(plan, _variables(plan, rank, devices), folder / f"worker-{rank:05d}.log")
+        WorkerProcess(
+            plan, worker_variables(plan, rank, devices), folder / f"worker-{rank:05d}.log"
+        )
         for rank, devices in enumerate(_devices(plan))
     ]
     is_ending = False

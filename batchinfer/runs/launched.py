@@ -22,7 +22,7 @@ def with_launches(seen: Overview, store: Store) -> Overview:
     A cluster that cannot be asked from this machine gets a note.
     """
     launches, notes = find_launches(store)
-    known = {view.id for view in seen.workers}
+    known = {view.id: view.state for view in seen.workers}
     views = []
     for launch in launches:
         view, note = _view(launch, known, is_done=seen.state == "done")
@@ -34,16 +34,20 @@ def with_launches(seen: Overview, store: Store) -> Overview:
 def launch_text(view: LaunchView) -> str:
     """Say in words how many workers of a launch were seen, and what became of the others.
 
+    >>> failed = {"failed (NODE_FAIL)": 1}
     >>> launch_text(
-    ...     LaunchView(
-    ...         id="a", cluster="slurm", expected=4, seen=3, not_seen={"failed (NODE_FAIL)": 1}
-    ...     )
+    ...     LaunchView(id="a", cluster="ray", expected=4, seen=3, not_seen=failed, gone={"": 1})
     ... )
-    '4 workers on slurm (a), 3 seen, 1 failed (NODE_FAIL)'
+    '4 workers on ray (a), 3 seen, 1 of them gone, 1 never seen: failed (NODE_FAIL)'
     """
     parts = [f"{view.expected} workers on {view.cluster} ({view.id})", f"{view.seen} seen"]
-    parts += [f"{number} {what or 'not seen yet'}" for what, number in view.not_seen.items()]
+    parts += [_counted(number, "of them gone", said) for said, number in view.gone.items()]
+    parts += [_counted(number, "never seen", said) for said, number in view.not_seen.items()]
     return ", ".join(parts)
+
+
+def _counted(number: int, what: str, said: str) -> str:
+    return f"{number} {what}" + (f": {said}" if said else "")
 
 
 def cancel_launches(store: Store) -> list[str]:
@@ -67,24 +71,28 @@ def cancel_launches(store: Store) -> list[str]:
     return left
 
 
-def _view(launch: FoundLaunch, known: set[str], *, is_done: bool) -> tuple[LaunchView, str]:
-    """Return the figures of one launch, and a note if its cluster could not be asked."""
+def _view(launch: FoundLaunch, known: dict[str, str], *, is_done: bool) -> tuple[LaunchView, str]:
+    """Return the figures of one launch, and a note if its cluster could not be asked.
+
+    `known` has the states of the workers that were seen, by id.
+    """
     ids = launch.worker_ids
     missing = [rank for rank, name in enumerate(ids) if name not in known]
+    gone = [rank for rank, name in enumerate(ids) if known.get(name) == "gone"]
     states: dict[int, ClusterState] = {}
     note = ""
-    if missing and not is_done:
+    if (missing or gone) and not is_done:
         try:
             states = _ask(launch)
         except BatchinferError as error:
             note = f"launch {launch.record.plan.id}: {launch.record.cluster} cannot be asked here: {error.message}"
-    said = Counter(_said(states.get(rank)) for rank in missing)
     view = LaunchView(
         id=launch.record.plan.id,
         cluster=launch.record.cluster,
         expected=len(ids),
         seen=len(ids) - len(missing),
-        not_seen=dict(said),
+        not_seen=Counter(_said(states.get(rank)) for rank in missing),
+        gone=Counter(_said(states.get(rank)) for rank in gone),
     )
     return view, note
 

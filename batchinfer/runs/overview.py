@@ -247,6 +247,8 @@ class LaunchView(Record, frozen=True, kw_only=True):
     seen: int
     not_seen: dict[str, int]
     """Number of the workers that were not seen, by what the cluster says of them; "" if it says nothing."""
+    gone: dict[str, int]
+    """Number of the workers that were seen and are gone now, by what the cluster says of them."""
 
 
 class Overview(Record, frozen=True, kw_only=True):

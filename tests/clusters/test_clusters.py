@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import kubernetes_validate
 import msgspec
@@ -308,3 +309,75 @@ def test_states_of_all_clusters_are_words_that_status_knows() -> None:
 
     for table in (kubernetes._PODS, skypilot._STATES, slurm._STATES):
         assert set(table.values()) <= set(STATES)
+
+
+# --------------------------------------------------------------------------- Ray
+
+
+class FakeRay:
+    """Stands in for Ray's JobSubmissionClient: keeps the job, and has the log of its driver."""
+
+    log = 'starting\nbatchinfer states: {}\nbatchinfer states: {"0": ["done", ""]}\n'
+    status = "RUNNING"
+    stopped: ClassVar[list[str]] = []
+    job: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, address: str) -> None:
+        if "dead" in address:
+            raise ConnectionError("Failed to connect")
+        self.address = address
+
+    def submit_job(self, **job: Any) -> str:
+        FakeRay.job = job
+        return str(job["submission_id"])
+
+    def get_job_status(self, _job: str) -> SimpleNamespace:
+        return SimpleNamespace(value=self.status)
+
+    def get_job_logs(self, _job: str) -> str:
+        return self.log
+
+    def stop_job(self, job: str) -> None:
+        self.stopped.append(job)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> type[FakeRay]:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(
+        sys.modules, "ray.job_submission", SimpleNamespace(JobSubmissionClient=FakeRay)
+    )
+    return FakeRay
+
+
+def test_a_job_of_ray_carries_the_plan_and_its_log_tells_the_states(
+    fake_ray: type[FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = find_cluster("ray")
+    cluster.check(plan())
+    handle = cluster.submit(plan())
+    variables = fake_ray.job["runtime_env"]["env_vars"]
+    assert msgspec.json.decode(variables["BATCHINFER_PLAN"], type=Plan) == plan()
+    assert json.loads(cluster.describe(plan())) == fake_ray.job
+    states = cluster.look(handle, 3)
+    assert states == {0: ("done", ""), 1: ("waiting", "RUNNING"), 2: ("waiting", "RUNNING")}
+    monkeypatch.setattr(fake_ray, "status", "STOPPED")
+    states = cluster.look(handle, 2)
+    assert states == {0: ("done", ""), 1: ("cancelled", "STOPPED")}
+    cluster.cancel(handle)
+    assert fake_ray.stopped == [handle["job"]]
+
+
+def test_what_ray_cannot_do_is_refused(fake_ray: type[FakeRay]) -> None:
+    cluster = find_cluster("ray")
+    with pytest.raises(ConfigError, match="no cluster answers at http://dead:1"):
+        cluster.check(plan(options={"address": "http://dead:1"}))
+    with pytest.raises(ConfigError, match="--secret KEY: Ray shows"):
+        cluster.check(plan(secrets=["KEY"]))
+
+
+def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError) as raised:
+        find_cluster("ray").check(plan())
+    assert "pip install 'ray[default]'" in raised.value.hint

@@ -159,7 +159,7 @@ def test_status_shows_workers_that_failed_before_they_could_say_so(
     assert view["not_seen"] == {"failed (ended with exit status 2)": 2}
     shown = call("status", str(run))
     assert "2 workers on local" in shown.err
-    assert "2 failed (ended with exit status 2)" in shown.err
+    assert "2 never seen: failed (ended with exit status 2)" in shown.err
 
 
 def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outcome]) -> None:

@@ -35,6 +35,7 @@ def checkout(tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON_DOUBLE)
     python.chmod(0o755)
+    (root / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
     return root
 
 
@@ -100,6 +101,15 @@ def test_interrupted_setup_is_not_taken_for_finished(checkout):
     assert message
     _, calls = set_up(checkout)
     assert installs(calls), "the next call tries again"
+
+
+def test_a_half_removed_environment_is_made_anew(checkout, tmp_path):
+    """Without pyvenv.cfg its Python is the system's, into which nothing may be installed."""
+    python = tmp_path / "python"
+    shutil.copy(checkout / ".venv/bin/python", python)
+    (checkout / ".venv/pyvenv.cfg").unlink()
+    _, calls = set_up(checkout, PYTHON=str(python))
+    assert "-m venv .venv" in calls
 
 
 def test_gpu_machine_gets_no_cpu_torch_and_keeps_torchvision(checkout):

@@ -1,0 +1,79 @@
+"""The driver of a launch on Ray: one task for each worker, on the nodes of the cluster.
+
+Ray does a task again on another node if its node is lost. A worker that ends with 33, 34 or 75 is started again where
+it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from batchinfer.clusters import DONE, FAILED, WAITING, Plan
+from batchinfer.clusters.local import WorkerProcess, worker_variables
+from batchinfer.clusters.ray import STATES_LINE
+from batchinfer.core.processes import describe_exit
+
+_POLL_SECONDS = 1.0
+
+
+def run_worker(plan: Plan, rank: int) -> int:
+    """Keep one worker running until it has ended for good, and return its exit status. Runs as a task."""
+    with tempfile.TemporaryDirectory(prefix="batchinfer-ray-") as folder:
+        log = Path(folder) / "worker.log"
+        process = WorkerProcess(plan, worker_variables(plan, rank, ""), log, dies_with_parent=True)
+        shown = 0
+        while not process.has_ended:
+            process.tick(is_ending=False)
+            if log.exists():
+                with log.open("rb") as file:
+                    file.seek(shown)
+                    new = file.read()
+                os.write(2, new)  # Ray shows it in the task's log
+                shown += len(new)
+            time.sleep(_POLL_SECONDS)
+        return process.state.status or 0
+
+
+def main() -> int:
+    """Run all workers of the plan in BATCHINFER_PLAN. Return 1 if one failed, else 0."""
+    import ray  # type: ignore[import-not-found]
+
+    plan = msgspec.json.decode(os.environ["BATCHINFER_PLAN"], type=Plan)
+    ray.init(address="auto", log_to_driver=False)
+    name, _, count = plan.gpu.partition(":")
+    gpus = 0 if name.lower() in ("", "none", "cpu") else int(count or 1)
+    task = ray.remote(
+        num_cpus=float(plan.options.get("num-cpus", "1")),
+        num_gpus=gpus,
+        max_retries=-1,
+        scheduling_strategy="SPREAD",
+    )(run_worker)
+    tasks = {task.remote(plan, rank): rank for rank in range(plan.workers)}
+    states = {str(rank): [WAITING, ""] for rank in range(plan.workers)}
+    left = list(tasks)
+    while True:
+        os.write(1, f"{STATES_LINE}{json.dumps(states)}\n".encode())
+        if not left:
+            return int(any(state == FAILED for state, _ in states.values()))
+        ended, left = ray.wait(left)
+        for reference in ended:
+            states[str(tasks[reference])] = _ended(ray, reference)
+
+
+def _ended(ray: object, reference: object) -> list[str]:
+    try:
+        status: int = ray.get(reference)  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001 - whatever the task raised is its worker's failure
+        return [FAILED, str(error).splitlines()[0]]
+    return [DONE if status == 0 else FAILED, "" if status == 0 else describe_exit(status)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
