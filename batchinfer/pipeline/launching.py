@@ -190,6 +190,7 @@ class Launch:
             "sample_rows": 50,
             "show": 0,
             "synthetic": None,
+            "delimiter": "",
         }
         result = run_check(make_config(options), self._world)
         tell(result)
