@@ -362,10 +362,9 @@ OPTIONS: tuple[Option, ...] = (
         ),
         Option(
             "--choices",
-            TEXT,
-            "Every answer is one of these texts. Texts with commas in them: a JSON array.",
+            REPEATED,
+            "Every answer is one of these texts: with commas between, or the option once for each.",
             struct="",
-            default="",
             metavar="A,B",
         ),
         Option(

@@ -5,8 +5,9 @@ A constraint is a dictionary with one entry, as in `Sampling.structured`: the ki
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,13 +30,13 @@ class ConstraintProblem(Exception):
 
 
 def read_options(
-    *, json_schema: str, choices: str, regex: str, grammar: str, structural_tag: str
+    *, json_schema: str, choices: Sequence[str], regex: str, grammar: str, structural_tag: str
 ) -> Constraint | None:
     """Return the constraint that a run's options state; None if none of them is given.
 
     Args:
         json_schema: JSON schema as text.
-        choices: Texts with commas between, or a JSON array of texts.
+        choices: The texts; or one text that is a JSON array of them, or has commas between them.
         regex: Regular expression.
         grammar: Grammar in EBNF or Lark's notation.
         structural_tag: Structural tag as JSON text.
@@ -60,18 +61,21 @@ def read_options(
         if kind == "json":
             value = _schema(value)
         elif kind == "choice":
-            value = _texts(value) if value.startswith("[") else split_choices(value)
+            value = list(value) if len(value) > 1 else split_choices(value[0])
         return checked(kind, value)
     except ConstraintProblem as problem:
         raise ConfigError(f"{flag}: {problem}") from problem
 
 
-def split_choices(text: str) -> list[str]:
-    """Split a text at its commas.
+def split_choices(text: str) -> Any:
+    """Return the items of a text that is a JSON array; of any other text, the parts between its commas.
 
-    >>> split_choices("yes, no")
-    ['yes', 'no']
+    >>> split_choices("yes, no"), split_choices('["yes, or no"]')
+    (['yes', 'no'], ['yes, or no'])
     """
+    if text.startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -176,13 +180,6 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConstraintProblem(f"holds a JSON {json_type(value)}, expected a schema, an object")
     return value
-
-
-def _texts(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return split_choices(text)
 
 
 def _decode(text: str) -> Any:

@@ -320,9 +320,12 @@ def sampling_config(options: dict[str, Any]) -> Sampling:
     from batchinfer.prompts import make_sampling
     from batchinfer.prompts.constraints import read_options
 
-    names = ("json_schema", "choices", "regex", "grammar", "structural_tag")
+    names = ("json_schema", "regex", "grammar", "structural_tag")
     return make_sampling(
         fields_of("Sampling", options),
         value_of("sampling", options),
-        read_options(**{name: value_of(name, options) or "" for name in names}),
+        read_options(
+            choices=value_of("choices", options) or [],
+            **{name: value_of(name, options) or "" for name in names},
+        ),
     )

@@ -33,17 +33,19 @@ BAD_SCHEMA = {"type": "nothing"}
 HOSTILE = {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(4000)}}
 
 
-def options(**given: str) -> dict[str, Any] | None:
-    names = ("json_schema", "choices", "regex", "grammar", "structural_tag")
-    return read_options(**dict.fromkeys(names, "") | given)
+def options(*choices: str, **given: str) -> dict[str, Any] | None:
+    texts = dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), "") | given
+    return read_options(choices=choices, **texts)
 
 
 def test_each_option_states_its_constraint() -> None:
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     assert options() is None
     assert options(json_schema=json.dumps(SCHEMA)) == {"json": SCHEMA}
-    assert options(choices="yes, no") == {"choice": ["yes", "no"]}
-    assert options(choices='["a, b", "c"]') == {"choice": ["a, b", "c"]}
+    assert options("yes, no") == {"choice": ["yes", "no"]}
+    assert options('["a, b", "c"]') == {"choice": ["a, b", "c"]}
+    assert options("a, b", "c") == {"choice": ["a, b", "c"]}
+    assert options("[a", "c") == {"choice": ["[a", "c"]}
     assert options(regex="a+") == {"regex": "a+"}
     assert options(grammar='root ::= "a"') == {"grammar": 'root ::= "a"'}
     assert options(structural_tag=json.dumps(tag)) == {"structural_tag": json.dumps(tag)}
@@ -52,18 +54,26 @@ def test_each_option_states_its_constraint() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"regex": "a", "choices": "b"}, "--choices and --regex: expected one constraint"),
+        ({"regex": "a", "grammar": "b"}, "--regex and --grammar: expected one constraint"),
         ({"json_schema": "{"}, "--json-schema: not JSON"),
         ({"json_schema": "[1]"}, "--json-schema: holds a JSON array"),
         ({"json_schema": "{}"}, "--json-schema: json is {}, expected a JSON schema, not empty"),
         ({"json_schema": '{"a":' * 90 + "1" + "}" * 90}, "nested deeper"),
-        ({"choices": ","}, "--choices: choice is [], expected a list of texts, not empty"),
-        ({"choices": "[1]"}, "--choices: choice is [1]"),
     ],
 )
 def test_an_option_that_is_no_constraint_is_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         options(**given)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [(",", "--choices: choice is [], expected a list of texts"), ("[1]", "choice is [1]")],
+)
+def test_choices_that_are_no_texts_are_refused(choice: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(choice)
     assert said in caught.value.message
 
 
