@@ -295,6 +295,12 @@ def has_model(config: EngineConfig) -> bool:
     return bool(config.model) and (kind is None or kind.needs_model)
 
 
+def is_remote(config: EngineConfig) -> bool:
+    """Whether another program runs the configuration's engine. An unknown engine counts as one of this program."""
+    kind = ENGINES.get(config.engine)
+    return kind is not None and kind.is_remote
+
+
 def own_parameters_of(config: EngineConfig) -> frozenset[str]:
     """Return `EngineKind.own_parameters` of the configuration's engine. An unknown engine has none."""
     kind = ENGINES.get(config.engine)

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from batchinfer.core.errors import BatchinferError
-from batchinfer.engines import find_engine
+from batchinfer.engines import find_engine, is_remote
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.jobs import Assignment, OpenStore, job_chunks
 from batchinfer.prompts import ANY_NAME, PromptConfig, find_request_format, only_name
@@ -73,7 +73,7 @@ def may_assume(engine: EngineConfig, prompt: PromptConfig) -> bool:
     """
     has_names = bool(engine.loras or prompt.served_model_name)
     is_request = find_request_format(prompt.request_format).has_own_parameters
-    return is_request and not has_names and not find_engine(engine.engine).is_remote
+    return is_request and not has_names and not is_remote(engine)
 
 
 def name_in(lines: Iterable[bytes], engine: EngineConfig) -> str:

@@ -15,6 +15,7 @@ from batchinfer.engines import (
     create_engine,
     find_engine,
     identify_model,
+    is_remote,
     own_parameters_of,
 )
 from batchinfer.engines.config import EngineConfig
@@ -198,11 +199,10 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
 
 def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
     """Return what this engine takes. `assumed_name` is a further name of the model; see `adapters.assumed_name`."""
-    is_remote = find_engine(engine.engine).is_remote
     return EngineRules(
         own_parameters=own_parameters_of(engine),
         checker=checker_for(engine),
-        own_names=[ANY_NAME] if is_remote else [*own_names(engine), assumed_name],
+        own_names=[ANY_NAME] if is_remote(engine) else [*own_names(engine), assumed_name],
     )
 
 
@@ -221,6 +221,5 @@ def own_names(engine: EngineConfig) -> list[str]:
 
 def checker_for(engine: EngineConfig) -> ConstraintChecker | None:
     """Return a checker of constraints for this engine; None if the engine compiles them in another way."""
-    is_remote = find_engine(engine.engine).is_remote
-    is_same = engine.constraint_backend == CONSTRAINT_BACKEND and not is_remote
+    is_same = engine.constraint_backend == CONSTRAINT_BACKEND and not is_remote(engine)
     return ConstraintChecker() if is_same else None
