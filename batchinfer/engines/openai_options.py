@@ -90,7 +90,8 @@ def check_options(config: EngineConfig) -> None:
         )
     nothing = EngineConfig()
     for name in _OF_THE_MODEL:
-        if getattr(config, name) != getattr(nothing, name):
+        value = getattr(config, name)
+        if value != getattr(nothing, name) and (name, value) != ("replicas", 1):
             flags = {"engine_args": "engine-arg", "loras": "lora"}
             option = flags.get(name, name.replace("_", "-"))
             raise ConfigError(

@@ -87,7 +87,10 @@ def _parameters(sampling: Sampling, *, is_chat: bool) -> dict[str, Any]:
         found |= {"logprobs": True, "top_logprobs": num_logprobs}
     elif num_logprobs is not None:
         found["logprobs"] = num_logprobs
-    for kind, value in (sampling.structured or {}).items():
+    extra = sampling.extra or {}
+    # A request's own constraint is in `extra`, unread, and takes the place of the run's.
+    has_own = "response_format" in extra or "structured_outputs" in extra
+    for kind, value in ({} if has_own else sampling.structured or {}).items():
         if kind == "json":
             schema = {"name": "answer", "schema": value}
             found["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -95,7 +98,7 @@ def _parameters(sampling: Sampling, *, is_chat: bool) -> dict[str, Any]:
             found["response_format"] = {"type": kind}
         else:
             found["structured_outputs"] = {kind: value}
-    return found | (sampling.extra or {})
+    return found | extra
 
 
 def _num_logprobs(sampling: Sampling) -> int | None:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from batchinfer.cli.logs import set_level
-from batchinfer.cli.options import REHEARSAL, F, Option
+from batchinfer.cli.options import ENDPOINT, REHEARSAL, F, Option
 from batchinfer.cli.run_options import OPTIONS
 from batchinfer.core.records import Sampling
 from batchinfer.engines import check_engine, find_engine, identify_model
@@ -18,7 +18,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
 
-_SECTIONS = ("model", "engine", "sampling", REHEARSAL)
+_SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
 _PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
 _LEFT_OUT = ("replicas", "logprobs")
 """Options that do nothing for one person: a second replica would only wait, and no log-probability is shown."""
@@ -131,13 +131,15 @@ def choices(given: dict[str, Any]) -> Choices:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Refuse, before anything is loaded, an engine that is not installed and a model that cannot be read.
+    """Refuse, before anything is loaded, an engine that is not installed and a model that cannot be read or reached.
 
     Raises:
         BatchinferError: the message says what is missing.
     """
-    find_engine(config.engine).check_installed()
+    kind = find_engine(config.engine)
+    kind.check_installed()
     identify_model(config)
+    kind.look(config)
 
 
 def quieten() -> None:

@@ -138,6 +138,17 @@ def test_parameters_go_by_their_names_in_the_api(engine, endpoint):
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
+def test_a_requests_own_constraint_takes_the_place_of_the_runs(engine, endpoint):
+    own = {"response_format": {"type": "json_object"}}
+    sampling = [Sampling(structured={"choice": ["a"]}, extra=extra) for extra in (own, None)]
+    rows = [Request(key=("c", i), text="a b", sampling=each) for i, each in enumerate(sampling)]
+    drive(engine, ListSource(rows))
+    [sent] = [body for body in endpoint.bodies if "response_format" in body]
+    assert "structured_outputs" not in sent
+    [sent] = [body for body in endpoint.bodies if "structured_outputs" in body]
+    assert sent["structured_outputs"] == {"choice": ["a"]}
+
+
 def test_counts_and_cached_tokens_come_from_the_usage(engine):
     found = drive(engine, ListSource(requests(1, max_tokens=2)))["c", 0]
     assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (4, 1, 2)
