@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from batchinfer.core.clock import Clock
@@ -25,6 +26,8 @@ from batchinfer.runs.differences import (
 from batchinfer.runs.overview import Overview, overview, rows_by_chunk
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
+
+logger = logging.getLogger(__name__)
 
 _MOST_CHANGES = 50
 """Largest number of pairs of different labels that are listed."""
@@ -109,6 +112,8 @@ def look_at(
                 f"{snapshot.url}: nothing is done yet; no worker's engine has been ready so far",
                 hint=f"see how it goes: batchinfer status {snapshot.url}",
             )
+        for note in snapshot.notes:
+            logger.warning("%s: %s", snapshot.url, note)
     _refuse_other_job(a, b)
     return (
         _look(open_store(urls[0]), a, prices, is_spot=is_spot),

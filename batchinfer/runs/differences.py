@@ -181,8 +181,13 @@ class Differences:
         return a, b
 
     def changes(self, most: int) -> list[Change]:
-        """Return the most frequent pairs of different answers; none unless all differing rows have short answers."""
+        """Return the most frequent pairs of different answers.
+
+        There are none unless all differing rows have short answers, and two rows have the same pair.
+        """
         pairs = sorted((self._changes or {}).items(), key=lambda item: (-item[1], item[0]))
+        if pairs and pairs[0][1] == 1:
+            return []
         return [Change(a=a, b=b, rows=rows) for (a, b), rows in pairs[:most]]
 
     def differing(self) -> list[RowPair]:

@@ -132,6 +132,11 @@ def test_short_answers_are_counted_by_pair(job: str, runs: tuple[str, str]) -> N
     assert list(changes.values()) == sorted(changes.values(), reverse=True)
 
 
+def test_answers_that_all_differ_are_not_counted_by_pair(runs: tuple[str, str]) -> None:
+    found = compare(*runs)
+    assert (found.rows.differing, found.changes) == (27, [])
+
+
 def test_long_answers_are_not_counted_by_pair(tmp_path: Path) -> None:
     def make_long(index: int) -> dict[str, Any]:
         return {"prompt": f"{index} " * 40, "short": "x"}
@@ -193,6 +198,21 @@ def test_a_damaged_output_is_left_out_and_named(
     if damage != "foreign":
         assert found.b.damaged_chunks == ["part-00001"]
         assert "run B: part-00001" in caplog.text
+
+
+def test_a_job_that_is_not_found_is_said_and_the_done_rows_are_compared(
+    runs: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved = []
+    for run in runs:
+        source, target = open_store(run), open_store(str(tmp_path / Path(run).name))
+        for info in source.list(""):
+            target.create(info.key, source.get(info.key).data)
+        moved.append(target.url)
+    open_store(str(tmp_path / "job")).delete(["job.json"])
+    found = compare(*moved)
+    assert (found.rows.total, found.rows.differing) == (ROWS, 27)
+    assert "its job.json was not found" in caplog.text
 
 
 def test_too_few_lines_are_an_error(runs: tuple[str, str]) -> None:
