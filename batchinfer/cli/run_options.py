@@ -551,6 +551,13 @@ OPTIONS: tuple[Option, ...] = (
             metavar="MIB",
         ),
         Option(
+            "--dedupe",
+            FLAG,
+            "Answer rows with equal requests once, at temperature 0. Every row still has its own line.",
+            struct="Limits",
+            recorded="recorded",
+        ),
+        Option(
             "--prefix-window",
             at_least(0),
             "Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",

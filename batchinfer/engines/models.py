@@ -38,6 +38,7 @@ from batchinfer.engines.weights import (
     weight_files,
 )
 from batchinfer.storage.hub import hub_errors
+from batchinfer.storage.opening import check_url
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
 
 
 def _describe(config: EngineConfig) -> ModelInfo:
+    check_url(config.model)
     if is_in_bucket(config.model):
         return describe_in_bucket(config, list_model(config.model, "--model"))
     path = plain_path(config.model)

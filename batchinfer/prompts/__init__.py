@@ -7,6 +7,7 @@ from batchinfer.prompts.builder import (
     EngineRules,
     PromptBuilder,
     find_request_format,
+    is_repeatable,
 )
 from batchinfer.prompts.constraint_process import BACKEND as CONSTRAINT_BACKEND
 from batchinfer.prompts.constraint_process import ConstraintChecker, check_run_constraint
@@ -44,6 +45,7 @@ __all__ = [
     "Tokenizer",
     "check_run_constraint",
     "find_request_format",
+    "is_repeatable",
     "list_templates",
     "make_sampling",
     "only_name",

@@ -212,6 +212,7 @@ class PromptBuilder:
             url=draft.url,
             is_chat=draft.messages is not None,
             view=view,
+            is_repeatable=is_repeatable(draft.sampling or self._sampling),
         )
 
     def _chat_options(self, draft: Draft) -> dict[str, Any] | None:
@@ -372,6 +373,12 @@ class PromptBuilder:
                 "the model's tokenizer has no chat template, expected one for a messages column",
                 hint="pass --chat-template @FILE, or make plain text prompts with --prompt-template",
             )
+
+
+def is_repeatable(sampling: Sampling) -> bool:
+    """Whether two requests with these parameters, before rows get seeds, must have the same answer."""
+    is_greedy = sampling.temperature is not None and sampling.temperature <= 0
+    return is_greedy or sampling.seed is not None
 
 
 def _encode(drafts: list[Draft], tokenizer: Tokenizer, *, add_special_tokens: bool) -> None:

@@ -176,6 +176,9 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     param: str | None = None
     """Request parameter that caused the failure; None if no parameter did."""
     view: EchoView | None = None
+    is_repeatable: bool = False
+    """Whether an equal request of another row must have the same answer: it is at temperature 0, or has a seed that the
+    row itself brought, not one that was computed from the row's place."""
 
 
 class Draft(msgspec.Struct, gc=False):

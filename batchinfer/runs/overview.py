@@ -270,6 +270,10 @@ class Overview(Record, frozen=True, kw_only=True):
     eta_seconds: float | None
     prompt_tokens: int
     completion_tokens: int
+    rows_copied: int = 0
+    """Number of rows with a copy of another row's answer (--dedupe). Their tokens are in no other number."""
+    prompt_tokens_copied: int = 0
+    completion_tokens_copied: int = 0
     rows_error: int
     errors: dict[str, int]
     finish_reasons: dict[str, int]
@@ -335,6 +339,9 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         eta_seconds=eta,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        rows_copied=sum(record.rows_copied for record in records),
+        prompt_tokens_copied=sum(record.prompt_tokens_copied for record in records),
+        completion_tokens_copied=sum(record.completion_tokens_copied for record in records),
         rows_error=sum(record.rows_error for record in records),
         errors=add_up(_by_code(record.errors) for record in records),
         finish_reasons=add_up(record.finish_reasons for record in records),

@@ -316,12 +316,16 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
 
 
 def sampling_config(options: dict[str, Any]) -> Sampling:
-    """Make the run's sampling parameters from the options."""
-    from batchinfer.prompts import make_sampling
+    """Make the run's sampling parameters from the options.
+
+    Raises:
+        ConfigError: a value cannot work, or --dedupe is given although every row has an answer of its own.
+    """
+    from batchinfer.prompts import find_request_format, is_repeatable, make_sampling
     from batchinfer.prompts.constraints import read_options
 
     names = ("json_schema", "regex", "grammar", "structural_tag")
-    return make_sampling(
+    sampling = make_sampling(
         fields_of("Sampling", options),
         value_of("sampling", options),
         read_options(
@@ -329,3 +333,14 @@ def sampling_config(options: dict[str, Any]) -> Sampling:
             **{name: value_of(name, options) or "" for name in names},
         ),
     )
+    if (
+        options.get("dedupe")
+        and not find_request_format(options["request_format"]).has_own_parameters
+        and not is_repeatable(sampling)
+    ):
+        raise ConfigError(
+            "--dedupe: rows with equal requests may have different answers at this temperature, since every row draws "
+            "its own",
+            hint="add --temperature 0, or leave --dedupe out",
+        )
+    return sampling

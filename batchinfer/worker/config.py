@@ -39,7 +39,7 @@ _LONGEST_DELAY_SECONDS = 60.0
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Limits on what a worker uses of memory and disk, and on how often it tries something again."""
+    """Limits on what a worker uses of memory and disk, and on how often it does the same thing again."""
 
     max_open_chunks: int = 64
     """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
@@ -56,8 +56,11 @@ class Limits(Record, frozen=True, kw_only=True):
     max_row_memory: int = 256
     """MiB of memory for each replica that rows take which wait for the engine or are in it.
 
-    No further prompts are built above it. At least one row is always built.
+    No further prompts are built above it. At least one row is always built. With `dedupe`, answers that may be needed
+    again take as much once more.
     """
+    dedupe: bool = False
+    """Whether rows with equal requests are answered once."""
     row_attempts: int = 3
     """Attempts to generate a row that fails for a passing reason."""
     storage_attempts: int = 4

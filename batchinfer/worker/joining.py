@@ -235,6 +235,7 @@ class Membership:
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
             **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
+            **({"dedupe": True} if self.config.limits.dedupe else {}),
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
             **({"base_url": redact(engine.base_url)} if engine.base_url else {}),
@@ -310,6 +311,13 @@ def make_result(
             "output": round(telemetry.tally.completion_tokens / seconds, 3),
         },
     }
+    if config.limits.dedupe:
+        tally = telemetry.tally
+        result["rows_copied"] = tally.rows_copied
+        result["tokens_copied"] = {
+            "input": tally.prompt_tokens_copied,
+            "output": tally.completion_tokens_copied,
+        }
     if error is not None:
         result["exit_status"] = error.exit_status
         result["reason"] = error.message

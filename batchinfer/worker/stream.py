@@ -2,6 +2,9 @@
 
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
+With --dedupe a row whose request equals another row's does not wait for the engine, but for that row's answer; see
+`repeats`. If the other row fails, or becomes a suspect, the row is asked itself.
+
 A row that was in the engine at two of its deaths is a suspect. Suspects run when the open chunks have no other row
 left: in groups, one group after the other, without other rows. The groups get smaller with every death, until the row
 that kills the engine runs alone. If the engine dies then, the row becomes an error row. The rows that were in the
@@ -36,6 +39,7 @@ from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
+from batchinfer.worker.repeats import Repeats, repeat_key
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,8 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
     """Bytes of memory that the row takes, about."""
     attempts: int = 0
+    repeat_key: bytes | None = None
+    """Key of the row's request among equal ones, for a row that leads or follows; see `repeats`."""
 
 
 def _request_of(flight: _Flight) -> Request:
@@ -65,6 +71,8 @@ class BuiltRows(NamedTuple):
     chunk: OpenChunk
     rows: list[Prepared]
     num_bytes: list[int]
+    repeat_keys: list[bytes | None]
+    """Keys of the rows' requests among equal ones; None where a row is asked by itself."""
 
 
 _TOKEN_BYTES = 36
@@ -108,6 +116,9 @@ class RowStream:
         """Waiting rows of the group of suspects that runs now."""
         self._is_isolating = False
         """Whether a group of suspects runs. Then all rows in the engine are of this group."""
+        self._repeats: Repeats[_Flight] = Repeats(self._max_bytes)
+        self._without_leader: list[_Flight] = []
+        """Rows that followed a row that the engine will not get any more."""
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
@@ -139,6 +150,7 @@ class RowStream:
                     requests.append(self._send(flight))
                 else:
                     self._num_bytes -= flight.num_bytes
+                    self._without_leader += self._abandon(flight)
         return requests
 
     def wait(self, timeout_seconds: float) -> None:
@@ -156,12 +168,13 @@ class RowStream:
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         killed: list[_Flight] = []
         at_death: list[RowKey] = []
+        copies: list[tuple[_Flight, Completion]] = []
         for completion in completions:
             key, failure = completion.key, completion.failure
             is_death = failure is not None and failure.is_engine_death
-            if is_death:
-                at_death.append(key)
             flight = self._in_flight.pop(key, None)
+            if is_death:
+                at_death += [key, *self._keys_behind(flight)]
             if flight is None:
                 self._dropped.discard(key)
                 continue
@@ -178,21 +191,40 @@ class RowStream:
                 self._put_back(msgspec.structs.replace(flight, attempts=flight.attempts + 1))
                 continue
             finished[key[0]].append(self._encode(flight.prepared, completion))
+            if flight.repeat_key is None:
+                continue
+            if failure is None:
+                copied, followers = self._repeats.answer(flight.repeat_key, completion)
+                copies += [(follower, copied) for follower in followers]
+            else:
+                self._ask_followers(flight)
         for name, rows in finished.items():
             self._finish(name, rows)
-        self.note_death(at_death)
+        self._copy(copies)
+        if at_death:
+            self._open_chunks.note_death(at_death)
+            self._drop_suspects_behind()
         for flight in killed:
             # A suspect's prompt is built again when its group runs.
             if not flight.chunk.is_suspect(flight.prepared.key[1]):
                 self._put_back(flight)
+            else:
+                self._ask_followers(flight)
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
-        """Note that an engine process ended while it worked on the rows of these keys."""
+        """Note that the worker's engine ended while it worked on the rows of these keys.
+
+        The rows that follow them count as well, since their requests are the same. Otherwise each of several equal rows
+        that kill the engine would be asked, and would kill it, after the one before it became a suspect.
+        """
+        behind = [each for key in keys for each in self._keys_behind(self._in_flight.get(key))]
         if keys:
-            self._open_chunks.note_death(keys)
+            self._open_chunks.note_death([*keys, *behind])
 
     def collect(self) -> None:
         """Take in the prompts that the background has built, and update the rates of finished rows."""
+        rows, self._without_leader = self._without_leader, []
+        self._window.extend(self._without_repeats(rows))
         self._collect_built()
         self._update_rate()
 
@@ -211,13 +243,24 @@ class RowStream:
         """Drop all rows of the chunks with these names, because another worker has published the chunks."""
         if not names:
             return
+        self._repeats.keep(lambda flight: flight.chunk.name not in names)
+        under_way = itertools.chain(self._ready, self._window, self._in_flight.values())
+        without_leader = [
+            follower
+            for flight in under_way
+            if flight.chunk.name in names
+            for follower in self._abandon(flight)
+        ]
         self._dropped.update(key for key in self._in_flight if key[0] in names)
         self._in_flight = {
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
         }
         for waiting in (self._ready, self._suspects, self._window):
             waiting.keep(lambda flight: flight.chunk.name not in names)
-        rows = itertools.chain(self._ready, self._suspects, self._window, self._in_flight.values())
+        self._window.extend(self._without_repeats(without_leader))
+        rows = itertools.chain(
+            *(self._ready, self._suspects, self._window, self._repeats, self._in_flight.values())
+        )
         self._num_bytes = sum(flight.num_bytes for flight in rows)
 
     def prepare(self) -> None:
@@ -251,7 +294,7 @@ class RowStream:
     @property
     def num_pending(self) -> int:
         """Number of rows that have a prompt and have not finished."""
-        return len(self._in_flight) + self._num_waiting
+        return len(self._in_flight) + self._num_waiting + len(self._repeats)
 
     @property
     def is_complete(self) -> bool:
@@ -280,6 +323,62 @@ class RowStream:
         """Let a row wait again that came back from the engine unfinished. A suspect waits with its group."""
         self._num_bytes += flight.num_bytes
         (self._suspects if self._is_isolating else self._ready).put_back(flight)
+
+    def _without_repeats(self, flights: list[_Flight]) -> list[_Flight]:
+        """Return the rows that the engine must answer.
+
+        A row whose request was answered before is finished with a copy of the answer. A row whose request is under way
+        follows the row with that request.
+        """
+        asked: list[_Flight] = []
+        copies: list[tuple[_Flight, Completion]] = []
+        for flight in flights:
+            key = flight.repeat_key
+            answer = None if key is None else self._repeats.find(key)
+            if answer is not None:
+                copies.append((flight, answer))
+            elif key is None or not self._repeats.follow(key, flight):
+                asked.append(flight)
+        self._copy(copies)
+        return asked
+
+    def _copy(self, copies: list[tuple[_Flight, Completion]]) -> None:
+        """Finish rows with copies of other rows' answers."""
+        finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
+        for flight, answer in copies:
+            self._num_bytes -= flight.num_bytes
+            own = msgspec.structs.replace(answer, key=flight.prepared.key)
+            finished[flight.chunk.name].append(self._encode(flight.prepared, own))
+        for name, rows in finished.items():
+            self._finish(name, rows, are_copies=True)
+
+    def _keys_behind(self, flight: _Flight | None) -> list[RowKey]:
+        """Return the keys of the rows that follow this row."""
+        if flight is None or flight.repeat_key is None:
+            return []
+        return [each.prepared.key for each in self._repeats.followers(flight.repeat_key)]
+
+    def _drop_suspects_behind(self) -> None:
+        """Drop the followers that are suspects now. Their prompts are built again when their group runs."""
+        before = sum(flight.num_bytes for flight in self._repeats)
+        self._repeats.keep(lambda flight: not flight.chunk.is_suspect(flight.prepared.key[1]))
+        self._num_bytes -= before - sum(flight.num_bytes for flight in self._repeats)
+
+    def _abandon(self, flight: _Flight) -> list[_Flight]:
+        """Return the rows that follow this row, whose answer is not waited for any more."""
+        return [] if flight.repeat_key is None else self._repeats.give_up(flight.repeat_key)
+
+    def _ask_followers(self, flight: _Flight) -> None:
+        """Let the rows that follow this row be asked themselves, each alone, since this row's answer is none for them.
+
+        Together they cost no more engine deaths than they would without --dedupe.
+        """
+        self._window.extend(
+            [
+                msgspec.structs.replace(follower, repeat_key=None)
+                for follower in self._abandon(flight)
+            ]
+        )
 
     def _send(self, flight: _Flight) -> Request:
         request = _request_of(flight)
@@ -314,9 +413,9 @@ class RowStream:
             output=raw(line),
         )
 
-    def _finish(self, name: str, rows: list[FinishedRow]) -> None:
+    def _finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
         self._num_finished += len(rows)
-        self._open_chunks.finish(name, rows)
+        self._open_chunks.finish(name, rows, are_copies=are_copies)
 
     def _build_more(self) -> None:
         if self._building is not None or self._open_chunks.is_closing:
@@ -334,7 +433,7 @@ class RowStream:
         self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, num_rows, max_bytes), urgent=True
+            lambda: build(builder, chunks, num_rows, max_bytes, dedupe=limits.dedupe), urgent=True
         )
 
     def _build_suspects(self) -> bool:
@@ -386,17 +485,17 @@ class RowStream:
         self._num_building = 0
         is_isolating, self._is_building_suspects = self._is_building_suspects, False
         suspects: list[_Flight] = []
-        for chunk, prepared_rows, num_bytes in building.result():
+        for chunk, prepared_rows, num_bytes, keys in building.result():
             flights = [
-                _Flight(chunk, prepared, size)
-                for prepared, size in zip(prepared_rows, num_bytes, strict=True)
+                _Flight(chunk, prepared, size, repeat_key=key)
+                for prepared, size, key in zip(prepared_rows, num_bytes, keys, strict=True)
                 if prepared.request is not None and not chunk.is_culprit(prepared.key[1])
             ]
             self._num_bytes += sum([flight.num_bytes for flight in flights])
             if is_isolating:
                 suspects += flights
             else:
-                self._window.extend(flights)
+                self._window.extend(self._without_repeats(flights))
             failed = [
                 self._encode_failed(chunk, prepared)
                 for prepared in prepared_rows
@@ -439,7 +538,12 @@ class RowStream:
 
 
 def build(
-    builder: PromptBuilder, chunks: list[OpenChunk], max_rows: int, max_bytes: int
+    builder: PromptBuilder,
+    chunks: list[OpenChunk],
+    max_rows: int,
+    max_bytes: int,
+    *,
+    dedupe: bool = False,
 ) -> list[BuiltRows]:
     """Read the next rows of the chunks and build their requests. Runs on a background thread.
 
@@ -449,7 +553,7 @@ def build(
     for chunk in chunks:
         rows = chunk.read_rows(max_rows, max_bytes)
         if rows:
-            batch.append(_build(builder, chunk, rows))
+            batch.append(_build(builder, chunk, rows, dedupe=dedupe))
             max_rows -= len(rows)
             max_bytes -= sum(len(row.data) for row in rows)
         if max_rows <= 0 or max_bytes <= 0:
@@ -460,16 +564,22 @@ def build(
 def build_suspects(
     builder: PromptBuilder, parts: list[tuple[OpenChunk, set[int]]]
 ) -> list[BuiltRows]:
-    """Read the rows of these lines of each chunk and build their requests. Runs on a background thread."""
+    """Read the rows of these lines of each chunk and build their requests. Runs on a background thread.
+
+    A suspect neither leads nor follows.
+    """
     return [_build(builder, chunk, chunk.read_lines(lines)) for chunk, lines in parts]
 
 
-def _build(builder: PromptBuilder, chunk: OpenChunk, rows: list[RawRow]) -> BuiltRows:
+def _build(
+    builder: PromptBuilder, chunk: OpenChunk, rows: list[RawRow], *, dedupe: bool = False
+) -> BuiltRows:
     prepared_rows = builder.build(chunk.name, chunk.ref.first_row, rows)
     num_bytes = [
         _num_bytes_of(row, prepared) for row, prepared in zip(rows, prepared_rows, strict=True)
     ]
-    return BuiltRows(chunk, prepared_rows, num_bytes)
+    keys = [repeat_key(prepared) if dedupe else None for prepared in prepared_rows]
+    return BuiltRows(chunk, prepared_rows, num_bytes, keys)
 
 
 def _num_bytes_of(row: RawRow, prepared: Prepared) -> int:

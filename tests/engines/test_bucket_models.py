@@ -134,6 +134,12 @@ def test_a_url_that_is_no_buckets_is_refused(name, hint, tmp_path):
     assert hint in caught.value.hint
 
 
+def test_a_url_that_lacks_a_slash_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lacks a slash") as caught:
+        describe_model(config_of("s3:/bucket/m", tmp_path))
+    assert "s3://bucket/m" in caught.value.hint
+
+
 def test_a_config_in_a_bucket_and_a_model_elsewhere_is_refused():
     with pytest.raises(ConfigError, match="is a URL"):
         check_engine(EngineConfig(model="m", hf_config_path="s3://bucket/m"))

@@ -443,10 +443,22 @@ def replaced_run_is_not_noticed() -> Defect:
     return mock.patch.object(Membership, "confirm", return_value=None)
 
 
+def followers_wait_for_ever() -> Defect:
+    """Rows that follow a row that fails, or becomes a suspect, go on following it."""
+    return mock.patch.object(stream.RowStream, "_ask_followers", return_value=None)
+
+
+def copies_without_regard_to_the_prompt() -> Defect:
+    """Any row counts as a repetition of any other."""
+    return mock.patch.object(stream, "repeat_key", lambda prepared: prepared.request and b"same")
+
+
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
         marker_before_output,
+        followers_wait_for_ever,
+        copies_without_regard_to_the_prompt,
         no_fence,
         no_epoch_check,
         dropped_segment,

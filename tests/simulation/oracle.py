@@ -80,6 +80,8 @@ class Oracle:
         self.watches_claims = is_safe
         self.deaths: dict[RowKey, int] = {}
         self._died_alone: set[RowKey] = set()
+        self.shares_answers = False
+        """Whether rows with equal prompts share an answer, and so the engine's deaths, too."""
         self._generation_of_phase = 0
         self._beats: dict[str, list[float]] = {}
         self._claimed: dict[str, tuple[float, str]] = {}
@@ -247,10 +249,20 @@ class Oracle:
 
     def died(self, in_flight: list[RowKey]) -> None:
         """Count an engine's death for the rows in it."""
-        for key in in_flight:
+        for key in self._equal_rows(in_flight) if self.shares_answers else in_flight:
             self.deaths[key] = self.deaths.get(key, 0) + 1
         if len(in_flight) == 1:
             self._died_alone.update(in_flight)
+
+    def _equal_rows(self, keys: list[RowKey]) -> list[RowKey]:
+        """Return the rows that have the prompts of these."""
+        prompts = {self.chunks[name][line].prompt for name, line in keys}
+        return [
+            (name, line)
+            for name, rows in self.chunks.items()
+            for line, row in enumerate(rows)
+            if row.prompt in prompts
+        ]
 
     # -- at certain moments
 
@@ -433,7 +445,8 @@ class Oracle:
         temperature: float,
     ) -> None:
         run_seed = self._truth.run_seed
-        seed = None if run_seed is None else row_seed(run_seed, *key)
+        is_greedy = temperature <= 0
+        seed = None if run_seed is None or is_greedy else row_seed(run_seed, *key)
         said = line["choices"][0]["text"]
         if said != answer(row.prompt, temperature, seed):
             raise Violation(f"P1, P6: {where}: {said!r} is no answer to {row.prompt!r}")

@@ -21,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
+import msgspec
+
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     BatchinferError,
@@ -122,6 +124,8 @@ class Plot:
     engine: EngineTraits = field(default_factory=EngineTraits)
     limits: Limits = field(default_factory=Limits)
     few: int = 20
+    temperature: float = 0.5
+    """Temperature of the run. At 0, rows with equal prompts have equal answers."""
 
 
 def draw_plot(seed: int) -> Plot:
@@ -179,6 +183,9 @@ def draw_plot(seed: int) -> Plot:
         storage_attempts=plot.storage_attempts,
         storage_retry_seconds=chance.choice([0.2, 1.0]),
     )
+    if random.Random(f"dedupe {seed}").random() < 0.25:
+        plot.temperature = 0.0
+        plot.limits = msgspec.structs.replace(plot.limits, dedupe=True)
     return plot
 
 
@@ -211,6 +218,7 @@ class Scenario:
         self.oracle = Oracle(
             self.scheduler, self.server, truth, self.plot.engine, is_safe=self.plot.is_safe
         )
+        self.oracle.shares_answers = self.plot.limits.dedupe
         self.oracle.lease_seconds = self.plot.lease_seconds
         self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
@@ -420,7 +428,10 @@ class Scenario:
     def _temperature(self) -> float:
         """The run's configuration, once it exists."""
         run = self.server.objects.get(RUN + layout.RUN_KEY)
-        return json.loads(run.data)["config"]["sampling"]["temperature"] if run is not None else 0.5
+        if run is None:
+            return self.plot.temperature
+        temperature: float = json.loads(run.data)["config"]["sampling"]["temperature"]
+        return temperature
 
     def _let_pass(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
         oracle = self.oracle
@@ -626,7 +637,7 @@ class Scenario:
                     f"{prefix}{index}",
                     manifest,
                     [chunk for chunk in chunks if chunk in self.oracle.chunks],
-                    0.7 if is_other else 0.5,
+                    0.7 if is_other else self.plot.temperature,
                     chance.uniform(-3600, 3600),
                 )
             )
@@ -649,6 +660,8 @@ class Scenario:
         for _ in range(num_poison):
             rows[chance.randrange(len(rows))] = good_row(0, f"{POISON} row")
         rows = [_numbered(row, index) for index, row in enumerate(rows)]
+        if self.plot.limits.dedupe:
+            rows = _with_repeats(random.Random(f"repeats {self.seed}"), rows)
         if chance.random() < 0.15:
             self.plot.limit = chance.randint(1, len(rows))
         truth = Truth({}, {}, {}, self.plot.run_seed)
@@ -735,6 +748,18 @@ def _numbered(row: Row, index: int) -> Row:
     if POISON in row.prompt:
         return good_row(index, row.prompt)
     return row
+
+
+def _with_repeats(chance: random.Random, rows: list[Row]) -> list[Row]:
+    """Give many rows the prompt of another one, those that an engine refuses or dies of included."""
+    prompts = [row.prompt for row in rows if not row.codes]
+    share = chance.choice([0.3, 0.9])
+    return [
+        good_row(index, chance.choice(prompts[:4] if share > 0.5 else prompts))
+        if not row.codes and chance.random() < share
+        else row
+        for index, row in enumerate(rows)
+    ]
 
 
 def _compress(data: bytes) -> bytes:

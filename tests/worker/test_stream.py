@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from batchinfer.core.records import (
@@ -27,6 +29,7 @@ from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.open_chunks import OpenChunks
+from batchinfer.worker.repeats import Repeats
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
@@ -55,6 +58,7 @@ class ChunksPutByHand:
     def __init__(self, folder: Path) -> None:
         self.open: dict[str, OpenChunk] = {}
         self.finished: list[FinishedRow] = []
+        self.copied: list[FinishedRow] = []
         self._folder = folder
 
     def put(self, name: str, num_rows: int, texts: Sequence[str] = ("say",)) -> OpenChunk:
@@ -79,8 +83,10 @@ class ChunksPutByHand:
             if name in self.open:
                 self.open[name].note_deaths([line], len(keys))
 
-    def finish(self, name: str, rows: list[FinishedRow]) -> None:
-        self.finished += self.open[name].finish(rows)
+    def finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
+        fresh = self.open[name].finish(rows)
+        self.finished += fresh
+        self.copied += fresh if are_copies else []
 
 
 @pytest.fixture
@@ -98,16 +104,22 @@ def stream_over(
     prefix_window: int = 0,
     max_in_flight: int = 4,
     max_row_memory: int = 256,
+    dedupe: bool = False,
 ) -> RowStream:
     environment = SimpleNamespace(clock=FakeClock(), background=AtOnce())
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
         cast("Environment", environment),
         cast("OpenChunks", chunks),
-        PromptBuilder(PROMPT, Sampling(), None, None, None),
+        PromptBuilder(PROMPT, Sampling(temperature=0.0), None, None, None),
         encoder or encoder_for(PROMPT),
         cast("Telemetry", telemetry),
-        Limits(row_attempts=3, prefix_window=prefix_window, max_row_memory=max_row_memory),
+        Limits(
+            row_attempts=3,
+            prefix_window=prefix_window,
+            max_row_memory=max_row_memory,
+            dedupe=dedupe,
+        ),
         info=cast("EngineInfo", SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1)),
     )
 
@@ -410,3 +422,186 @@ def test_never_is_said_once_nothing_is_left_and_then_for_good(chunks: ChunksPutB
     chunks.put("second", 1)
     keep_books(stream)
     assert stream.take(4) is None
+
+
+# --------------------------------------------------------------------------- equal requests
+
+DEAD = Failure(code="engine_crash", message="killed", transient=True)
+
+
+def lines_of(rows: Sequence[FinishedRow]) -> list[int]:
+    return sorted(row.line for row in rows)
+
+
+def test_equal_requests_are_answered_once_and_every_row_has_its_own_line(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 5, texts=["a", "b"])
+    stream = stream_over(chunks, dedupe=True)
+    requests = take(stream)
+    assert [request.text for request in requests] == ["a", "b"]
+    assert stream.num_pending == 5
+    said = [
+        Completion(
+            key=request.key,
+            choices=[Choice(index=0, text=f"said {request.text}", num_tokens=2)],
+            prompt_tokens=1,
+            completion_tokens=2,
+            cached_tokens=1,
+            generation_seconds=9.0,
+        )
+        for request in requests
+    ]
+    stream.handle(said)
+    assert (lines_of(chunks.finished), lines_of(chunks.copied)) == ([0, 1, 2, 3, 4], [2, 3, 4])
+    by_line = {row.line: row for row in chunks.finished}
+    assert msgspec.structs.replace(by_line[2], line=0, output=by_line[0].output) == by_line[0]
+    first, copied = (json.loads(bytes(by_line[line].output)) for line in (0, 2))
+    no_time = {"queue_seconds": 0.0, "generation_seconds": 0.0}
+    assert copied == {**first, "_row": 2, "_id": "2", "timing": no_time}
+    assert first["choices"][0]["text"] == "said a"
+    assert (stream.num_pending, stream._num_bytes) == (0, 0)
+
+
+def test_a_row_that_comes_later_gets_the_answer_that_is_kept(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    stream = stream_over(chunks, dedupe=True)
+    stream.handle([answer(request) for request in take(stream)])
+    chunks.put("second", 3, texts=["say", "other"])
+    assert [request.text for request in take(stream)] == ["other"]
+    assert lines_of(chunks.copied) == [0, 2]
+
+
+def test_without_dedupe_every_row_is_asked(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3)
+    assert len(take(stream_over(chunks))) == 3
+
+
+def test_kept_answers_are_bounded_in_bytes_and_the_one_unused_for_longest_goes() -> None:
+    repeats: Repeats[int] = Repeats(1000)
+    for key in (b"a", b"b"):
+        repeats.answer(key, Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 80)]))
+    assert repeats.find(b"a")
+    repeats.answer(b"c", Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 80)]))
+    assert [bool(repeats.find(key)) for key in (b"a", b"b", b"c")] == [True, False, True]
+    repeats.answer(b"d", Completion(key=("c", 0), choices=[Choice(index=0, text="x" * 2000)]))
+    assert [bool(repeats.find(key)) for key in (b"a", b"c", b"d")] == [True, True, False]
+
+
+def test_rows_that_follow_count_in_the_memory_for_rows(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 40, texts=["x" * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8, dedupe=True)
+    [leader] = take_all(stream)
+    assert stream.num_pending == 8
+    stream.handle([answer(leader)])
+    assert take_all(stream) == []
+    assert len(chunks.copied) == 39
+
+
+def test_rows_that_follow_a_row_that_fails_are_asked_themselves(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3)
+    stream = stream_over(chunks, dedupe=True)
+    [leader] = take(stream)
+    refused = Failure(code="engine_rejected", message="refused")
+    stream.handle([Completion(key=leader.key, failure=refused)])
+    assert lines_of(chunks.finished) == [0]
+    assert [request.key for request in take(stream)] == [("first", 1), ("first", 2)]
+
+
+def test_a_row_that_is_tried_again_keeps_those_that_follow_it(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 3)
+    stream = stream_over(chunks, dedupe=True)
+    [leader] = take(stream)
+    busy = Failure(code="engine_busy", message="busy", transient=True)
+    stream.handle([Completion(key=leader.key, failure=busy)])
+    assert [request.key for request in take(stream)] == [leader.key]
+    stream.handle([answer(leader)])
+    assert lines_of(chunks.copied) == [1, 2]
+
+
+def test_equal_rows_that_kill_the_engine_become_suspects_together(chunks: ChunksPutByHand) -> None:
+    """Else each of a thousand equal rows would kill it, one after the other."""
+    first = chunks.put("first", 3)
+    second = chunks.put("second", 2)
+    stream = stream_over(chunks, dedupe=True)
+    for _ in range(2):
+        [leader] = take(stream)
+        stream.handle([Completion(key=leader.key, failure=DEAD)])
+    assert first.deaths == dict.fromkeys(range(3), Deaths(2, 5))
+    assert second.deaths == dict.fromkeys(range(2), Deaths(2, 5))
+    assert stream.num_pending == 0
+    requests = take(stream)
+    assert len(requests) == 2, "a group of a quarter of the five, each asked itself"
+    stream.handle([answer(request) for request in requests])
+    stream.handle([answer(request) for request in take(stream)])
+    stream.handle([answer(request) for request in take(stream)])
+    assert len(chunks.finished) == 5
+    assert stream._num_bytes == 0
+
+
+def test_a_row_that_came_after_the_first_death_does_not_wait_for_a_suspect(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 1).deaths = {0: Deaths(1, 4)}
+    stream = stream_over(chunks, dedupe=True)
+    [leader] = take(stream)
+    second = chunks.put("second", 1)
+    assert not take(stream)
+    stream.handle([Completion(key=leader.key, failure=DEAD)])
+    assert second.deaths == {0: Deaths(1, 2)}
+    assert [request.key for request in take(stream)] == [("second", 0)]
+    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
+    assert [request.key for request in take(stream)] == [("first", 0)], "the suspect, at the end"
+
+
+def test_an_engine_that_ends_for_good_died_of_the_rows_that_follow_too(
+    chunks: ChunksPutByHand,
+) -> None:
+    first = chunks.put("first", 3)
+    stream = stream_over(chunks, dedupe=True)
+    stream.note_death([request.key for request in take(stream)])
+    assert first.deaths == dict.fromkeys(range(3), Deaths(1, 3))
+
+
+def test_rows_that_follow_a_row_of_a_published_chunk_are_asked(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 2)
+    chunks.put("second", 2)
+    stream = stream_over(chunks, dedupe=True)
+    [leader] = take(stream)
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    assert stream.num_pending == 2
+    assert [request.key for request in take(stream)] == [("second", 0)]
+    stream.handle([answer(leader)])
+    assert not chunks.finished
+    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
+    assert lines_of(chunks.finished) == [0, 1]
+    assert stream._num_bytes == 0
+
+
+def test_rows_that_follow_a_row_whose_chunk_is_gone_before_it_runs_are_asked(
+    chunks: ChunksPutByHand,
+) -> None:
+    chunks.put("first", 1)
+    chunks.put("second", 2)
+    stream = stream_over(chunks, dedupe=True)
+    for _ in range(3):
+        keep_books(stream)
+    chunks.open.pop("first").close()
+    assert stream.take(4) == []
+    assert [request.key for request in take(stream)] == [("second", 0)]
+    stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
+    assert lines_of(chunks.finished) == [0, 1]
+
+
+def test_rows_of_a_published_chunk_follow_no_more(chunks: ChunksPutByHand) -> None:
+    chunks.put("first", 1)
+    chunks.put("second", 2)
+    stream = stream_over(chunks, dedupe=True)
+    [leader] = take(stream)
+    chunks.open.pop("second").close()
+    stream.drop(["second"])
+    assert stream.num_pending == 1
+    stream.handle([answer(leader)])
+    assert lines_of(chunks.finished) == [0]
+    assert stream._num_bytes == 0
