@@ -21,8 +21,10 @@ from batchinfer.clusters.launches import (
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.core.prices import accelerator_count
 from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore, load_job
+from batchinfer.ledger.spending import describe_machine
 from batchinfer.storage import Store
 from batchinfer.storage.opening import local_path, split_url
 
@@ -111,7 +113,7 @@ class Launch:
                 f"{config.source}: no job.json there",
                 hint=f"make the job first: batchinfer split SOURCE --output {config.source}",
             )
-        words = worker_options(self._options)
+        words = worker_options(self._options | self._price())
         advised = self._check()
         workers = config.workers or advised
         if workers is None:
@@ -133,7 +135,7 @@ class Launch:
             run=_absolute(config.run),
             model=self._options["model"] or "",
             words=words,
-            environment=config.environment,
+            environment=self._spot() | config.environment,
             secrets=config.secrets,
             gpu=config.gpu,
             is_spot=config.is_spot,
@@ -158,6 +160,42 @@ class Launch:
             raise
         record_submission(store, plan, handle, self._clock.now())
         return handle
+
+    # -- money
+
+    def _price(self) -> dict[str, float]:
+        """Return the option with the price of a worker's machine, if --max-cost needs it and the user names none.
+
+        This machine may have SkyPilot's catalog, which those of the workers lack.
+
+        Raises:
+            ConfigError: The price is not known.
+        """
+        config, options = self.config, self._options
+        if options["max_cost"] is None or options["price_per_hour"] is not None:
+            return {}
+        is_known_there = not self.cluster.is_remote and not config.gpu
+        if is_known_there:
+            return {}
+        machine = describe_machine(
+            {"cloud": config.options.get("cloud", "")},
+            device=config.gpu,
+            num_gpus=accelerator_count(config.gpu) or 1,
+            is_spot=config.is_spot,
+        )
+        price = self._world.prices.price(machine)
+        if price is None:
+            raise ConfigError(
+                f"--max-cost: no price of a worker's machine is known ({config.gpu or 'no --gpu'})",
+                hint="say what it costs: --price-per-hour DOLLARS (0.35, for example)",
+            )
+        logger.info("a worker's machine costs $%g an hour (%s)", price.per_hour, price.source)
+        return {"price_per_hour": price.per_hour}
+
+    def _spot(self) -> dict[str, str]:
+        """Return the variable that tells workers whether their machines are spot machines, if the user says it."""
+        is_spot = self.config.is_spot
+        return {} if is_spot is None else {"BATCHINFER_SPOT": "1" if is_spot else "0"}
 
     # -- checks
 

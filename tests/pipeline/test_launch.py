@@ -179,10 +179,31 @@ def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outc
     assert call("verify", str(run)).result["rows_ok"] == 60
 
 
+def test_workers_get_the_limit_with_the_price_that_is_known_here(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    def submission(*options: str) -> str:
+        command = ["launch", str(job), "--run", str(job / "runs/a"), "--on", "local"]
+        shown = call(*command, "--workers", "2", *ECHO, "--dry-run", "--no-check", *options)
+        assert shown.status == 0, shown.err
+        return shown.result["submission"]
+
+    spot = submission("--max-cost", "9", "--gpu", "L4:2", "--spot")
+    assert "--max-cost 9.0 --price-per-hour 0.7" in spot
+    assert "BATCHINFER_SPOT=1" in spot
+    assert "--price-per-hour 3.0" in submission("--max-cost", "9", "--price-per-hour", "3")
+    assert "--price-per-hour" not in submission("--max-hours", "9", "--gpu", "L4:2")
+
+
 REFUSED = [
     (["--workers", "3"], "the job has 2 worker manifests", "--num-workers 3"),
     ([], "--workers: is missing", "--hours H"),
     (["--workers", "2", "--prompt-column", "promt"], "would not work", "nothing was submitted"),
+    (
+        ["--workers", "2", "--max-cost", "9", "--gpu", "none"],
+        "no price of a worker's machine",
+        "--price-per-hour",
+    ),
     (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
     (
         ["--workers", "2", "--cluster-option", "log_dirs=x"],
