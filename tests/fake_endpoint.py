@@ -262,6 +262,17 @@ class FakeEndpoint:
         return found
 
 
+def without_certificates() -> type:
+    """The official client's HTTP client, but without the certificates of the web: to read them takes longest."""
+    import openai
+
+    class PlainClient(openai.DefaultAsyncHttpxClient):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, verify=False)
+
+    return PlainClient
+
+
 @contextlib.contextmanager
 def fake_endpoint(**attributes: Any) -> Iterator[FakeEndpoint]:
     """A running endpoint with these attributes."""

@@ -30,6 +30,7 @@ from fake_endpoint import (
     refusal,
     reply,
     slow_bytes,
+    without_certificates,
 )
 
 pytest.importorskip("openai")
@@ -47,6 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(openai_calls, "LONGEST_HOLD_SECONDS", 0.1)
     monkeypatch.setattr(openai_engine, "OPEN_PAUSE_SECONDS", 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr("openai.DefaultAsyncHttpxClient", without_certificates())
     yield
     while OPENED:
         OPENED.pop().close()

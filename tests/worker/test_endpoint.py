@@ -21,7 +21,7 @@ from batchinfer.core import layout
 from batchinfer.engines import openai_calls, openai_pace
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.storage.opening import open_store
-from fake_endpoint import FakeEndpoint, fake_endpoint, refusal, reply
+from fake_endpoint import FakeEndpoint, fake_endpoint, refusal, reply, without_certificates
 from making import finish_process, make_job, read_marker, start_process
 
 pytest.importorskip("openai")
@@ -40,6 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr("openai.DefaultAsyncHttpxClient", without_certificates())
     logger = logging.getLogger("batchinfer")
     monkeypatch.setattr(logger, "handlers", [*logger.handlers])
     monkeypatch.setattr(logger, "propagate", logger.propagate)
