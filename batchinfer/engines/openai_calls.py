@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -114,6 +115,8 @@ class Calls:
         self._warned = 0.0
         self._num_again = 0
         self._mean_answer = _ANSWER_TOKENS
+        self._has_answered = False
+        """Whether a row was answered."""
         self._limit_name = "max_tokens"
         """Name of the parameter for the longest answer. Chats with newer models of OpenAI have another one."""
         self.num_answers = 0
@@ -136,11 +139,7 @@ class Calls:
             parts = parts_of(request, self._show)
             while True:
                 try:
-                    return await self._attempt(request, path, body, began, parts)
-                except Refusal as error:
-                    if self._renames(error, body):
-                        continue
-                    return await self._refused(request, path, body, error)
+                    return await self._answered_or_refused(request, path, body, began, parts)
                 except (Unavailable, Cut, TooSlow) as error:
                     if hopeless := self._hopeless(request, error, parts):
                         return hopeless
@@ -171,6 +170,28 @@ class Calls:
         message = f"{error}; the request needs about {num_asked} tokens, the endpoint takes {limit:g} a minute"
         return _failed(request, "engine_rejected", message)
 
+    async def _answered_or_refused(
+        self,
+        request: Request,
+        path: str,
+        body: dict[str, Any],
+        began: float,
+        parts: AnswerParts | None,
+    ) -> Completion:
+        attempt = partial(self._attempt, request, path, body, began, parts)
+        try:
+            try:
+                return await attempt()
+            except Refusal as error:
+                if _may_concern_all(error):
+                    await self._check_for_all(path, error)
+                elif not self._renames(error, body):
+                    raise
+            # The endpoint answers another request, or wants another name of a parameter.
+            return await attempt()
+        except Refusal as error:
+            return await self._refused(request, path, body, error)
+
     async def _attempt(
         self,
         request: Request,
@@ -191,6 +212,7 @@ class Calls:
             cut = Cut(str(error))
             self._note_failure(cut, sent)
             raise cut from error
+        self._has_answered = True
         if parts is not None:
             completion = parts.settle(completion)
         num_tokens = completion.prompt_tokens + completion.completion_tokens
@@ -215,8 +237,9 @@ class Calls:
                 async for part in self._endpoint.stream(path, body, call.timeout_seconds):
                     call.parts.add(part)
                 reply = Reply(call.parts.whole(), {})
-        except Refusal:
-            self._note_answer(0, call.num_tokens)
+        except Refusal as error:
+            if not _may_concern_all(error):
+                self._note_answer(0, call.num_tokens)
             raise
         except (Unavailable, Cut, TooSlow) as error:
             self._note_failure(error, sent)
@@ -251,22 +274,29 @@ class Calls:
 
     # ------------------------------------------------------------------ whose fault it is
 
+    async def _check_for_all(self, path: str, error: Refusal) -> None:
+        """Find out whether the endpoint refuses every request, and not only one. Waits for it while it does not answer.
+
+        Raises:
+            AccessDenied, ConfigError: the endpoint refuses every request.
+            Unavailable: as above, but it has answered before. A proxy may have lost the server behind it.
+        """
+        probed = await self._probe(path)
+        while isinstance(probed, Unavailable | Cut | TooSlow):
+            await asyncio.sleep(_wait_seconds(3))
+            probed = await self._probe(path)
+        if not isinstance(probed, Refusal) or probed.status != error.status:
+            return
+        if self._has_answered and error.status != 403:
+            lost = Unavailable(str(error))
+            self._note_failure(lost, time.monotonic())
+            raise lost
+        raise self._error_for_all(error)
+
     async def _refused(
         self, request: Request, path: str, body: dict[str, Any], error: Refusal
     ) -> Completion:
-        """Return the failure of a row whose request the endpoint refuses.
-
-        Raises:
-            AccessDenied, ConfigError: the endpoint refuses every request in this way.
-        """
-        if _may_concern_all(error):
-            while True:
-                probed = await self._probe(path)
-                if not isinstance(probed, Unavailable | Cut | TooSlow):
-                    break
-                await asyncio.sleep(_wait_seconds(3))
-            if isinstance(probed, Refusal) and probed.status == error.status:
-                raise self._error_for_all(error)
+        """Return the failure of a row whose request the endpoint refuses."""
         code = "engine_rejected"
         if error.code == "context_length_exceeded" or error.param in _PROMPT_PARAMS:
             code = "prompt_too_long"

@@ -400,6 +400,23 @@ def test_a_wrong_model_is_refused_before_or_at_the_first_row(endpoint, models):
     assert models is None or "another" in caught.value.hint
 
 
+def test_a_proxy_that_loses_its_server_for_a_while_costs_no_row(engine, endpoint):
+    """Such a proxy refuses every request by 404, as an endpoint without the model does."""
+    numbers = iter(range(1000))
+    endpoint.rule = lambda _text, _body: (
+        refusal(404, "page not found") if 10 <= next(numbers) < 40 else None
+    )
+    assert codes(drive(engine, ListSource(requests(60)))) == [None] * 60
+
+
+def test_a_parameter_that_is_refused_under_both_names_fails(engine, endpoint):
+    old = refusal(400, "use the other", code="unsupported_parameter", param="max_tokens")
+    endpoint.rule = lambda text, _body: None if text == PROBE else old
+    messages = [{"role": "user", "content": "a b c"}]
+    row = Request(key=("c", 0), messages=messages, sampling=Sampling(max_tokens=2))
+    assert codes(drive(engine, ListSource([row]))) == ["engine_rejected"]
+
+
 def test_a_model_that_is_not_listed_but_answers_is_taken(endpoint):
     endpoint.models = ["another"]
     assert codes(drive(opened(endpoint), ListSource(requests(2)))) == [None, None]
