@@ -1,0 +1,116 @@
+"""`batchinfer run` is killed right after each change that it makes on a disk; the same command then ends the same.
+
+The random kills of test_run.py seldom hit the short instants between two changes, such as DEST's last rename.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, os, signal, sys, threading
+from pathlib import Path
+import pyarrow.parquet
+from batchinfer.cli.main import main
+import batchinfer.collect.command, batchinfer.pipeline.command, batchinfer.pipeline.steps, batchinfer.split.append
+import batchinfer.split.json_lines, batchinfer.worker.command, batchinfer.worker.start
+
+folder, sources, first = Path(sys.argv[1]), sys.argv[2].split(), sys.argv[3].split()
+OPTIONS = ["--engine", "echo", "--seed", "7", "--checkpoint-seconds", "0.05", "--max-attempts", "1000"]
+
+
+def kill_after(point, counts):
+    lock, done = threading.Lock(), [0]
+
+    def wrap(name):
+        change = getattr(os, name)
+
+        def changed(*arguments, **options):
+            result = change(*arguments, **options)
+            with lock:
+                done[0] += 1
+                counts.write_text(f"{done[0]} {name} {arguments[-1]}")
+                if done[0] == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(os, name, changed)
+
+    for name in ("link", "replace", "rename", "unlink"):
+        wrap(name)
+
+
+def run(dest, names, point=None):
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(f"{dest}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        status = 70
+        try:
+            if point is not None:
+                kill_after(point, Path(f"{dest}.count"))
+            status = main(["run", *names, "-o", str(dest), *OPTIONS])
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def begin(dest):
+    if first:
+        assert run(dest, first) == 0, Path(f"{dest}.log").read_text()
+
+
+wanted = folder / "undisturbed.parquet"
+begin(wanted)
+assert run(wanted, sources, point=0) == 0, Path(f"{wanted}.log").read_text()
+total = int(Path(f"{wanted}.count").read_text().split()[0])
+kills, places = 0, []
+for point in range(1, total + 1):
+    dest = folder / f"killed-{point}.parquet"
+    begin(dest)
+    status = run(dest, sources, point=point)
+    if status == -signal.SIGKILL:
+        kills += 1
+        places.append(Path(f"{dest}.count").read_text().split()[-1])
+        status = run(dest, sources)
+    said = Path(f"{dest}.log").read_text()
+    assert status == 0, (point, places[-1:], said)
+    assert dest.read_bytes() == wanted.read_bytes(), (point, places[-1:], said)
+    for name in ("job/job.json", "job/manifests/all.txt"):
+        mine, other = (Path(f"{one}.batchinfer") / name for one in (dest, wanted))
+        assert mine.read_bytes() == other.read_bytes(), (point, name)
+print(json.dumps({"kills": kills, "places": places}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("is_later", [False, True])
+def test_killed_after_any_change_it_ends_with_the_same_bytes(
+    tmp_path: Path, is_later: bool
+) -> None:
+    """With `is_later` the killed command is one to which a new file was added, and which appends it."""
+    sources = []
+    for name, count in (("first", 24), ("later", 9)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(count)))
+        sources.append(str(path))
+    command = [" ".join(sources), sources[0] if is_later else ""]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout)
+    assert found["kills"] >= 30
+    for part in ("job.json", "run.json", ".succeed", "collecting.json", ".parquet", "running.json"):
+        assert any(place.endswith(part) for place in found["places"]), (part, found["places"])
