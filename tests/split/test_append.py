@@ -25,10 +25,11 @@ from batchinfer.core.records import Append, Chunk, Job
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import load_job, manifest_chunks, read_assignment
 from batchinfer.split.command import SplitConfig, run_split
-from batchinfer.storage import Store
+from batchinfer.storage import Object, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from making import finish_process, run_process, run_worker_here, start_process, worker_arguments
+from tiny_model import DEMO_MODEL
 
 Rows = list[dict[str, Any]]
 
@@ -308,6 +309,7 @@ class TestWhatCannotBeAppended:
         split(old, job)
         append(new, to=job)
         before = contents(job)
+        caplog.set_level("INFO")
         result = append(old, new, to=job)
         assert (result["status"], result["files_left_out"], result["rows"]) == ("unchanged", 2, 63)
         assert contents(job) == before
@@ -373,6 +375,31 @@ class Dying(LocalStore):
 
 
 class TestKilledOrTwoAtOnce:
+    def test_an_append_between_a_workers_look_at_job_json_and_at_the_manifest_is_seen(
+        self, old: Path, new: Path, tmp_path: Path
+    ) -> None:
+        job = tmp_path / "job"
+        split(old, job, num_chunks=4)
+        before = LocalStore(job).get(layout.JOB_KEY)
+        append(new, to=job)
+        looks = 0
+
+        class Early(LocalStore):
+            def get(self, key: str) -> Object:
+                nonlocal looks
+                looks += key == layout.JOB_KEY
+                return before if key == layout.JOB_KEY and looks == 1 else super().get(key)
+
+        for manifest in (layout.ALL_MANIFEST, layout.worker_manifest(0, 1)):
+            looks = 0
+            found = read_assignment(
+                [f"{job}/{manifest}"],
+                job_url=None,
+                allow_absolute=False,
+                open_store=lambda url: Early(Path(url)),
+            )
+            assert (len(found.chunks), found.job, looks) == (7, read_job(job), 2)
+
     @pytest.mark.parametrize("after", [False, True])
     @pytest.mark.parametrize("writes", range(7))
     def test_killed_at_any_write_the_same_command_ends_identical(
@@ -603,3 +630,24 @@ def test_killed_on_s3_while_workers_run_every_row_is_answered_once(
     assert run_worker_here(job, run, index=1)["status"] == "SUCCESS"
     verified = run_process(["verify", "--deep", run])
     assert (verified.status, verified.result["rows_ok"]) == (0, 160), verified.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_with_a_real_model_goes_on_with_appended_rows(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    job, run = tmp_path / "job", tmp_path / "job/runs/demo"
+    split(old, job, num_workers=2)
+    options = ["--job", str(job), "--output", str(run), "--model", str(DEMO_MODEL)]
+    options += ["--prompt-column", "prompt", "--max-tokens", "8", "--temperature", "0.8"]
+    everything = ["--manifest", f"{job}/{layout.ALL_MANIFEST}"]
+    first = run_process(["worker", *options, *everything])
+    assert (first.status, first.result["request_count"]) == (0, 40), first.stderr
+    append(new, to=job)
+    second = run_process(
+        ["worker", *options, "--manifest", f"{job}/{layout.worker_manifest(1, 2)}"]
+    )
+    assert (second.status, second.result["request_count"]) == (0, 23), second.stderr
+    assert second.result["fingerprint"] == first.result["fingerprint"]
+    assert run_process(["verify", "--deep", str(run)]).result["rows_ok"] == 63
