@@ -5,16 +5,13 @@ constraint_process.py starts it.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
 import re
 import string
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,24 @@ from batchinfer.prompts.limited_process import (
 
 MOST_LEVELS = 64
 """Most levels of objects and arrays within each other that vLLM takes in a JSON schema."""
+FORMATS = frozenset(
+    {
+        *(
+            "email",
+            "date",
+            "time",
+            "date-time",
+            "duration",
+            "ipv4",
+            "ipv6",
+            "hostname",
+            "uuid",
+            "uri",
+        ),
+        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
+"""Values of `format` that xgrammar knows."""
 NUM_TOKENS = 32_768
 """Size of the vocabulary for which constraints are compiled. Models have 32 000 to 260 000 tokens."""
 
@@ -76,7 +91,6 @@ class Compiler:
         self._tag_item = xgrammar.StructuralTagItem
         self._matcher = xgrammar.GrammarMatcher
         self._mask = xgrammar.allocate_token_bitmask(1, NUM_TOKENS)
-        self._is_unsupported = _find_check()
 
     def problem_of(self, constraint: dict[str, Any]) -> str:
         """Return why a constraint does not compile; "" if it does."""
@@ -123,10 +137,9 @@ class Compiler:
             return "does not compile: the schema is no JSON object", None
         if _levels(schema) > MOST_LEVELS:
             return f"does not compile: the schema has more than {MOST_LEVELS} levels", None
-        if self._is_unsupported(schema):
+        if rule := broken_rule(schema):
             return (
-                "the schema has rules that the backend xgrammar would not keep, such as uniqueItems, multipleOf, "
-                "several allOf, or pattern with maxLength (the backend guidance may: "
+                f"has a rule that the backend xgrammar would not keep: {rule} (the backend guidance may: "
                 '--engine-arg structured_outputs_config={"backend":"guidance","disable_any_whitespace":true})'
             ), None
         return "", self._compiler.compile_json_schema(
@@ -183,29 +196,67 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[[0-9:]+\] \S+\.cc:\d+: ", "", lines[0])[:300]
 
 
-def _find_check() -> Callable[[dict[str, Any]], bool]:
-    """Return vLLM's own function that tells whether a schema has rules that xgrammar ignores.
+def broken_rule(schema: Any) -> str:
+    """Return a rule of a JSON schema that xgrammar would not keep; "" if there is none.
 
-    It is taken out of the source of the installed vLLM, because to import vLLM takes many seconds. Without vLLM, or if
-    the function is not there, the function that is returned finds no such rule; the engine then has the last word.
+    vLLM refuses the same schemas for the backend xgrammar (`has_xgrammar_unsupported_json_features`).
+
+    >>> broken_rule({"type": "array", "items": {"type": "integer", "multipleOf": 3}})
+    'multipleOf'
     """
-    spec = importlib.util.find_spec("vllm")
-    name = "has_xgrammar_unsupported_json_features"
-    if spec is not None and spec.origin is not None:
-        path = Path(spec.origin).parent / "v1/structured_output/backend_xgrammar.py"
-        with contextlib.suppress(OSError, SyntaxError, NameError):
-            tree = ast.parse(path.read_bytes())
-            wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Assign)]
-            place: dict[str, Any] = {"Any": Any}
-            for node in wanted:
-                if isinstance(node, ast.FunctionDef) and "SamplingParams" in ast.unparse(node.args):
-                    continue
-                with contextlib.suppress(NameError):
-                    exec(compile(ast.Module([node], []), str(path), "exec"), place)  # noqa: S102
-            if name in place:
-                found: Callable[[dict[str, Any]], bool] = place[name]
-                return found
-    return lambda _schema: False
+    if isinstance(schema, list):
+        return next(filter(None, map(broken_rule, schema)), "")
+    if not isinstance(schema, dict):
+        return ""
+    return _broken_here(schema) or next(filter(None, map(broken_rule, schema.values())), "")
+
+
+def _broken_here(schema: dict[str, Any]) -> str:
+    kind = schema.get("type")
+    types = (
+        set(filter(_is_text, kind))
+        if isinstance(kind, list)
+        else {kind}
+        if _is_text(kind)
+        else set()
+    )
+    if types & {"integer", "number"} and "multipleOf" in schema:
+        return "multipleOf"
+    if "array" in types:
+        for name in ("uniqueItems", "contains", "minContains", "maxContains"):
+            if name in schema:
+                return name
+    if "string" in types:
+        if "format" in schema and schema["format"] not in FORMATS:
+            return f"format {schema['format']}"
+        if _has_pattern_and_length(schema):
+            return "pattern or format beside a length"
+    if "object" in types and (rule := _broken_in_object(schema)):
+        return rule
+    several = schema.get("allOf")
+    return "several allOf" if isinstance(several, list) and len(several) > 1 else ""
+
+
+def _broken_in_object(schema: dict[str, Any]) -> str:
+    names, patterns = schema.get("propertyNames"), schema.get("patternProperties")
+    if "propertyNames" in schema:
+        is_bounded = isinstance(names, dict) and _has_pattern_and_length(names)
+        has_others = "patternProperties" in schema or "properties" in schema
+        if is_bounded or has_others or schema.get("unevaluatedProperties", True) is not True:
+            return "propertyNames"
+    if isinstance(patterns, dict) and ("properties" in schema or len(patterns) > 1):
+        return "patternProperties"
+    return ""
+
+
+def _has_pattern_and_length(schema: dict[str, Any]) -> bool:
+    return ("pattern" in schema or "format" in schema) and (
+        "minLength" in schema or "maxLength" in schema
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 if __name__ == "__main__":

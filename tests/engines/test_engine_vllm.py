@@ -17,6 +17,7 @@ import pytest
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines import create_engine
+from batchinfer.prompts.constraint_host import broken_rule
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 
 pytestmark = pytest.mark.vllm
@@ -205,6 +206,40 @@ def test_structured_output_follows_its_schema(vllm_engine):
     assert choice.choices[0].text in {"yes", "no"}
 
 
+SCHEMAS_WITH_RULES = [
+    {"type": "integer", "multipleOf": 3},
+    {"type": ["number", "null"], "multipleOf": 3},
+    {"multipleOf": 3},
+    {"type": "array", "uniqueItems": True},
+    {"type": "array", "contains": {}},
+    {"type": "string", "format": "email"},
+    {"type": "string", "format": "phone"},
+    {"type": "string", "pattern": "a+"},
+    {"type": "string", "pattern": "a+", "maxLength": 3},
+    {"type": "string", "maxLength": 3},
+    {"type": "object", "propertyNames": {"pattern": "a"}},
+    {"type": "object", "propertyNames": {"pattern": "a", "maxLength": 3}},
+    {"type": "object", "propertyNames": {}, "properties": {"a": {}}},
+    {"type": "object", "propertyNames": {}, "patternProperties": {"a": {}}},
+    {"type": "object", "propertyNames": {}, "unevaluatedProperties": False},
+    {"type": "object", "patternProperties": {"a": {}}},
+    {"type": "object", "patternProperties": {"a": {}, "b": {}}},
+    {"type": "object", "patternProperties": {"a": {}}, "properties": {"b": {}}},
+    {"allOf": [{"type": "string"}]},
+    {"allOf": [{"type": "string"}, {"minLength": 3}]},
+    {"type": {"a": 1}},
+    {"properties": {"a": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}}},
+]
+
+
+def test_rules_that_xgrammar_does_not_keep_are_those_that_vllm_refuses():
+    from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+    found = [bool(broken_rule(schema)) for schema in SCHEMAS_WITH_RULES]
+    assert found == list(map(has_xgrammar_unsupported_json_features, SCHEMAS_WITH_RULES))
+    assert found.count(True) == 14
+
+
 def test_times_and_counters_are_told(vllm_engine):
     before = vllm_engine.stats()
     found = ask(vllm_engine, max_tokens=12, ignore_eos=True)
@@ -315,6 +350,7 @@ WORKER = """
 import sys, threading, time
 import msgspec
 sys.path.insert(0, sys.argv[2])
+from batchinfer.prompts.constraint_host import broken_rule
 from engine_contract import Flag, ListSource, requests
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines import create_engine
