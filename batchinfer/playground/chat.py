@@ -21,6 +21,7 @@ from batchinfer.playground.options import (
     choices,
     play_options,
     quieten,
+    refuse_template,
     with_defaults,
 )
 from batchinfer.playground.session import Session
@@ -76,6 +77,8 @@ def command(**options: Any) -> None:
             "--chat-template with --user-msg-fmt: are two ways to make the prompt, expected one",
             hint="leave one of them out",
         )
+    template = "--chat-template" if settings.prompt.chat_template else ""
+    refuse_template(settings.engine, "--user-msg-fmt" if formats else template)
     check_model(settings.engine)
     tokenizer = tokenizer_for(settings.engine)
     make_builder(settings.prompt, settings.sampling, settings.run_seed, tokenizer, formats)

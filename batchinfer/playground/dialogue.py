@@ -16,6 +16,7 @@ from batchinfer.engines.config import EngineConfig
 from batchinfer.playground.options import Choices
 from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow, Tokenizer, make_sampling
 from batchinfer.prompts.parameters import ALIASES
+from batchinfer.worker.config import check_together
 
 ANSWER_TOKENS = 256
 """Tokens that a prompt with several turns leaves for the answer if no `max_tokens` is set. The prompt may take half of
@@ -113,8 +114,9 @@ class Settings:
         sampling = make_sampling(
             fields, {n: value for n, value in kept.items() if value is not None}
         )
-        unknown = {name: None for name in pairs if name not in Sampling.__struct_fields__}
-        find_engine(self.engine.engine).check_parameters([*(sampling.extra or {}), *unknown])
+        unknown = [name for name in pairs if name not in Sampling.__struct_fields__]
+        find_engine(self.engine.engine).check_parameters(unknown)
+        check_together(self.engine, self.prompt, sampling)
         _refuse_several(sampling)
         make_builder(self.prompt, sampling, seed, None)  # checks the values
         self._pairs, self.sampling, self.run_seed = kept, sampling, seed

@@ -20,7 +20,13 @@ from batchinfer.core.records import EngineInfo, Request
 from batchinfer.engines import find_engine, longest_sequence
 from batchinfer.playground import results
 from batchinfer.playground.grid import Point, Trial, points, trials, varying
-from batchinfer.playground.options import check_model, play_options, quieten, with_defaults
+from batchinfer.playground.options import (
+    check_model,
+    play_options,
+    quieten,
+    refuse_template,
+    with_defaults,
+)
 from batchinfer.playground.session import Answered, Session, StopSignal, stopped_by_interrupt
 
 STDIN = "-"
@@ -150,6 +156,7 @@ class Generation:
         from batchinfer.engines.tokenizers import tokenizer_for
 
         first = points(self._options)[0].choices.engine  # checks the options before the model
+        refuse_template(first, "--chat-template" if self._options["chat_template"] else "")
         check_model(first)
         tokenizer = tokenizer_for(first)
         is_chat = not self._is_plain and (tokenizer is None or tokenizer.has_chat_template)

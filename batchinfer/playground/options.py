@@ -12,16 +12,19 @@ import msgspec
 from batchinfer.cli.logs import set_level
 from batchinfer.cli.options import ENDPOINT, REHEARSAL, F, Option
 from batchinfer.cli.run_options import OPTIONS
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
 from batchinfer.engines import check_engine, find_engine, identify_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import PromptConfig
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
+from batchinfer.worker.config import check_together
 
 _SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
 _PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
-_LEFT_OUT = ("replicas", "logprobs")
-"""Options that do nothing for one person: a second replica would only wait, and no log-probability is shown."""
+_LEFT_OUT = ("replicas", "logprobs", "lora")
+"""Options that would do nothing here: a second replica would wait, no log-probability is shown, no request names an
+adapter."""
 _HELP = {
     "revision": "Commit, tag or branch of the model. Default: the latest.",
     "trust_remote_code": "Run code that comes with the model.",
@@ -117,21 +120,23 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choices(given: dict[str, Any]) -> Choices:
-    """Make the configuration from all options of a run. There is one replica.
+    """Make the configuration from all options of a run. An engine that loads a model has one replica.
 
     Raises:
         ConfigError: a value is wrong, or the engine does not know one of the sampling parameters.
     """
-    engine = msgspec.structs.replace(engine_config(given), replicas=1)
+    engine = engine_config(given)
+    if find_engine(engine.engine).needs_model:
+        engine = msgspec.structs.replace(engine, replicas=1)
     sampling = sampling_config(given)
-    kind = check_engine(engine)
-    if sampling.extra:
-        kind.check_parameters(sampling.extra)
-    return Choices(engine=engine, prompt=prompt_config(given), sampling=sampling)
+    check_engine(engine)
+    prompt = prompt_config(given)
+    check_together(engine, prompt, sampling)
+    return Choices(engine=engine, prompt=prompt, sampling=sampling)
 
 
 def check_model(config: EngineConfig) -> None:
-    """Refuse, before anything is loaded, an engine that is not installed and a model that cannot be read or reached.
+    """Refuse, before anything is loaded, an engine that is not installed, and a model or endpoint that is not there.
 
     Raises:
         BatchinferError: the message says what is missing.
@@ -140,6 +145,19 @@ def check_model(config: EngineConfig) -> None:
     kind.check_installed()
     identify_model(config)
     kind.look(config)
+
+
+def refuse_template(config: EngineConfig, template: str) -> None:
+    """Refuse a chat template, or formats in its place, where another program makes the prompt.
+
+    Raises:
+        ConfigError: the engine is an endpoint.
+    """
+    if template and find_engine(config.engine).is_remote:
+        raise ConfigError(
+            f"{template} with --engine {config.engine}: the endpoint makes the prompt",
+            hint="set the template where the endpoint is started",
+        )
 
 
 def quieten() -> None:

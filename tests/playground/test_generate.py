@@ -20,6 +20,7 @@ from batchinfer.playground.grid import points, trials
 from batchinfer.playground.options import with_defaults
 from batchinfer.playground.session import Answered
 from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow
+from fake_endpoint import fake_endpoint
 from making import start_process
 
 ECHO = ["--engine", "echo"]
@@ -238,6 +239,35 @@ class TestLiveText:
         live.finish(self.answer(0, "", failure=failure))
         shown = capfd.readouterr().out
         assert shown == "--- 1: p\nbegin\n[no answer: engine_crash: it died]\n"
+
+
+class TestEndpoint:
+    @pytest.fixture(autouse=True)
+    def key(self, monkeypatch) -> None:
+        pytest.importorskip("openai")
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-a")
+
+    def test_its_answers_stream_and_are_counted(self, capfd) -> None:
+        with fake_endpoint() as endpoint:
+            options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+            ran = Ran(capfd, *options, "--json", "-p", "one two", "--temperature", "0,1")
+        assert ran.status == 0, ran.err
+        for each in ran.result["results"]:
+            assert each["answers"][0]["text"] == "one two"
+            assert each["output_tokens"] == 2
+            assert 0 < each["first_token_seconds"] <= each["seconds"]
+
+    def test_an_endpoint_that_is_not_there_is_refused(self, capfd) -> None:
+        options = ["--engine", "openai", "--base-url", "http://127.0.0.1:9", "--model", "m"]
+        ran = Ran(capfd, *options, "-p", "a")
+        assert ran.status == 2
+        assert "cannot be reached" in ran.err
+
+    def test_a_chat_template_is_the_endpoints(self, capfd) -> None:
+        options = ["--engine", "openai", "--base-url", "http://127.0.0.1:9", "--model", "m"]
+        ran = Ran(capfd, *options, "-p", "a", "--chat-template", "{{ messages }}")
+        assert ran.status == 2
+        assert "the endpoint makes the prompt" in ran.err
 
 
 def _is_ready(process) -> bool:
