@@ -10,6 +10,7 @@ from typing import TextIO
 
 import click
 
+from batchinfer.core.errors import BatchinferError
 from batchinfer.core.printable import one_entry, without_controls
 
 
@@ -20,8 +21,17 @@ def say(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """Print a part of a text to stdout at once, with control characters as escapes. Adds no newline."""
-    click.echo(without_controls(text), nl=False)
+    """Print a part of a text to stdout at once, with control characters as escapes. Adds no newline.
+
+    Raises:
+        BatchinferError: stdout cannot take the text, because the disk is full, for example.
+    """
+    try:
+        click.echo(without_controls(text), nl=False)
+    except BrokenPipeError:  # click ends without a message
+        raise
+    except OSError as error:
+        raise BatchinferError(f"stdout: cannot take the text ({error.strerror})") from error
 
 
 def above_bars() -> AbstractContextManager[None]:

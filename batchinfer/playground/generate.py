@@ -19,7 +19,7 @@ from batchinfer.core.errors import BatchinferError, ConfigError, InputError, Int
 from batchinfer.core.records import EngineInfo, Request
 from batchinfer.engines import find_engine, longest_sequence
 from batchinfer.playground import results
-from batchinfer.playground.grid import Point, Trial, points, trials, varying
+from batchinfer.playground.grid import Point, Trial, check_text, points, trials, varying
 from batchinfer.playground.options import (
     check_model,
     play_options,
@@ -111,7 +111,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path], delimiter: str | N
 
     Raises:
         ConfigError: there is no prompt.
-        InputError: a file cannot be read.
+        InputError: a file cannot be read, or a prompt is no text.
     """
     found = list(texts)
     for path in files:
@@ -123,13 +123,15 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path], delimiter: str | N
             "no prompt: expected --prompt TEXT or --prompt-file FILE",
             hint='e.g. --prompt "Why is the sky blue?"; `batchinfer chat` asks for prompts one by one',
         )
+    for number, prompt in enumerate(found, 1):
+        check_text(prompt, f"prompt {number} of {len(found)}")
     return found
 
 
 def _read(path: Path) -> str:
     try:
         if str(path) == STDIN:
-            return sys.stdin.read()
+            return sys.stdin.read() if sys.stdin else ""
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

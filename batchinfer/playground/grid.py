@@ -50,8 +50,21 @@ def points(options: dict[str, Any]) -> list[Point]:
         values = dict(zip(lists, combination, strict=True))
         given = options | values
         run_seed = value_of("seed", given)
+        values["seed"] = run_seed
         found.append(Point(values=values, choices=choices(given), run_seed=run_seed))
     return found
+
+
+def check_text(text: str, subject: str) -> None:
+    """Refuse a text from a command line or standard input that holds bytes that are no UTF-8.
+
+    Raises:
+        InputError: the message begins with `subject`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{subject}: holds bytes that are no text, expected UTF-8") from error
 
 
 def trials(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,15 +37,17 @@ class Lines(Protocol):
         ...
 
 
-def lines_of(stdin: TextIO, history: str | None, words: Sequence[str]) -> Lines:
+def lines_of(stdin: TextIO | None, history: str | None, words: Sequence[str]) -> Lines:
     """Return the source of messages that fits standard input.
 
     Args:
-        stdin: Standard input.
+        stdin: Standard input; None if the caller has closed it.
         history: File for the input history; None for the default place, empty for none.
         words: Commands that the tab key completes.
     """
-    return TerminalLines(history, words) if stdin.isatty() else PipedLines(stdin)
+    if stdin is not None and stdin.isatty():
+        return TerminalLines(history, words)
+    return PipedLines(stdin or io.StringIO())
 
 
 def is_open_block(text: str) -> bool:

@@ -19,6 +19,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import TextPiece
 from batchinfer.playground.dialogue import ChatRequest, Dialogue, Turn
+from batchinfer.playground.grid import check_text
 from batchinfer.playground.lines import Lines
 from batchinfer.playground.session import Answered, Session, stopped_by_interrupt
 
@@ -125,6 +126,7 @@ class Chat:
     # ------------------------------------------------------------------ answers
 
     def _ask(self, message: str) -> None:
+        check_text(message, "the message")
         self._unanswered = message
         ready = self._dialogue.prepare(message)
         self._last = ready
@@ -261,7 +263,8 @@ class Chat:
             raise ConfigError(f"/save {path}: is there already", hint="give another name") from None
         except OSError as error:
             raise ConfigError(f"/save {path}: cannot be written ({error.strerror})") from error
-        say(f"saved {len(self._dialogue.turns)} turns to {path}; batchinfer run reads it, too")
+        turns = units.many(len(self._dialogue.turns), "turn")
+        say(f"saved {turns} to {path}; batchinfer run reads it, too")
 
     def retry(self, _argument: str) -> None:
         """Ask the last message again."""

@@ -163,6 +163,20 @@ class TestPipe:
         assert message in done.stderr
         assert "Traceback" not in done.stderr
 
+    def test_bytes_that_are_no_text_are_refused(self) -> None:
+        command = [sys.executable, "-m", "batchinfer", *ECHO]
+        done = subprocess.run(command, input=b"a\xff\n", capture_output=True, timeout=120)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert b"UTF-8" in done.stderr or b"utf-8" in done.stderr
+        assert b"Traceback" not in done.stderr
+
+    def test_standard_input_may_be_closed(self) -> None:
+        command = [sys.executable, "-m", "batchinfer", *ECHO]
+        closed = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
+        done = subprocess.run(closed, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, "")
+        assert "Traceback" not in done.stderr
+
     def test_a_signal_ends_it(self) -> None:
         command = [sys.executable, "-m", "batchinfer", *ECHO, "--echo-latency-seconds", "60"]
         process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)

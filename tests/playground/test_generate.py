@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ from batchinfer.playground.grid import points, trials
 from batchinfer.playground.options import with_defaults
 from batchinfer.playground.session import Answered
 from batchinfer.prompts import PromptBuilder, PromptConfig, RawRow
-from fake_endpoint import fake_endpoint
 from making import start_process
 
 ECHO = ["--engine", "echo"]
@@ -174,6 +174,7 @@ class TestPrompts:
     [
         ([], "no prompt: expected --prompt TEXT or --prompt-file FILE"),
         (["-p", ""], "prompt 1 of 1: the prompt is empty"),
+        (["-p", "a\udcff"], "prompt 1 of 1: holds bytes that are no text"),
         (["-p", "a", "-p", " \n"], "prompt 2 of 2: the conversation has no user message with text"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read (No such file"),
         (["-p", "a", "--temperature", "hot"], "'hot' is not a valid float"),
@@ -193,6 +194,16 @@ def test_a_mistake_is_refused_with_a_sentence(capfd, arguments, message) -> None
     assert message in ran.err
     assert "Traceback" not in ran.err
     assert ran.out == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_under_stdout_is_an_error_with_a_sentence(options) -> None:
+    command = [sys.executable, "-m", "batchinfer", "generate", *ECHO, "-p", "a", *options]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "stdout: cannot take the " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_settings_file_of_a_run_can_be_used(capfd, tmp_path: Path) -> None:
@@ -246,22 +257,6 @@ class TestEndpoint:
     def key(self, monkeypatch) -> None:
         pytest.importorskip("openai")
         monkeypatch.setenv("OPENAI_API_KEY", "sk-a")
-
-    def test_its_answers_stream_and_are_counted(self, capfd) -> None:
-        with fake_endpoint() as endpoint:
-            options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
-            ran = Ran(capfd, *options, "--json", "-p", "one two", "--temperature", "0,1")
-        assert ran.status == 0, ran.err
-        for each in ran.result["results"]:
-            assert each["answers"][0]["text"] == "one two"
-            assert each["output_tokens"] == 2
-            assert 0 < each["first_token_seconds"] <= each["seconds"]
-
-    def test_an_endpoint_that_is_not_there_is_refused(self, capfd) -> None:
-        options = ["--engine", "openai", "--base-url", "http://127.0.0.1:9", "--model", "m"]
-        ran = Ran(capfd, *options, "-p", "a")
-        assert ran.status == 2
-        assert "cannot be reached" in ran.err
 
     def test_a_chat_template_is_the_endpoints(self, capfd) -> None:
         options = ["--engine", "openai", "--base-url", "http://127.0.0.1:9", "--model", "m"]

@@ -18,9 +18,9 @@ SUM = "What is 47 plus 38?"
 
 
 def test_chat_in_a_terminal(tmp_path: Path) -> None:
-    model = ["--model", str(DEMO_MODEL), "--max-model-len", "96", "--max-tokens", "24"]
+    model = ["--model", str(DEMO_MODEL), "--max-tokens", "24"]
     with Terminal("chat", *model, *OPTIONS, state=tmp_path) as chat:
-        chat.expect("context 96 tokens", 240)
+        chat.expect("context 512 tokens", 240)
         chat.expect(">>>")
         chat.type("What is the capital of Peru?\r")
         chat.expect("\nLima\n>>>")
@@ -43,12 +43,16 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
         chat.type("/reset\r")
         chat.expect("\n>>>")
         for _ in range(2):
-            chat.type(SUM + "\r")
-            chat.expect("\n85\n>>>")
-        chat.type(SUM + "\r")
+            chat.type("blah " * 50 + "\r")
+            chat.expect("\n>>>")
+        chat.type("blah " * 50 + "\r")
         chat.expect("the context is full: the first 1 of 2 turns left out")
         chat.expect("\n>>>")
-        chat.type("too many words " * 40 + "\r")
+        chat.type("/reset\r")
+        chat.expect("\n>>>")
+        chat.type(SUM + "\r")
+        chat.expect("\n85\n>>>")
+        chat.type("too many words " * 200 + "\r")
         chat.expect("the message is too long: its prompt has")
         chat.expect(">>>")
         chat.type(CTRL_D)
