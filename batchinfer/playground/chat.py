@@ -95,6 +95,8 @@ def command(**options: Any) -> None:
             + lines.welcome
         )
         Chat(session, Dialogue(settings, tokenizer, length), lines).run()
+    except SystemExit:
+        raise Interrupted("chat: ended by SIGTERM") from None
     finally:
         signal.signal(signal.SIGTERM, before)
         session.close()
@@ -116,4 +118,5 @@ def _formats(user: str | None, assistant: str | None) -> Formats | None:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    raise Interrupted("chat: ended by SIGTERM")
+    # An event loop, as the line editor's, swallows other exceptions that a signal raises in one of its callbacks.
+    raise SystemExit
