@@ -93,6 +93,7 @@ class Settings:
         self.engine: EngineConfig = chosen.engine
         self.prompt: PromptConfig = chosen.prompt
         self.sampling: Sampling = chosen.sampling
+        self.adapter = chosen.adapter
         self.run_seed: int | None = value_of("seed", options)
         self.formats = formats
         self._fields = fields_of("Sampling", options)
@@ -225,13 +226,12 @@ class Dialogue:
             if prepared.failure is not None:
                 raise InputError(prepared.failure.message)
             assert prepared.request is not None
+            request = msgspec.structs.replace(prepared.request, adapter=settings.adapter)
             is_alone = num_dropped == len(self.turns)
-            if self._fits(prepared.request, is_alone=is_alone):
-                return ChatRequest(
-                    request=prepared.request, prompt=prepared.prompt, num_dropped=num_dropped
-                )
+            if self._fits(request, is_alone=is_alone):
+                return ChatRequest(request=request, prompt=prepared.prompt, num_dropped=num_dropped)
             if is_alone:
-                length = len(prepared.request.token_ids or [])
+                length = len(request.token_ids or [])
                 raise InputError(
                     f"the message is too long: its prompt has {length} tokens, and the context holds "
                     f"{self._max_model_len} with the answer"

@@ -103,7 +103,11 @@ def trials(
                     prompt=prompts[index],
                     values=point.values,
                     # Two trials of one prompt would have the same key.
-                    request=msgspec.structs.replace(prepared.request, key=("generate", len(found))),
+                    request=msgspec.structs.replace(
+                        prepared.request,
+                        key=("generate", len(found)),
+                        adapter=point.choices.adapter,
+                    ),
                 )
             )
     return found

@@ -22,13 +22,13 @@ from batchinfer.worker.config import check_together
 
 _SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
 _PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
-_LEFT_OUT = ("replicas", "logprobs", "lora")
-"""Options that would do nothing here: a second replica would wait, no log-probability is shown, no request names an
-adapter."""
+_LEFT_OUT = ("replicas", "logprobs")
+"""Options that do nothing for one person: a second replica would only wait, and no log-probability is shown."""
 _HELP = {
     "revision": "Commit, tag or branch of the model. Default: the latest.",
     "trust_remote_code": "Run code that comes with the model.",
     "system_prompt": "System message: text, or @FILE.",
+    "lora": "LoRA adapter that answers: a name for it, and its folder, URL or name on the Hub.",
     "n": "Answers to each request.",
     "seed": "Seed from which each request gets its own, as in a run; `none`: not repeatable.",
     "max_num_seqs": "Requests that the engine runs at once.",
@@ -118,6 +118,11 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptConfig
     sampling: Sampling
 
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that answers every request; None for the model itself."""
+        return next(iter(self.engine.loras), None)
+
 
 def choices(given: dict[str, Any]) -> Choices:
     """Make the configuration from all options of a run. An engine that loads a model has one replica.
@@ -130,6 +135,11 @@ def choices(given: dict[str, Any]) -> Choices:
         engine = msgspec.structs.replace(engine, replicas=1)
     sampling = sampling_config(given)
     check_engine(engine)
+    if len(engine.loras) > 1:
+        raise ConfigError(
+            f"--lora: is given {len(engine.loras)} times, expected one adapter, which answers everything",
+            hint="batchinfer run takes several, and --lora-column",
+        )
     prompt = prompt_config(given)
     check_together(engine, prompt, sampling)
     return Choices(engine=engine, prompt=prompt, sampling=sampling)

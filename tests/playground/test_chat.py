@@ -314,6 +314,13 @@ class TestSettings:
         assert seeds() == seeds()
 
 
+def test_the_adapter_answers_every_message() -> None:
+    dialogue = Dialogue(make_settings(lora=("a=/adapters/a",)), None, None)
+    assert dialogue.prepare("hi").request.adapter == "a"
+    with pytest.raises(ConfigError, match="--lora: is given 2 times, expected one adapter"):
+        make_settings(lora=("a=/adapters/a", "b=/adapters/b"))
+
+
 class TestFormats:
     FORMATS = Formats(
         user=read_format("--user-msg-fmt", r"user: {}\n"),

@@ -153,6 +153,11 @@ class TestPrompts:
         monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
         assert Ran(capfd, "--prompt-file", "-").out == "from a pipe\n"
 
+    def test_the_adapter_answers_every_prompt(self) -> None:
+        options = with_defaults({"engine": "echo", "prompt_column": "prompt", "lora": ("a=/a",)})
+        [trial] = trials(["p"], points(options | {"seed": ["0"]}), None, None)
+        assert trial.request.adapter == "a"
+
     def test_a_request_is_the_one_that_a_run_makes_of_the_same_row(self) -> None:
         options = with_defaults({"engine": "echo", "prompt_column": "prompt", "as_chat": True})
         given = options | {"temperature": [0.7], "seed": ["3"], "max_tokens": [5]}
