@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,15 +28,10 @@ from batchinfer.core.records import EngineInfo, Run
 from batchinfer.engines import Engine
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
-from batchinfer.ledger.inventory import SeenMarker, suspect_markers
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
     Publisher,
-    has_error_rows,
     has_only_errors,
-    has_own_marker,
-    marker_fingerprint,
-    repair_generation,
 )
 from batchinfer.ledger.survey import chunks_with_checkpoints, finished_chunks, newest_markers
 from batchinfer.prompts import PromptBuilder
@@ -54,6 +49,7 @@ from batchinfer.worker.joining import (
     refuse_only_errors,
 )
 from batchinfer.worker.limits import RunLimits
+from batchinfer.worker.marker_looks import MarkerLooks
 from batchinfer.worker.metrics import serve_metrics
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import Opener
@@ -73,8 +69,6 @@ _SAVE_SECONDS = 5.0
 _SAVE_PAUSE_SECONDS = 2.0
 """Seconds between two rounds of saving, once they have taken longer than the grace period."""
 _ROWS_WHILE_LOADING = 256
-_NUM_LOOKS = 4
-"""Number of background jobs that read markers at the same time."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -108,6 +102,7 @@ class _Start:
             self.worker_id, environment.clock, host=config.host, money=config.money
         )
         self.store = environment.open_store(config.output)
+        self.looks = MarkerLooks(environment, self.store, self._await)
         self.limits = RunLimits(config, self.store, environment.clock)
         self.info: EngineInfo | None = None
         self.membership: Membership | None = None
@@ -205,9 +200,9 @@ class _Start:
             partial(environment.load_tokenizer, config.engine)
         )
         markers = self._await(listed)
-        self._compare_markers(membership, markers)
+        self.looks.compare(membership, markers)
         done = {name: marker.generation for name, marker in markers.items()}
-        done = self._without_foreign_markers(membership.assignment.chunks, done)
+        done = self.looks.without_foreign(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
         opener = Opener(access, self._open_sources(membership), checkpointed)
@@ -220,7 +215,7 @@ class _Start:
         if info is None:
             logger.info("nothing is left to do; the engine is not needed")
             self._raise_failures(open_chunks)
-            self._confirm(membership, markers, open_chunks)
+            self.looks.confirm(membership, markers, open_chunks.published)
             return
         self.info = info
         run = self._join(membership, info, opener, open_chunks)
@@ -229,7 +224,7 @@ class _Start:
         stream = self._make_stream(builder, open_chunks, info, run)
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
-        self._confirm(membership, markers, open_chunks)
+        self.looks.confirm(membership, markers, open_chunks.published)
 
     def _look_for_answers(self) -> None:
         """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
@@ -239,7 +234,7 @@ class _Start:
         done: dict[str, int] = self._await(
             self.environment.background.submit(partial(finished_chunks, self.store))
         )
-        with_answers = self._select(
+        with_answers = self.looks.select(
             lambda each: not has_only_errors(self.store, *each), list(done.items()), most=1
         )
         self._has_answers = bool(with_answers) or not done
@@ -340,7 +335,8 @@ class _Start:
     ) -> Schedule:
         """Find out which chunks of the manifests are left to do, and make the schedule from them."""
         own = membership.assignment.chunks
-        left = membership.chunks_left(done, self._goal(done, own))
+        goal = self.looks.goal(done, own) if self.config.retry_errors else 0
+        left = membership.chunks_left(done, goal)
         names_left = {ref.name for ref in left}
         for ref in own:
             if ref.name not in names_left:
@@ -372,96 +368,6 @@ class _Start:
                 rows_checkpointed=rows,
             ),
         )
-
-    def _goal(self, done: dict[str, int], own: list[ChunkRef]) -> int:
-        """Return the marker generation that --retry-errors brings own chunks with error rows to; 0 without it."""
-        if not self.config.retry_errors:
-            return 0
-
-        def have_errors(chunks: list[tuple[str, int]]) -> bool:
-            return bool(
-                self._select(lambda each: has_error_rows(self.store, *each), chunks, most=1)
-            )
-
-        return repair_generation([ref.name for ref in own], done, have_errors)
-
-    def _compare_markers(self, membership: Membership, markers: dict[str, SeenMarker]) -> None:
-        """Refuse a run whose markers are of another configuration than run.json.
-
-        Only the markers of this worker's own manifests are compared. If there is no run.json, all markers are compared
-        when the worker joins the run.
-        """
-        suspects = self._unless_stopped(partial(suspect_markers, self.store, markers))
-        if membership.run is not None:
-            own = [ref.name for ref in membership.assignment.chunks]
-            suspects = {name: suspects[name] for name in own if name in suspects}
-        membership.compare(self._read_fingerprints(suspects))
-
-    def _confirm(
-        self, membership: Membership, before: dict[str, SeenMarker], open_chunks: OpenChunks
-    ) -> None:
-        """Check that all chunks of this worker's manifests were done with the configuration of the run.
-
-        `before` are the markers that this start found at its beginning.
-        """
-        own = {ref.name for ref in membership.assignment.chunks} - open_chunks.published
-        if own and (self.config.retry_errors or not own <= before.keys()):
-            listing = self.environment.background.submit(partial(newest_markers, self.store))
-            now = self._await(listing)
-            new = {
-                name: marker.generation
-                for name, marker in now.items()
-                if name in own and before.get(name) != marker
-            }
-            membership.compare(self._read_fingerprints(new))
-        self._unless_stopped(membership.confirm, may_finish=True)
-
-    def _read_fingerprints(self, generations: dict[str, int]) -> dict[str, str]:
-        """Read markers, given by their chunk and generation. Returns the fingerprints in them, by chunk."""
-        found: dict[str, str] = {}
-
-        def read(each: tuple[str, int]) -> bool:
-            found[each[0]] = marker_fingerprint(self.store, *each)
-            return True
-
-        self._select(read, list(generations.items()))
-        return found
-
-    def _without_foreign_markers(self, own: list[ChunkRef], done: dict[str, int]) -> dict[str, int]:
-        """Return `done` without those own chunks whose marker was written for a different file of the same name.
-
-        When such a chunk is opened later, it is refused or done again. Only chunks that do not belong to a job are
-        checked. Each check reads one marker.
-        """
-        listed = [ref for ref in own if ref.sha256 is None and ref.name in done]
-        foreign = self._select(
-            lambda ref: not has_own_marker(self.store, ref, done[ref.name]), listed
-        )
-        names = {ref.name for ref in foreign}
-        return {name: each for name, each in done.items() if name not in names}
-
-    def _select(
-        self, check: Callable[[T], bool], items: Sequence[T], most: int | None = None
-    ) -> list[T]:
-        """Return the items for which `check` is true, in any order.
-
-        Background threads check a few items at a time. If `most` is given, the checks end once that many items are
-        found.
-        """
-        found: list[T] = []
-
-        def look(part: Sequence[T]) -> None:
-            for item in part:
-                if most is not None and len(found) >= most:
-                    return
-                if check(item):
-                    found.append(item)
-
-        parts = [items[index::_NUM_LOOKS] for index in range(_NUM_LOOKS)]
-        looks = [self.environment.background.submit(partial(look, part)) for part in parts if part]
-        for pending in looks:
-            self._await(pending)
-        return found
 
     def _await(self, pending: Pending[Any], open_chunks: OpenChunks | None = None) -> Any:
         """Wait for a background job and return its result.

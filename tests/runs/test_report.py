@@ -17,12 +17,12 @@ import pytest
 from batchinfer.cli import main
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import Marker
+from batchinfer.core.records import Marker, Money
 from batchinfer.runs.report import ReportConfig, run_report
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from big_run import HOSTILE, Shape, make_run, make_workers, write_big_run
-from fakes import FakeClock
+from fakes import FakeClock, worker_record
 from making import overwrite
 
 NOW = 1_790_000_000.0
@@ -103,6 +103,27 @@ def test_the_page_has_every_section(root: str) -> None:
     assert page.ids >= SECTIONS
     for word in ("sky-2026-000", "prompt_too_long", "sampling.temperature", "stop", "kill"):
         assert word in page.text
+
+
+def test_cost_and_hours_stand_beside_their_limits(root: str) -> None:
+    run = write(root)
+    assert "--max-cost" not in Page(make(run)).text
+    store = opener()(run)
+    record = worker_record(
+        id="the-last",
+        state="stopped",
+        started=NOW - 3600,
+        starts=[NOW - 1800],
+        heartbeat=NOW,
+        up_seconds=1800.0,
+        money=Money(
+            price_per_hour=4.0, price_source="its own", cost=2.0, max_cost=40.0, max_hours=9.0
+        ),
+    )
+    store.create("workers/the-last.json", codec.encode(record))
+    text = Page(make(run)).text
+    assert "of $40.00 (--max-cost)" in text
+    assert "of 9 (--max-hours)" in text
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(root: str) -> None:
