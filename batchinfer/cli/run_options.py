@@ -512,7 +512,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
         Option(
             "--price-per-hour",
-            number_from(0, 1e9),
+            number_from(0, 1e6),
             "Dollars an hour for this worker's machine. Default, with --max-cost: SkyPilot's catalog if this machine "
             "has it, else list prices by GPU.",
             metavar="DOLLARS",

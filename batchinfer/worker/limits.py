@@ -121,12 +121,15 @@ class RunLimits:
         if self._max_hours is not None:
             seconds = min(seconds, 3600 * (self._max_hours - spending.hours) / _LOOKS_AHEAD)
         self._next_look = self._clock.monotonic() + max(seconds, self._heartbeat_seconds)
-        logger.info(
-            "until now the run has cost %s and lasted %.2f h",
-            units.money(spending.cost),
-            spending.hours,
-            extra=event("run_cost", cost=round(spending.cost, 6), hours=round(spending.hours, 6)),
-        )
+        if spending.hours > 0:
+            logger.info(
+                "until now the run has cost %s and lasted %.2f h",
+                units.money(spending.cost),
+                spending.hours,
+                extra=event(
+                    "run_cost", cost=round(spending.cost, 6), hours=round(spending.hours, 6)
+                ),
+            )
 
     def _reached(self) -> str:
         """Return which limit is reached, as the rest of a sentence about the run; "" if none is."""
