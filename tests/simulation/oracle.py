@@ -25,7 +25,7 @@ CLEANER = "clean"
 """Begins the names of processes that are no workers, but `batchinfer clean`."""
 
 
-WHILE_CLEANING_SECONDS = 30.0
+WHILE_CLEANING_SECONDS = 150.0
 """Longer than `clean` takes from its first look at an object to the object's deletion."""
 
 
