@@ -259,7 +259,7 @@ def wrong_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/dev/null/none")
     hub.make(REPO)
 
 
