@@ -259,7 +259,9 @@ def wrong_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_token(hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/dev/null/none")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_TOKEN_PATH", str(Path(__file__).with_name("no-token"))
+    )
     hub.make(REPO)
 
 
