@@ -186,7 +186,7 @@ class TestPipes:
         ("given", "said"),
         [
             (b'[{"text": "a"}]', "is a JSON array"),
-            (gzip.compress(b"one"), "holds gzip data"),
+            (gzip.compress(b"one", mtime=0), "holds gzip data"),
             (b"PAR1 and so on", "holds parquet data"),
             (b"\xff\xfe\x00binary", "is not UTF-8"),
         ],
