@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["RunHandle", "errors", "open_run", "run", "split"]
 
 _LINES_KEPT = 200
+_TABLE, _LINES = "source.parquet", "source.jsonl"
+"""Names of the files to which a source in memory is written."""
 _CHILD = """
 import sys
 from batchinfer.engines.parent_death import die_with_parent
@@ -269,20 +271,26 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
                     f"source: {part!r:.80} is no path or URL", hint="give rows or paths, not both"
                 )
         return [str(part) for part in paths]
-    path = folder / "source.parquet"
+    path = folder / _TABLE
     package = type(source).__module__.partition(".")[0]
-    if package == "pyarrow":
+    if package == "pyarrow" and hasattr(source, "schema"):
         _write_table(source, path)
-    elif package == "pandas":
+    elif package == "pandas" and hasattr(source, "columns"):
         import pyarrow as pa
 
         _write_table(pa.Table.from_pandas(source, preserve_index=False), path)
-    elif package == "polars":
-        _write_table(source.to_arrow(), path)
-    elif package == "datasets":
+    elif package == "polars" and hasattr(source, "columns"):
+        frame = source.collect() if hasattr(source, "collect") else source
+        _write_table(frame.to_arrow(), path)
+    elif package == "datasets" and hasattr(source, "to_parquet"):
         source.to_parquet(str(path))
+    elif package == "datasets":
+        raise errors.InputError(
+            f"source: is a {type(source).__name__} with the splits {', '.join(map(str, source))}",
+            hint="give one of its splits",
+        )
     elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-        path = folder / "source.jsonl"
+        path = folder / _LINES
         _write_rows(source, path)
     else:
         raise errors.InputError(
@@ -376,7 +384,7 @@ def _call(
             forwarding.join()
     result = json.loads(output.splitlines()[-1]) if output.strip() else {}
     if status:
-        _fail(status, list(lines), result)
+        _fail(status, list(lines), result, folder)
     return dict(result)
 
 
@@ -454,15 +462,23 @@ def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> 
     bar.close()
 
 
-def _fail(status: int, lines: list[str], result: dict[str, Any]) -> NoReturn:
-    """Raise the error that a command has printed."""
-    marks = {"error: ": "", "hint: ": ""}
+def _fail(status: int, lines: list[str], result: dict[str, Any], folder: Path) -> NoReturn:
+    """Raise the error that a command has printed. The file in `folder` that holds a source is called "source"."""
+    found = {"error": "", "hint": ""}
+    part = ""
     for line in lines:
-        for mark in marks:
-            if line.startswith(mark):
-                marks[mark] = line.removeprefix(mark)
-    message = marks["error: "] or (lines[-1] if lines else f"ended with exit status {status}")
-    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=marks["hint: "])
+        head, colon, rest = line.partition(": ")
+        if colon and head.lower() in found:  # "Error: " is click's
+            part = head.lower()
+            found[part] = rest
+        elif part and line.startswith("  "):  # `say` has indented the further lines of a message
+            found[part] += "\n" + line
+        else:
+            part = ""
+    message = found["error"] or (lines[-1] if lines else f"ended with exit status {status}")
+    for name in (_TABLE, _LINES):
+        message = message.replace(str(folder / name), "source")
+    error = _ERRORS.get(status, errors.BatchinferError)(message, hint=found["hint"])
     error.attach_result(result)
     raise error
 

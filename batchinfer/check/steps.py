@@ -16,7 +16,7 @@ from batchinfer.check.memory import ask_for_memory, parse_gpu
 from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
 from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import AccessDenied, BatchinferError, ObjectNotFound
+from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import check_engine, has_model
@@ -172,9 +172,8 @@ class Examination:
             self._problem(ERROR, kind, error.message, error.hint)
 
     def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
-        problem = Problem(level=level, area=area, message=message, hint=hint)
-        if problem not in self.problems:
-            self.problems.append(problem)
+        if not any((each.message, each.hint) == (message, hint) for each in self.problems):
+            self.problems.append(Problem(level=level, area=area, message=message, hint=hint))
 
     # -- steps
 
@@ -294,7 +293,12 @@ class Examination:
         name = ""
         if config.engine is not None and may_assume(config.engine, config.prompt):
             name = name_in([row.data for _, raw in data.sample for row in raw], config.engine)
-        builder = self._make_builder(config.prompt, config.sampling, tokenizer, room, name)
+        try:
+            builder = self._make_builder(config.prompt, config.sampling, tokenizer, room, name)
+        except ConfigError as error:
+            self._problem(ERROR, "config", error.message, error.hint)
+            # The columns and prompts can still be checked if only the sampling options are wrong.
+            builder = self._make_builder(config.prompt, Sampling(), tokenizer, room, name)
         if data.job is not None:
             with self._step("data"):
                 check_columns(

@@ -288,6 +288,8 @@ def _put(
         )
     option = options[name]
     assert option.name is not None
+    if value is None:
+        return  # as if the file did not have the key
     values[option.name] = _click_value(option, value)
 
 
@@ -301,7 +303,7 @@ def _click_value(option: click.Option, value: Any) -> Any:
         return json.dumps(value)
     if isinstance(value, list):
         return ",".join(_text(item) for item in value)
-    if value is None or isinstance(value, bool) or option.is_flag:
+    if isinstance(value, bool) or option.is_flag:
         return value
     return _text(value)
 

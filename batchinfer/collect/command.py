@@ -28,9 +28,10 @@ from batchinfer.collect.lines import Concatenation
 from batchinfer.collect.reader import Reader
 from batchinfer.collect.selection import Selection, format_of, select
 from batchinfer.collect.table import SHARD_ROWS, CollectConfig, Collecting, Collection
-from batchinfer.core import codec, layout
+from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
+from batchinfer.ledger.audit import MISSING
 from batchinfer.ledger.jobs import OpenStore, split_name
 from batchinfer.ledger.runs import job_sha256_of
 from batchinfer.storage import Store
@@ -208,10 +209,19 @@ def _refuse_other_jobs(config: CollectConfig, selections: list[Selection], kind:
 
 
 def _refuse_gaps(config: CollectConfig, url: str, selection: Selection) -> None:
-    for gap in selection.gaps[:_SHOWN]:
+    shown = selection.gaps
+    if config.partial and selection.sound:
+        shown = [gap for gap in shown if gap.kind != MISSING]
+    for gap in shown[:_SHOWN]:
         logger.warning("%s: %s: %s", gap.kind, gap.chunk, gap.problem)
-    if len(selection.gaps) > _SHOWN:
-        logger.warning("… and %d chunks more", len(selection.gaps) - _SHOWN)
+    if len(shown) > _SHOWN:
+        logger.warning("… and %d chunks more", len(shown) - _SHOWN)
+    if len(shown) < len(selection.gaps):
+        logger.info(
+            "%d of %s not done yet and left out",
+            len(selection.gaps) - len(shown),
+            units.many(selection.num_chunks, "chunk"),
+        )
     if selection.num_foreign:
         logger.warning(
             "%d objects in the run are not batchinfer's; passed over", selection.num_foreign

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 STDOUT = "-"
 _RESUMABLE = (33, 34, 75)
 """Exit statuses after which a new start may help."""
+_UNLIMITED = sys.maxsize
+"""Value of --max-attempts where it is not given. Nothing starts `run` again by itself, as launchers do with workers, so
+that nothing has to bring starts to an end: a person may interrupt it however often before a row is finished."""
 _OWN = ("limit", "delimiter", "is_plain", "with_source", "explode")
 _GIVEN = {
     "manifests": (),
@@ -103,7 +106,14 @@ _GIVEN = {
     is_flag=True,
     help="A table row for each answer of a row, as in collect.",
 )
-@run_options(with_look=False, without=_GIVEN)
+@click.option(
+    "--max-attempts",
+    cls=SectionOption,
+    section="behaviour",
+    type=click.IntRange(1),
+    help="Starts without a new finished row before the command gives up (exit 3).  [default: never]",
+)
+@run_options(with_look=False, without=(*_GIVEN, "max_attempts"))
 @common_options
 def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     """Answer every row of SOURCE with a model, on this machine, and write the answers to DEST.
@@ -139,6 +149,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
             format=options.pop("format") or "",
             **{name: options.pop(name) for name in _OWN},
         )
+        options["max_attempts"] = options["max_attempts"] or _UNLIMITED
         result = _run(config, {**options, **_GIVEN})
         if answers is None:
             return result

@@ -15,6 +15,7 @@ import msgspec
 
 from batchinfer.check.command import run_check
 from batchinfer.check.steps import CheckConfig, CheckWorld, differences
+from batchinfer.check.task_file import ERROR
 from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of
@@ -25,6 +26,7 @@ from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
     AlreadyExists,
+    BatchinferError,
     ConfigError,
     ErrorRateExceeded,
     InputError,
@@ -174,7 +176,12 @@ class WorkFolder:
         if find_engine(options["engine"]).is_remote:
             reason = reason or "endpoints answer chats"
         if not reason:
-            tokenizer = world.load_tokenizer(engine_config(options))
+            try:
+                tokenizer = world.load_tokenizer(engine_config(options))
+            except BatchinferError:
+                if load_job(self.job_url, self._open_store) is None:
+                    self._check(options, world)  # says all that is wrong, with the model and else
+                raise
             if tokenizer is None or not tokenizer.has_chat_template:
                 return {}
             reason = "the model has a chat template"
@@ -185,13 +192,17 @@ class WorkFolder:
 
     def _check(self, options: dict[str, Any], world: CheckWorld) -> None:
         result = run_check(self._asked(options), world)
+        errors: list[str] = []
         for problem in result["problems"]:
-            level = logging.ERROR if problem["level"] == "error" else logging.WARNING
             hint = f" ({problem['hint']})" if problem["hint"] else ""
-            logger.log(level, "%s%s", problem["message"], hint)
-        if result["errors"]:
+            message = f"{problem['message']}{hint}"
+            if problem["level"] == ERROR:
+                errors.append(message)
+            else:
+                logger.warning("%s", message)
+        if errors:
             raise ConfigError(
-                f"would not work: {units.many(result['errors'], 'problem')}, listed above",
+                f"would not work: {units.many(len(errors), 'problem')}\n" + "\n".join(errors),
                 hint="nothing was written",
             )
 

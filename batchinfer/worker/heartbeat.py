@@ -77,7 +77,7 @@ class Heartbeat:
             telemetry.set_state("stopped", f"NoProgress{reason}"[:500])
             raise NoProgress(
                 f"worker {self.lease.worker_id}: {before.attempts} starts in a row finished no new row{reason}",
-                hint="fix the cause, then start it with another --worker-id or a higher --max-attempts",
+                hint="fix the cause, then start it with a higher --max-attempts",
             )
         repeating = background.every(self.lease.heartbeat_seconds, self.beat)
         stack.callback(repeating.cancel)

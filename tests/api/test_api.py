@@ -109,6 +109,18 @@ def test_first_some_then_all(tmp_path: Path) -> None:
     assert [row["text"] for row in found.rows()] == TEXTS
 
 
+def test_an_option_that_is_none_is_not_given(tmp_path: Path) -> None:
+    names = ("lora", "stop", "system_prompt", "sampling", "id_column", "engine_arg", "max_tokens")
+    answered = batchinfer.run(ROWS, engine="echo", **dict.fromkeys(names))
+    assert answered.to_arrow().column("text").to_pylist() == TEXTS
+
+
+def test_an_error_has_all_lines_that_the_command_says() -> None:
+    rows: list[dict[str, Any]] = [{"prompt": None}] * 3
+    with pytest.raises(errors.PolicyStop, match=r"(?s)allows 0.*3 x \w+, e\.g\."):
+        batchinfer.run([{"prompt": "one"}, *rows], engine="echo", max_error_rate=0, min_errors=1)
+
+
 def test_some_rows_can_be_read_again(tmp_path: Path) -> None:
     for status in ("PARTIAL", "UNCHANGED"):
         some = batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", limit=2)
@@ -143,8 +155,8 @@ def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
     ("options", "kind", "said"),
     [
         ({"max_token": 3}, errors.ConfigError, "did you mean 'max_tokens'"),
-        ({"prompt_column": "txet"}, errors.UsageError, "would not work"),
-        ({"max_tokens": -1}, errors.UsageError, "max-tokens"),
+        ({"prompt_column": "txet"}, errors.UsageError, "source: has no column 'txet'"),
+        ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
         ({"max_tokens": object()}, errors.ConfigError, "max_tokens is a object"),
         ({"dest": "b.parquet"}, errors.ConfigError, "no option 'dest'"),
         ({"sources": "b.parquet"}, errors.ConfigError, "no option 'sources'"),
@@ -174,11 +186,22 @@ def test_a_source_of_no_known_kind_is_refused(source: Any) -> None:
         (["a.jsonl", {"text": "a"}], "is no path or URL"),
         ("-", "is no path or URL"),
         ("--help", "--help: no such file"),
+        ([], "source: holds no rows"),
+        (pa.array(TEXTS), "item 0 is a StringScalar"),
     ],
 )
 def test_a_source_that_cannot_be_taken_is_named(source: Any, said: str) -> None:
     with pytest.raises(errors.UsageError, match=said):
         batchinfer.run(source, engine="echo")
+
+
+def test_a_part_of_a_frame_and_a_whole_of_splits_are_no_sources() -> None:
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    with pytest.raises(errors.InputError, match="with the splits train"):
+        batchinfer.run(splits, engine="echo")
+    with pytest.raises(errors.InputError, match="item 0 is a str"):
+        batchinfer.run(pandas.Series(TEXTS), engine="echo")
 
 
 def test_standard_output_is_for_the_command_line() -> None:

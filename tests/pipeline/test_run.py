@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.cli.main import main
+from batchinfer.core.errors import EngineLoadError
 from batchinfer.engines.bucket_models import list_model
 from batchinfer.storage.opening import open_store
 from fake_hub_upload import UploadHub
@@ -47,6 +48,10 @@ def run(*arguments: object) -> int:
 def last(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     shown = capsys.readouterr()
     return json.loads(shown.out.splitlines()[-1]), shown.err
+
+
+def fail_to_load(*_: object, **__: object) -> None:
+    raise EngineLoadError("no engine today")
 
 
 class TestFromAFileToAnswers:
@@ -219,7 +224,9 @@ class TestAgain:
     ) -> None:
         dest = tmp_path / "a.jsonl"
         assert run(rows, "-o", dest, "--limit", 20) == 0
-        assert last(capsys)[0]["rows"] == 20
+        result, shown = last(capsys)
+        assert result["rows"] == 20
+        assert "WARNING" not in shown
         assert len(dest.read_text().splitlines()) == 20
         assert run(rows, "-o", dest) == 0
         result, _ = last(capsys)
@@ -304,6 +311,22 @@ class TestWhatIsRefused:
         assert said in shown
         assert "Traceback" not in shown
         assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+    def test_all_that_is_wrong_is_said_at_once_and_once(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        wrong = ["--temperature", -1, "--prompt-column", "txet"]
+        assert run(rows, "-o", tmp_path / "a.jsonl", *wrong) == 2
+        error = capsys.readouterr().err
+        assert error.count("temperature: -1.0, expected") == 1
+        assert error.count("has no column 'txet'") == 1
+
+    def test_a_model_that_is_not_there_is_named_whatever_the_column(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = tmp_path / "no-such-model"
+        assert main(["run", str(rows), "-o", str(tmp_path / "a.jsonl"), "--model", str(model)]) == 2
+        assert f"{model} is no folder on this machine" in capsys.readouterr().err
 
     def test_a_source_without_a_known_column_names_its_columns(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -483,6 +506,18 @@ class TestWhatStopsIt:
         finally:
             signal.signal(number, before)
 
+    def test_starts_that_finish_no_row_do_not_use_it_up(
+        self, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dest = tmp_path / "a.jsonl"
+        with monkeypatch.context() as patch:
+            patch.setattr("batchinfer.engines.echo.EchoEngine.open", fail_to_load)
+            statuses = [run(rows, "-o", dest) for _ in range(6)]
+            assert statuses == [33] * 6
+            assert run(rows, "-o", dest, "--max-attempts", 6) == 3
+        assert run(rows, "-o", dest) == 0
+        assert len(dest.read_text().splitlines()) == len(ROWS)
+
     def test_too_many_failed_rows_stay_too_many_for_the_same_command(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -513,7 +548,7 @@ class TestKills:
     def start(self, rows: Path, dest: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "batchinfer", "run", rows, "-o", dest,
-             "--checkpoint-seconds", "0.2", "--max-attempts", "1000", *self.COMMAND],
+             "--checkpoint-seconds", "0.2", *self.COMMAND],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
