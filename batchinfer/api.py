@@ -279,7 +279,7 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
         import pyarrow as pa
 
         _write_table(pa.Table.from_pandas(source, preserve_index=False), path)
-    elif package == "polars" and hasattr(source, "columns"):
+    elif package == "polars" and hasattr(type(source), "columns"):
         frame = source.collect() if hasattr(source, "collect") else source
         _write_table(frame.to_arrow(), path)
     elif package == "datasets" and hasattr(source, "to_parquet"):

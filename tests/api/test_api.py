@@ -195,6 +195,12 @@ def test_a_source_that_cannot_be_taken_is_named(source: Any, said: str) -> None:
         batchinfer.run(source, engine="echo")
 
 
+def test_a_frame_of_polars_that_is_not_collected_yet_is_a_source() -> None:
+    polars = pytest.importorskip("polars")
+    answered = batchinfer.run(polars.LazyFrame(ROWS), engine="echo", quiet=True)
+    assert answered.to_arrow().column("text").to_pylist() == TEXTS
+
+
 def test_a_part_of_a_frame_and_a_whole_of_splits_are_no_sources() -> None:
     datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
