@@ -74,6 +74,8 @@ class Engine(Protocol):
         Raises:
             EngineLoadError: loading failed; another start may help.
             ConfigError: the configuration cannot work.
+            AccessDenied: a store, the Hub or an endpoint refuses access.
+            StorageError: the files of a model in a bucket cannot be fetched.
             Interrupted: `stop` was set while the model was loading.
         """
         ...
@@ -82,11 +84,11 @@ class Engine(Protocol):
         """Take requests whenever slots are free, and yield the completions that finished, in any order.
 
         The generator usually yields at least once a second, so that the caller can do other work in between. The list
-        may be empty. A request that the engine refuses comes back as a completion with
-        a failure. If an engine process ends and the engine goes on, with its other processes or a new one, each request
-        that may be the cause comes back with a failure whose `is_engine_death` is true. The caller decides who tries it
-        again, and when. The generator ends when the source has returned None and no request is in flight. It also ends
-        soon after `stop` is set, and then drops the requests in flight.
+        may be empty. A request that the engine refuses comes back as a completion with a failure. If an engine process
+        ends and the engine goes on, with its other processes or a new one, each request that may be the cause comes
+        back with a failure whose `is_engine_death` is true. The caller decides who tries it again, and when. The
+        generator ends when the source has returned None and no request is in flight. It also ends soon after `stop` is
+        set, and then drops the requests in flight.
 
         Raises:
             EngineDied: an engine process ended, and none is left. Only `close` may be called afterwards.
@@ -138,10 +140,10 @@ class EngineKind:
     """Function that creates an engine in the calling process, without opening it. The engine's module is imported only
     when this function runs."""
     is_remote: bool = False
-    """Whether another program, reached by ``--base-url``, runs the model. If so, this engine needs the model's name but
-    none of its files, runs inside the worker's process, and renders conversations and tokenizes prompts elsewhere."""
+    """Whether another program, reached by ``--base-url``, runs the model. If so, that program renders conversations and
+    tokenizes prompts. The engine needs the model's name but none of its files, and runs in the worker's process."""
     own_parameters: frozenset[str] = frozenset()
-    """Names of request parameters that go to the engine as they are, besides those that the prompts room reads."""
+    """Names of request parameters that go to the engine unread."""
     check_installed: Callable[[], None] = _accept
     """Function that raises ConfigError if the engine's package is not installed. It does not import the package."""
     check_parameters: Callable[[Iterable[str]], None] = _accept
@@ -267,7 +269,7 @@ def find_engine(name: str) -> EngineKind:
 
 
 def check_engine(config: EngineConfig) -> EngineKind:
-    """Refuse an unknown engine, and a configuration that no engine could run. Loads nothing.
+    """Refuse an unknown engine, and a configuration that it could not run. Loads nothing.
 
     Returns:
         The engine's entry in `ENGINES`.
@@ -296,7 +298,7 @@ def has_model(config: EngineConfig) -> bool:
 
 
 def is_remote(config: EngineConfig) -> bool:
-    """Whether another program runs the configuration's engine. An unknown engine counts as one of this program."""
+    """Return `EngineKind.is_remote` of the configuration's engine; False if the engine is unknown."""
     kind = ENGINES.get(config.engine)
     return kind is not None and kind.is_remote
 
@@ -325,12 +327,13 @@ def create_engine(config: EngineConfig) -> Engine:
 
 
 def identify_model(config: EngineConfig) -> str:
-    """Return the text that identifies the model: its commit on the Hub, or a hash of its local files.
+    """Return the text that identifies the model: its commit on the Hub, or a hash that stands for its files.
 
     For an engine without a model, this is the engine's name. Downloads no weights.
 
     Raises:
         ConfigError: the engine or the model does not exist, or the configuration cannot work.
+        InputError, AccessDenied, StorageError, EngineLoadError: as in `models.describe_model`.
     """
     kind = check_engine(config)
     if not kind.needs_model:

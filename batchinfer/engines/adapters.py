@@ -1,7 +1,7 @@
 """LoRA adapters: where their files are, whether vLLM takes them for the run's model, and what they are made of.
 
-An adapter is a folder in PEFT's format: adapter_config.json and adapter_model.safetensors (or .bin). Everything that a
-file tells is checked before an engine is loaded, since inside of an engine a bad adapter costs the run.
+An adapter is a folder in PEFT's format: adapter_config.json and adapter_model.safetensors (or .bin, .pt). Most reasons
+for which vLLM would refuse an adapter are found here, before the model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
 MOST_SLOTS = 8
-"""Most adapters that a GPU holds at the same time by default. A run with more of them has them take turns."""
+"""Most adapters that a GPU holds at the same time by default. If a run has more, they take turns."""
 
 _HINT = "vLLM takes plain LoRA adapters in PEFT's format"
 _TENSOR = re.compile(
@@ -57,7 +57,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "modules_to_save": bool,
     "bias": lambda value: value not in (None, "none"),
 }
-"""Fields of adapter_config.json that ask for what vLLM does not do, with the test of their value."""
+"""Fields of adapter_config.json, each with a test of its value. vLLM does not take an adapter if a test is true."""
 
 
 class AdapterInfo(Record, frozen=True, kw_only=True):
@@ -85,12 +85,13 @@ def describe_adapters(config: EngineConfig) -> list[AdapterInfo]:
 
 
 def check_adapters(config: EngineConfig, model: ModelInfo | None) -> list[AdapterInfo]:
-    """Refuse adapters that were made for another model than this one, and return the descriptions of all.
+    """Refuse adapters whose sizes show that they were made for another model, and return the descriptions of all.
 
-    Without a model, as in a rehearsal, only the adapters' own files are checked.
+    Only safetensors files show sizes. Without a model, as in a rehearsal, only the adapters' own files are checked.
 
     Raises:
-        ConfigError: the message has the adapter's name, and says what differs; or see `describe_adapters`.
+        ConfigError: an adapter does not fit; the message has its name, and says what differs.
+        ConfigError, InputError, AccessDenied, EngineLoadError, StorageError: as in `describe_adapters`.
     """
     adapters = describe_adapters(config)
     if model is None:
@@ -108,15 +109,27 @@ def adapter_bytes(config: EngineConfig, model: ModelInfo) -> int:
     if not config.loras:
         return 0
     adapters = describe_adapters(config)
-    slots = config.engine_args.get("max_loras") or slot_count(adapters, is_cpu=False)
-    return int(slots) * slot_rank(adapters) * model.adapter_bytes_per_rank
+    slots = asked_slots(config) or slot_count(adapters, is_cpu=False)
+    return slots * slot_rank(adapters) * model.adapter_bytes_per_rank
+
+
+def asked_slots(config: EngineConfig) -> int | None:
+    """Return the number of slots that --engine-arg max_loras asks for; None if it is not given.
+
+    Raises:
+        ConfigError: it is no whole number above 0.
+    """
+    slots = config.engine_args.get("max_loras")
+    if slots is not None and (type(slots) is not int or slots < 1):
+        raise ConfigError(f"--engine-arg max_loras: is {slots}, expected a whole number above 0")
+    return slots
 
 
 def slot_count(adapters: list[AdapterInfo], *, is_cpu: bool) -> int:
-    """Return how many adapters an engine holds at once by default.
+    """Return an engine's number of slots by default. A slot holds one adapter.
 
     On a CPU there is one more slot than adapters. vLLM's kernels for the CPU give rows without an adapter the adapter
-    in the last slot, so that this slot must stay empty.
+    in the last slot, so this slot must stay empty.
     """
     return len(adapters) + 1 if is_cpu else min(len(adapters), MOST_SLOTS)
 
@@ -153,7 +166,7 @@ def _describe(name: str, source: str, cache: str) -> AdapterInfo:
 
 
 def _find(subject: str, source: str, cache: Path) -> Path:
-    """Return the local folder of an adapter. One on the Hub or in a bucket is fetched to a cache of this machine."""
+    """Return the local folder of an adapter. From the Hub or a bucket, it is fetched to a cache of this machine."""
     if is_in_bucket(source):
         listed = list_model(source, subject)
         return fetch(listed, listed.loaded_weights, cache)

@@ -1,4 +1,4 @@
-"""A model in a bucket, as in ``--model s3://bucket/folder``: which files it has, and how they come to this machine.
+"""Lists and fetches models, tokenizers and adapters in a bucket, as in ``--model s3://bucket/folder``.
 
 Files are fetched once, to a cache that all processes of the machine share::
 
@@ -59,7 +59,7 @@ _ROOM = (
     "or name another folder with --model-cache"
 )
 _SMALL = (*ANSWER_SUFFIXES, ".v1", ".v2", ".v3")
-"""Endings of small files that are fetched. Those of versions are of Mistral's tokenizers (tokenizer.model.v3)."""
+"""Endings of small files that are fetched. The versions end the names of Mistral's tokenizers (tokenizer.model.v3)."""
 _PARTIAL = ".part"
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _MODULE_FOLDER = re.compile(r"\d+_\w+/[^/]+")
@@ -88,7 +88,7 @@ class BucketModel(NamedTuple):
 
     @property
     def loaded_weights(self) -> tuple[ObjectInfo, ...]:
-        """The weight files of the format that vLLM prefers."""
+        """The weight files of the format that vLLM prefers, and all in subfolders (sentence-transformers)."""
         chosen = weight_files({info.key: info.bytes for info in self.weights})
         return tuple(info for info in self.weights if info.key in chosen or "/" in info.key)
 
@@ -104,7 +104,7 @@ def _identity(files: Iterable[ObjectInfo]) -> str:
 
 
 def is_in_bucket(name: str | None) -> bool:
-    """Whether a model's or a tokenizer's name is a URL of a store.
+    """Whether the name of a model, a tokenizer or an adapter is a URL, except file://.
 
     >>> is_in_bucket("s3://bucket/model"), is_in_bucket("Qwen/Qwen3-8B"), is_in_bucket("file:///m")
     (True, False, False)
@@ -136,9 +136,10 @@ def list_model(url: str, option: str) -> BucketModel:
         option: The option that names it, for messages.
 
     Raises:
-        ConfigError: The URL is none of a bucket, or no model's files are there.
-        AccessDenied: The store refuses access.
-        StorageError: The store failed after its retries.
+        ConfigError: the URL is not of a bucket, no model's files are there, or their upload has not ended.
+        InputError: there is no such bucket.
+        AccessDenied: the store refuses access.
+        StorageError: the store failed after its retries.
     """
     subject = f"{option}: {url}"
     scheme, rest = split_url(url)
@@ -153,12 +154,12 @@ def list_model(url: str, option: str) -> BucketModel:
     if not there:
         raise ConfigError(
             f"{subject} has no model: there is no such folder, or none of its files is a model's",
-            hint="give the URL of the folder that holds config.json",
+            hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
         )
     if any(info.key == UNFINISHED for info in there):
         raise ConfigError(
             f"{subject} is not there whole: `batchinfer convert` was uploading it",
-            hint="wait until it has ended, or start it again",
+            hint="wait until `batchinfer convert` has ended; if it was stopped, start it again",
         )
     weights = [info for info in there if info.key.endswith(WEIGHT_SUFFIXES)]
     small = [info for info in there if info not in weights]
@@ -174,7 +175,9 @@ def _is_needed(key: str) -> bool:
 def with_local_files(
     config: EngineConfig, *, with_weights: bool, stop: Stop | None = None
 ) -> EngineConfig:
-    """Return the configuration with local folders in place of buckets. Files that are missing there are fetched.
+    """Return the configuration with local folders in place of the model's and the tokenizer's URLs.
+
+    Files in a bucket that the local folder lacks are fetched.
 
     Args:
         config: The configuration that names the model and the tokenizer.
@@ -183,9 +186,10 @@ def with_local_files(
         stop: Ends the fetch.
 
     Raises:
-        ConfigError: The model cannot be used, or the cache folder cannot be written or is full.
-        AccessDenied: The store refuses access.
-        StorageError: The store failed after its retries, or an object has changed since it was listed.
+        ConfigError: as in `list_model`, or the cache folder cannot be written or is full.
+        InputError: there is no such bucket.
+        AccessDenied: the store refuses access.
+        StorageError: the store failed after its retries, or an object has changed since it was listed.
         Interrupted: `stop` was set.
     """
     changes: dict[str, str] = {}
@@ -217,8 +221,8 @@ def fetch(
 ) -> Path:
     """Bring a model's small files and these of its weight files to this machine, and return the folder with them.
 
-    Without a request to the store if they are there. May be killed at any point: what is fetched whole is kept.
-    See `with_local_files` for the errors.
+    If all are there, the store gets no request. A kill at any point leaves the files that were fetched whole for the
+    next fetch. See `with_local_files` for the errors.
     """
     stop = stop or _NoStop()
     files = [*model.small, *weights]
@@ -249,7 +253,7 @@ def _is_whole(folder: Path, files: Sequence[ObjectInfo]) -> bool:
 
 
 def _tell_changes(model: BucketModel, home: Path) -> None:
-    """Log which files of an earlier version, that this machine has, are others now."""
+    """Log which files have changed since this machine fetched them."""
     held = {path.name for kind in ("files", "weights") for path in (home / kind).glob("*-*")}
     old = {name.partition("-")[2] for name in held if not name.endswith(_PARTIAL)}
     changed = [
@@ -267,7 +271,7 @@ def _fetch_missing(
 ) -> None:
     """Fetch those files that the folder lacks. The caller holds the folder's lock."""
     for left in folder.glob(f"*{_PARTIAL}"):
-        left.unlink(missing_ok=True)  # of a process that was killed
+        left.unlink(missing_ok=True)  # from a fetch that was stopped or killed
     missing = [info for info in files if not _is_held(folder, info)]
     if not missing:
         return
@@ -354,7 +358,7 @@ class _Fetch:
             self._error = error
 
     def _fetch(self, info: ObjectInfo) -> None:
-        # The number makes the name different from that of a thread that a stopped fetch has left behind.
+        # A stopped fetch may have left threads that still write. The number keeps their names and this one apart.
         number = f"{os.getpid()}-{id(self):x}-{next(self._numbers)}"
         path = self._folder / f"{_held_name(info)}.{number}{_PARTIAL}"
         self._under_way[path] = None

@@ -13,9 +13,9 @@ from batchinfer.core.records import Record
 CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Our default of vLLM's `structured_outputs_config`.
 
-vLLM's own default is the backend "auto". There the first constrained request of an engine decides the backend for all
-later ones, so that answers would depend on the order of the rows, and models may fill JSON with white space up to
-`max_tokens`.
+vLLM's own default is the backend "auto": the first constrained request of an engine decides the backend for all later
+ones, so answers would depend on the order of the rows. Without `disable_any_whitespace`, models may fill JSON with
+white space up to `max_tokens`.
 """
 
 
@@ -56,18 +56,19 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     of fields of this class."""
     seed: int = 0
     stall_seconds: float = 300.0
-    """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung."""
+    """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung. With
+    ``--engine openai``: seconds that an outage of the endpoint may last."""
     load_timeout_seconds: float = 1800.0
     in_process: bool = False
     """Whether the echo engine runs inside the worker's process, whatever `replicas` says. Other engines ignore this."""
 
     base_url: str = ""
-    """URL of the endpoint, for ``--engine openai``. The four next fields concern this engine, too."""
+    """URL of the endpoint. This field and the four next ones only concern ``--engine openai``."""
     max_concurrency: int = 100
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     request_timeout_seconds: float = 600.0
-    """Longest time that one attempt at a request may take."""
+    """Seconds that one attempt at a request may take."""
 
     echo_latency_seconds: float = 0.0
     echo_seed: int = 0
@@ -107,7 +108,8 @@ def check_config(config: EngineConfig) -> None:
     """Refuse values that no engine could run, before anything is started. Pure.
 
     Raises:
-        ConfigError: a count or size is not positive, or an engine argument has an option of its own.
+        ConfigError: a number is out of its range, --hf-config-path is a URL, or an engine argument has an option of its
+            own.
     """
     _check_arguments(config)
     if config.hf_config_path and "://" in config.hf_config_path:

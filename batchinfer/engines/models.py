@@ -94,7 +94,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     num_kv_heads: int = 0
     hidden_size: int = 0
     adapter_bytes_per_rank: int = 0
-    """Bytes that a LoRA adapter of rank 1 takes which changes all layers. This is an estimate, for dense models."""
+    """Bytes of a LoRA adapter of rank 1 that changes all layers. This is an estimate, for dense models."""
     vocab_size: int = 0
 
 
@@ -432,7 +432,7 @@ def check_length(config: EngineConfig, model: ModelInfo) -> str:
 
 
 def adapter_bytes_per_rank(values: Mapping[str, Any], heads: int, kv_heads: int, dtype: str) -> int:
-    """Return the bytes of a LoRA adapter of rank 1 over all linear layers: their inputs and outputs, in all layers."""
+    """Return the bytes of a LoRA adapter of rank 1 that changes every linear layer: one number per input and output."""
     hidden = number(values, *HIDDEN_SIZES)
     inner = number(values, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     head_size = number(values, "head_dim") or (hidden // heads if heads else 0)

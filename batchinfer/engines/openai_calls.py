@@ -1,13 +1,16 @@
-"""Asks an endpoint for the answers of rows, and never gives a row up because of an outage.
+"""Asks an endpoint for the answers of rows. An outage makes no row fail, except a streamed one.
 
-A request is sent again until it has an answer, with growing waits. A row fails only by its own fault: the endpoint
-refuses its request, or its answers are not whole again and again while the endpoint answers another request. That other
-request is a short one of ours. It is sent, too, after a status that may concern one row or all of them (403, 404).
+A request is sent again, with growing waits, until it has an answer. A row fails by its own fault: the endpoint refuses
+its request, the request has more tokens than the endpoint takes in a minute, or its answers are late or not whole again
+and again, although the endpoint answers a short request of ours (a probe). A probe is also sent after a status that may
+concern one row or all of them (403, 404). Once pieces of a streamed row's answer were shown, the row cannot be sent
+again, so it fails when its attempt does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -43,13 +46,13 @@ from batchinfer.engines.openai_stream import AnswerParts, parts_of
 
 logger = logging.getLogger(__name__)
 
-# Faults after which a row may be given up, as a sum over its attempts.
+# Sum of the faults of a row's attempts at which the row may be given up.
 MOST_FAULT = 10
-# Fault of an attempt whose answer was not whole, and of one that took too long. An outage is nobody's fault.
+# Fault of an attempt, by its error. An endpoint that takes no requests is not the row's fault.
 _FAULTS: dict[type[CallError], int] = {Unavailable: 0, Cut: 1, TooSlow: 4}
-# Seconds to wait before the second attempt. Each further wait is about twice as long.
+# Most seconds to wait before the second attempt. The most doubles with each attempt, up to LONGEST_HOLD_SECONDS.
 FIRST_WAIT_SECONDS = 0.5
-# Most seconds for the short request that tells whether the endpoint answers.
+# Most seconds for a probe.
 PROBE_SECONDS = 60.0
 # Seconds between two warnings that requests are sent again.
 _WARNING_SECONDS = 15.0
@@ -59,13 +62,13 @@ _SHORT: dict[str, dict[str, Any]] = {
     CHAT_PATH: {"messages": [{"role": "user", "content": "Hello"}]},
     COMPLETIONS_PATH: {"prompt": "Hello"},
 }
-"""Prompt of a short request, by the path of the kind of requests."""
+"""Prompt of a probe, by its path."""
 _OF_THE_PROMPT = ("messages", "prompt", "add_generation_prompt", "continue_final_message")
 # Most names of models in a message.
 _SHOWN_MODELS = 10
 # Largest number of different parameter sets for which it is remembered whether the endpoint takes them.
 _MOST_ACCEPTED = 1000
-# Tokens of an answer whose length has no limit, before any answer is known.
+# Tokens that an answer without a limit is expected to have, before any answer is known.
 _ANSWER_TOKENS = 256.0
 
 
@@ -110,7 +113,7 @@ class Calls:
         self._probed: tuple[float, CallError | None] = (0.0, None)
         """Time at which the latest probe was sent, and why it failed."""
         self._accepted: dict[bytes, bool] = {}
-        """Whether the endpoint takes sets of parameters, by their JSON."""
+        """Whether the endpoint takes a set of parameters, by the JSON of the set."""
         self._outage: tuple[float, str] | None = None
         self._warned = 0.0
         self._num_again = 0
@@ -118,20 +121,20 @@ class Calls:
         self._has_answered = False
         """Whether a row was answered."""
         self._limit_name = "max_tokens"
-        """Name of the parameter for the longest answer. Chats with newer models of OpenAI have another one."""
+        """Name that chats have for the limit of an answer's tokens. Newer models of OpenAI want another one."""
         self.num_answers = 0
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
     @property
     def outage(self) -> tuple[float, str] | None:
-        """Time since which no request was answered, on the monotonic clock, and the latest reason; None if all is well.
+        """Time of the first failed attempt since the latest answer, on the monotonic clock, and the latest reason.
 
-        An endpoint that is only slow has no outage.
+        None if no attempt has failed since that answer. A slow answer within the time limit is no failure.
         """
         return self._outage
 
     async def answer(self, request: Request) -> Completion | None:
-        """Return the answer to a request, or why it has none. None: the engine ends, see `end`."""
+        """Return the answer to a request, or why it has none; None after calling `end`."""
         began = time.monotonic()
         fault, num_attempts, is_last = 0, 0, False
         try:
@@ -160,12 +163,13 @@ class Calls:
     def _hopeless(
         self, request: Request, error: CallError, parts: AnswerParts | None
     ) -> Completion | None:
-        """Return the failure of a request that cannot be sent again; None if it can be."""
+        """Return a failure if another attempt is impossible or of no use; else None."""
         if parts is not None and parts.has_shown:
             return _failed(request, "engine_error", str(error))
         limit = error.most_tokens if isinstance(error, Unavailable) else None
         num_asked = num_tokens_asked(request, self._mean_answer)
-        if limit is None or num_asked <= limit:
+        # A header of 0, -1 or nan states no limit.
+        if limit is None or not 0 < limit < num_asked:
             return None
         message = f"{error}; the request needs about {num_asked} tokens, the endpoint takes {limit:g} a minute"
         return _failed(request, "engine_rejected", message)
@@ -187,7 +191,7 @@ class Calls:
                     await self._check_for_all(path, error)
                 elif not self._renames(error, body):
                     raise
-            # The endpoint answers another request, or wants another name of a parameter.
+            # The endpoint answers a probe, or wants another name of a parameter.
             return await attempt()
         except Refusal as error:
             return await self._refused(request, path, body, error)
@@ -234,8 +238,11 @@ class Calls:
             if call.parts is None:
                 reply = await self._endpoint.post(path, body, call.timeout_seconds)
             else:
-                async for part in self._endpoint.stream(path, body, call.timeout_seconds):
-                    call.parts.add(part)
+                call.parts.restart()
+                found = self._endpoint.stream(path, body, call.timeout_seconds)
+                async with contextlib.aclosing(found):
+                    async for part in found:
+                        _add(call.parts, part)
                 reply = Reply(call.parts.whole(), {})
         except Refusal as error:
             if not _may_concern_all(error):
@@ -279,7 +286,8 @@ class Calls:
 
         Raises:
             AccessDenied, ConfigError: the endpoint refuses every request.
-            Unavailable: as above, but it has answered before. A proxy may have lost the server behind it.
+            Unavailable: as above, but the status is not 403, and a row was answered before. A proxy may have lost the
+                server behind it.
         """
         probed = await self._probe(path)
         while isinstance(probed, Unavailable | Cut | TooSlow):
@@ -302,7 +310,7 @@ class Calls:
             code = "prompt_too_long"
         elif error.status in (400, 422) and await self._refuses_parameters(path, body):
             code = "invalid_parameter"
-        return Completion(key=request.key, failure=Failure(code=code, message=str(error)))
+        return _failed(request, code, str(error))
 
     async def _refuses_parameters(self, path: str, body: dict[str, Any]) -> bool:
         """Whether the endpoint refuses the parameters of a request even with a short prompt."""
@@ -327,14 +335,14 @@ class Calls:
         )
 
     def _renames(self, error: Refusal, body: dict[str, Any]) -> bool:
-        """Whether the endpoint wants the longest answer under its newer name. If so, later requests use that name."""
+        """Whether the endpoint wants a newer name for `max_tokens` of this chat. Later chats use that name."""
         if error.code != "unsupported_parameter" or error.param != "max_tokens":
             return False
         self._limit_name = "max_completion_tokens"
         return "messages" in body
 
     async def _probe(self, path: str) -> CallError | None:
-        """Send a short request. Returns why it has no answer, None if it has one.
+        """Send a probe, a short request. Returns why it has no answer, None if it has one.
 
         A refusal shows that the endpoint works, and is returned only for the statuses that may concern all requests.
         Requests that fail at the same time share a probe.
@@ -376,7 +384,7 @@ class Calls:
             names: The models that the endpoint lists; None if it has no list.
 
         Raises:
-            AccessDenied, ConfigError: it refuses them.
+            AccessDenied, ConfigError: the endpoint refuses them.
         """
         if names is None or self._config.model in names:
             return
@@ -387,6 +395,13 @@ class Calls:
             more = ", …" if len(names) > _SHOWN_MODELS else ""
             error.hint = f"the endpoint's models are {some}{more}" if names else error.hint
             raise error
+
+
+def _add(parts: AnswerParts, part: dict[str, Any]) -> None:
+    try:
+        parts.add(part)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Cut(f"a part of an answer that is not in the API's form ({error})") from error
 
 
 def _may_concern_all(error: Refusal) -> bool:

@@ -14,7 +14,7 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Unavailable(CallError):
 
     Args:
         message: Why.
-        seconds: How long the endpoint asks to wait; None if it does not say.
+        seconds: Seconds for which the endpoint asks to wait; None if it does not say.
         most_tokens: Tokens that it takes in a minute, and so in one request; None if it does not say.
     """
 
@@ -91,7 +91,7 @@ class Endpoint:
         key: The key; empty for none.
 
     Raises:
-        ConfigError: the URL cannot be one of an endpoint.
+        ConfigError: as in `base_url_of`.
     """
 
     def __init__(self, config: EngineConfig, key: str) -> None:
@@ -105,7 +105,7 @@ class Endpoint:
         client = openai.DefaultAsyncHttpxClient(
             timeout=openai.Timeout(None, connect=CONNECT_SECONDS),
             event_hooks={"response": [_body_limit(library)]},
-            # A body that grows when it is unpacked would escape the limit of its bytes.
+            # The limit counts bytes as they arrive, and a packed body would grow after that.
             headers={"accept-encoding": "identity"},
         )
         self._client = openai.AsyncOpenAI(
@@ -131,7 +131,7 @@ class Endpoint:
 
     async def stream(
         self, path: str, body: dict[str, Any], timeout_seconds: float
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any]]:
         """Send one request and yield the parts of its answer as they come.
 
         Raises:
@@ -176,12 +176,12 @@ class Endpoint:
 
     @contextmanager
     def _sorted(self, path: str, timeout_seconds: float) -> Iterator[None]:
-        """Turn the client's errors into those of this module."""
+        """Turn the client's errors into AccessDenied and those of this module."""
         try:
             yield
         except (TimeoutError, self._openai.APITimeoutError) as error:
             if type(error.__cause__).__name__ in _NOT_CONNECTED:
-                raise Unavailable("no connection within 30 s") from error
+                raise Unavailable(f"no connection within {CONNECT_SECONDS:g} s") from error
             raise TooSlow(f"no whole answer within {timeout_seconds:g} s") from error
         except self._openai.APIStatusError as error:
             raise self._by_status(path, error) from error

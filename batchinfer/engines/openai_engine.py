@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Number of requests that the engine holds, as a multiple of the number that may run at once.
 IN_FLIGHT_FACTOR = 1.25
-# Most seconds that `generate` waits for a completion before it yields: with free slots, and without.
+# Most seconds that `generate` waits for a completion before it yields: with free slots or streamed requests, and else.
 POLL_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = 0.25
 # Most seconds for the list of models.
@@ -66,7 +66,7 @@ class OpenAIEngine:
     # ------------------------------------------------------------------ life
 
     def open(self, stop: Stop) -> EngineInfo:
-        """Reach the endpoint, and find out whether it knows the model. Waits while it cannot be reached."""
+        """Reach the endpoint, and find out whether it takes the model. Tries for up to `stall_seconds`."""
         start = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
@@ -166,7 +166,7 @@ class OpenAIEngine:
     # ------------------------------------------------------------------ work
 
     def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
-        """See Engine.generate. An outage of the endpoint counts as a stall; an endpoint that is slow does not.
+        """See Engine.generate. An outage of the endpoint (`Calls.outage`) counts as a stall; slow answers do not.
 
         Raises:
             AccessDenied: the key is missing or refused.
@@ -220,7 +220,7 @@ class _Round:
 
     Args:
         loop: The event loop.
-        calls: What asks the endpoint.
+        calls: The requests to the endpoint.
         end: Function that ends the engine with an error.
     """
 
@@ -238,7 +238,7 @@ class _Round:
         self._is_dropped = False
         self.num_in_flight = 0
         self.is_streamed = False
-        """Whether somebody waits for pieces of answers."""
+        """Whether a request so far is streamed, so that a caller waits for pieces of its answer."""
 
     def send(self, requests: list[Request]) -> None:
         """Begin to ask for the answers."""
@@ -298,10 +298,10 @@ def _drained(items: queue.SimpleQueue[T]) -> list[T]:
 def look(config: EngineConfig) -> None:
     """Find out whether an endpoint can be reached, takes the key and knows the model.
 
-    Asks for its list of models, and for an answer of one token if the list does not have the model.
+    Asks for its list of models. If the list lacks the model, also asks for an answer of one token.
 
     Raises:
-        AccessDenied: the endpoint refuses the key.
+        AccessDenied: the endpoint refuses the key, or forbids the model.
         ConfigError: the endpoint cannot be reached, or refuses requests to the model.
     """
     asyncio.run(_look(config))

@@ -1,4 +1,4 @@
-"""What can be said about ``--engine openai`` without its client: which options fit, which parameters it passes on."""
+"""Checks of the options and parameters of ``--engine openai``. Needs neither the package openai nor the endpoint."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_options(config: EngineConfig) -> None:
             option = flags.get(name, name.replace("_", "-"))
             raise ConfigError(
                 f"--{option} with --engine openai: the program behind --base-url loads the model, not this one",
-                hint="leave it out; that program has an option of its own for it",
+                hint="leave it out; it is set where that program is started",
             )
 
 
@@ -117,22 +117,23 @@ def base_url_of(text: str) -> str:
         parts.port  # noqa: B018 - raises if it is no number
     except ValueError:
         parts, has_host = urlsplit(""), False
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            "--base-url: holds a user, a password, a query or a fragment, which may be secret",
+            hint=f"give the plain URL, and the key in the environment variable {KEY_VARIABLE}",
+        )
     if parts.scheme not in ("http", "https") or not has_host:
         raise ConfigError(
             f"--base-url {text}: is no URL of an endpoint",
             hint="give it as in --base-url http://127.0.0.1:8000/v1",
         )
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(
-            "--base-url: holds a user, a password or a query, which may be secret",
-            hint=f"give the plain URL, and the key in the environment variable {KEY_VARIABLE}",
-        )
     path = parts.path.rstrip("/")
-    if path.endswith("/completions"):
-        raise ConfigError(
-            f"--base-url {text}: is the address of one kind of requests, expected that of the endpoint",
-            hint=f"leave out {path[path.index('/c') :] if '/chat/' in path else '/completions'} at its end",
-        )
+    for end in ("/chat/completions", "/completions"):
+        if path.endswith(end):
+            raise ConfigError(
+                f"--base-url {text}: is the address of one kind of requests, expected that of the endpoint",
+                hint=f"leave out {end} at its end",
+            )
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
@@ -140,7 +141,7 @@ def read_key() -> str:
     """Return the key from the environment; empty if there is none.
 
     Raises:
-        ConfigError: the key cannot be sent, as it holds a space or a line break.
+        ConfigError: the key holds a space, or a character that is not printable ASCII.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key.isascii() or not key.isprintable() or " " in key:

@@ -20,7 +20,7 @@ FIRST_HOLD_SECONDS = 0.5
 LONGEST_HOLD_SECONDS = 60.0
 # Waits that are shorter than this are left out.
 SHORTEST_WAIT_SECONDS = 0.001
-# Most seconds to wait because the endpoint asks for it. Longer requests are taken for a mistake.
+# Most seconds to wait because the endpoint asks for it, even if it asks for more.
 LONGEST_ASKED_SECONDS = 3600.0
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -83,9 +83,9 @@ class Pace:
         self._tokens = Bucket(tokens_per_minute, now)
         self._held_until = now
         self._slowed_at = -math.inf
-        """Time at which requests were slowed down latest."""
+        """Time of the latest slowing down."""
         self._num_refusals = 0
-        """Number of times in a row that the endpoint has refused requests after a wait."""
+        """Number of times that requests were slowed down since the latest answer."""
         self._door = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -145,7 +145,10 @@ class Pace:
         self._held_until = max(self._held_until, time.monotonic() + seconds)
 
     def note_headers(self, headers: Mapping[str, str], num_tokens: int) -> None:
-        """Wait for as long as the headers say that a limit has no room for a request of about so many tokens."""
+        """Hold requests back if the headers show too little room in a limit.
+
+        The room must do for the requests under way and one more. Each counts as having `num_tokens`.
+        """
         for name, units in (("requests", 1), ("tokens", num_tokens)):
             limit = number_of(headers.get(f"x-ratelimit-limit-{name}"))
             left = number_of(headers.get(f"x-ratelimit-remaining-{name}"))

@@ -40,8 +40,6 @@ _SHARED = (
 )
 # Flags of our Sampling that are vLLM's additions to the API, with the default of both.
 _FLAGS = {"include_stop_str_in_output": False, "ignore_eos": False, "skip_special_tokens": True}
-# Kinds of structured output that the API has a parameter for. For the other kinds vLLM has one.
-_FORMATS = ("json", "json_object")
 
 
 class BrokenAnswer(Exception):
@@ -55,7 +53,7 @@ def body_of(request: Request, model: str) -> tuple[str, dict[str, Any]]:
     """Return the path below the endpoint's URL, and the body, that ask for a request's answer.
 
     Raises:
-        RowError: the request is empty, or asks for another task than to generate.
+        RowError: the prompt is empty, the task is not to generate, or `best_of` is less than `n`.
     """
     if request.task != "generate":
         raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
@@ -94,9 +92,9 @@ def _parameters(sampling: Sampling, *, is_chat: bool) -> dict[str, Any]:
         if kind == "json":
             schema = {"name": "answer", "schema": value}
             found["response_format"] = {"type": "json_schema", "json_schema": schema}
-        elif kind in _FORMATS:
+        elif kind == "json_object":
             found["response_format"] = {"type": kind}
-        else:
+        else:  # vLLM's addition to the API
             found["structured_outputs"] = {kind: value}
     return found | extra
 
@@ -215,7 +213,8 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
         num_answered *= wanted
     failure = None
     if len(choices) < wanted:
-        message = f"the endpoint gave {len(choices)} of {wanted} answers; it may not know n above 1"
+        reason = "; it may not know n above 1" if wanted > 1 else ""
+        message = f"the endpoint gave {len(choices)} of {wanted} answers{reason}"
         failure = Failure(code="engine_rejected", message=message)
     return Completion(
         key=request.key,

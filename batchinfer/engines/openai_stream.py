@@ -25,11 +25,17 @@ class AnswerParts:
         self._choices: dict[int, dict[str, Any]] = {}
         self._usage: dict[str, Any] | None = None
         self._num_shown: dict[int, int] = {}
+        """Number of pieces with text that were shown, by index of the answer."""
 
     @property
     def has_shown(self) -> bool:
         """Whether pieces were shown. If so, the request cannot be tried again."""
         return bool(self._num_shown)
+
+    def restart(self) -> None:
+        """Forget the parts of an earlier attempt, of which nothing was shown."""
+        self._choices.clear()
+        self._usage = None
 
     def add(self, part: dict[str, Any]) -> None:
         """Take the next part."""

@@ -103,7 +103,7 @@ class ProcessPool:
     def open(self, stop: Stop) -> EngineInfo:
         """Start all replicas and wait until they are loaded. If one fails to load, all processes are ended.
 
-        A model in a bucket is fetched first.
+        A model or tokenizer in a bucket is fetched first.
         """
         self._failure = None
         config = with_local_files(self.config, with_weights=True, stop=stop)

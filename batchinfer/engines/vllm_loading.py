@@ -22,6 +22,7 @@ from typing import Any
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.engines.adapters import (
+    asked_slots,
     describe_adapters,
     refused_adapter,
     slot_count,
@@ -106,10 +107,10 @@ def adapter_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
     """Return the arguments with which vLLM can hold the run's adapters.
 
     Raises:
-        ConfigError: on a CPU, --engine-arg max_loras leaves no slot empty.
+        ConfigError: --engine-arg max_loras is no number, or, on a CPU, leaves no slot empty.
     """
     adapters = describe_adapters(config)
-    slots = config.engine_args.get("max_loras")
+    slots = asked_slots(config)
     if is_cpu and slots is not None and slots <= len(adapters):
         raise ConfigError(
             f"--engine-arg max_loras: is {slots}, expected more than the {len(adapters)} adapters: on a CPU, vLLM "

@@ -31,19 +31,8 @@ MOST_LEVELS = 64
 """Most levels of objects and arrays within each other that vLLM takes in a JSON schema."""
 FORMATS = frozenset(
     {
-        *(
-            "email",
-            "date",
-            "time",
-            "date-time",
-            "duration",
-            "ipv4",
-            "ipv6",
-            "hostname",
-            "uuid",
-            "uri",
-        ),
-        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"),
+        *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
 """Values of `format` that xgrammar knows."""
@@ -52,7 +41,7 @@ NUM_TOKENS = 32_768
 
 
 def main() -> None:
-    """Load xgrammar, then answer each frame, a constraint as JSON, with its problem until the pipe is closed."""
+    """Load xgrammar. Then, until the pipe is closed, answer each frame (a constraint as JSON) with its problem."""
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
@@ -72,14 +61,14 @@ def main() -> None:
 
 
 def _present_bytes() -> int:
-    """Return the bytes of address space that this process has; 0 where the system does not tell."""
+    """Return the bytes of address space that this process has; 64 GiB where the system does not tell."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     return 64 << 30
 
 
 class Compiler:
-    """Compiles constraints in the ways of vLLM's backend xgrammar, without white space between the parts of JSON."""
+    """Compiles constraints as vLLM's backend xgrammar does, without white space between the parts of JSON."""
 
     def __init__(self) -> None:
         import xgrammar
@@ -191,7 +180,7 @@ def _levels(value: Any, level: int = 0) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error's message, without the time and the place in xgrammar's source."""
+    """Return the first line of an error's message, without the time and the place in xgrammar's source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[0-9:]+\] \S+\.cc:\d+: ", "", lines[0])[:300]
 

@@ -23,7 +23,7 @@ from batchinfer.prompts.limited_process import LimitedProcess
 logger = logging.getLogger(__name__)
 
 BACKEND = "xgrammar"
-"""Name of the backend of vLLM's that compiles constraints as it is checked here."""
+"""Name of the only backend of vLLM's for which constraints are checked here."""
 CONSTRAINT_SECONDS = 5.0
 """Seconds of CPU time that one constraint may take to compile."""
 MEMORY_BYTES = 1 << 30
@@ -63,7 +63,8 @@ class ConstraintChecker:
     def problem_of(self, constraint: Constraint) -> str:
         """Return why a constraint cannot be used; "" if it can.
 
-        If xgrammar is not installed on this machine, nothing is checked, and a warning says so once.
+        If xgrammar is not installed on this machine, or the process ends at its start, nothing is checked any more, and
+        a warning says so once.
         """
         with self._lock:
             key = json.dumps(constraint).encode()
@@ -82,14 +83,15 @@ class ConstraintChecker:
             logger.warning("constraints are not checked here: %s is not installed", BACKEND)
             self._is_off = True
             return ""
-        # A process that went over a limit has ended because of the constraint. A process that ended in another way may
-        # have been killed from outside, so the constraint is tried a second time.
+        # A process that went over a limit ended because of the constraint. A process that ended in another way may have
+        # been killed from outside, so the constraint is tried a second time.
         reason = ""
         for _ in range(2):
             if not self._process.is_running and self._process.start() is None:
                 status = self._process.note_end()
                 logger.warning(
-                    "constraints are not checked here: the process for it %s", describe_exit(status)
+                    "constraints are not checked here: the process that compiles them %s",
+                    describe_exit(status),
                 )
                 self._is_off = True
                 return ""

@@ -14,7 +14,7 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.json_text import MAX_DEPTH, is_deep
-from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.json_lines import has_lone_surrogate, json_type
 from batchinfer.prompts.types import Code, RowProblem
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -80,10 +80,13 @@ def split_choices(text: str) -> Any:
 
 
 def read_column(value: Any) -> Constraint | None:
-    """Return the constraint that a column of a row holds; None for null or an empty text.
+    """Return the constraint that a column of a row holds.
 
-    The value, or the JSON that it holds as text, is one of these: an object with one of `KINDS`; a `response_format` of
-    the OpenAI API; any other object, which is a JSON schema; a list of texts, which are the choices.
+    The value, or the JSON that it holds as text, is one of these: an object whose only field is one of `KINDS`; a
+    `response_format` of the OpenAI API; any other object, which is a JSON schema; a list of texts, the choices.
+
+    Returns:
+        None for null, an empty text, and a `response_format` of the type ``text``.
 
     Raises:
         ConstraintProblem: the value is none of these.
@@ -171,7 +174,7 @@ def checked(kind: str, value: Any) -> Constraint:
 
 
 def problem_of_column(column: str, problem: ConstraintProblem | str) -> RowProblem:
-    """Return the error of a row whose column holds no constraint."""
+    """Return the error of a row whose column holds no usable constraint."""
     return RowProblem(Code.INVALID_CONSTRAINT, f"column {column!r}: {problem}")
 
 
@@ -186,9 +189,14 @@ def _decode(text: str) -> Any:
     if is_deep(text.encode(errors="replace"), MAX_DEPTH // 2):
         raise ConstraintProblem(f"JSON nested deeper than {MAX_DEPTH // 2} levels")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise ConstraintProblem(f"not JSON ({error})") from error
+    if "\\u" in text and has_lone_surrogate(value):
+        raise ConstraintProblem(
+            "a \\ud800 to \\udfff escape without its partner, expected Unicode text"
+        )
+    return value
 
 
 def _show(value: Any) -> str:

@@ -117,7 +117,7 @@ def explain(data: bytes, error: Exception) -> RowProblem:
         )
     except (ValueError, RecursionError) as malformed:
         return RowProblem(Code.INVALID_JSON, f"not JSON: {malformed}")
-    if _has_lone_surrogate(value):
+    if has_lone_surrogate(value):
         return RowProblem(
             Code.INVALID_TEXT,
             "a \\ud800 to \\udfff escape without its partner, expected Unicode text",
@@ -129,7 +129,8 @@ def explain(data: bytes, error: Exception) -> RowProblem:
     return RowProblem(Code.INVALID_JSON, f"not JSON: {error}")
 
 
-def _has_lone_surrogate(value: Any) -> bool:
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether a decoded value has a surrogate without its partner, which UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

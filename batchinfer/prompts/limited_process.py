@@ -1,7 +1,7 @@
 """A child process with limits on its memory and on the CPU time of every question; it answers one question at a time.
 
 On Linux the kernel enforces both limits, so no input gets around them; macOS has only the limit of CPU time. A question
-that goes over a limit ends the process and nothing else. The process starts again with the next question.
+that goes over a limit ends the process and nothing else. A new process answers the next question.
 
 A frame on the pipes is four bytes of length and the data. The first frame sets the process up. The process ends when
 the pipe to it is closed, thus also when this process is killed; a question that is being answered at that moment goes
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<I")
 
 
 class LimitedProcess:
-    """A child process that runs one module, and is started again whenever it has ended. One thread at a time uses it.
+    """A child process that runs one module. `start` starts it, also after its end. One thread at a time uses it.
 
     Args:
         module: The module to run as ``python -m``. It reads frames from its standard input and answers each with one.
@@ -158,9 +158,8 @@ def prepare_timer() -> None:
 
 
 def restart_timer(seconds: float) -> None:
-    """Have the kernel kill this process when it has used the CPU for so many seconds from now on.
+    """Have the kernel kill this process when it has used the CPU for so many seconds from now on; 0 stops the timer.
 
-    RLIMIT_CPU would count whole seconds from the start of the process. This timer begins anew at every question, and
-    costs less than a microsecond.
+    RLIMIT_CPU would count whole seconds from the start of the process. This timer begins anew at every call.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -28,7 +28,7 @@ class ModelNames:
         self._own = {*own, *(config.served_model_name or ())}
 
     def adapter_of(self, name: Any, *, subject: str, param: str | None) -> str | None:
-        """Return the adapter that a row asks for; None for the model itself, which an empty name means, too.
+        """Return the adapter that a row asks for; None for the run's model.
 
         Args:
             name: The name in the row; UNSET, null and "" mean the model.
@@ -58,7 +58,7 @@ class ModelNames:
         )
         raise RowProblem(
             Code.MODEL_NOT_FOUND,
-            f"{subject} {name[:80]!r}: is {listed}, and no name of its model (--served-model-name)"
+            f"{subject} {name[:80]!r}: is {listed}, and no name of the run's model (--served-model-name)"
             + near(name[:80], known),
             param=param,
         )

@@ -78,7 +78,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "echo": (False,),
 }
-# Values with which a parameter that goes to the engine unread asks for nothing.
+# Values that ask for nothing. A parameter that goes to the engine unread is left out if it has one of them.
 _EMPTY: tuple[Any, ...] = ([], "")
 
 
@@ -130,8 +130,9 @@ def read_parameters(
     for name, value in body.items():
         if value is None or name in HARMLESS:
             continue
-        if name in limits.passed_on and value not in _EMPTY:
-            found["extra"] = {**(found.get("extra") or base.extra or {}), name: value}
+        if name in limits.passed_on:
+            if value not in _EMPTY:
+                found["extra"] = {**(found.get("extra") or base.extra or {}), name: value}
             continue
         if name in _NUMBERS:
             found[name] = _number(name, value)

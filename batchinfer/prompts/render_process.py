@@ -3,7 +3,7 @@
 The process (render_host.py) has the limits of limited_process.py. A template that goes over a limit ends its process
 and nothing else: the row fails with `template_error`, and the next row gets a new process.
 
-Rows are sent as the lines of the chunk, many at a time. If the process ends with many rows, the same rows are sent
+Rows are sent as the lines of the chunk, many at a time. If the process ends while it has several rows, they are sent
 again one at a time, so that each bad row is found and the others are rendered.
 """
 

@@ -52,7 +52,7 @@ class Code(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long", "The prompt leaves the model no room for a token."
     INVALID_CONSTRAINT = (
         "invalid_constraint",
-        "The row's constraint is none, or does not compile within its limits.",
+        "The row's constraint has no known form, or does not compile within its limits.",
     )
     # The request
     MODEL_NOT_FOUND = "model_not_found", "The row asks for a model that the run does not have."

@@ -12,7 +12,13 @@ import pytest
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines import create_engine
-from batchinfer.engines.adapters import check_adapters, describe_adapters, slot_count, slot_rank
+from batchinfer.engines.adapters import (
+    asked_slots,
+    check_adapters,
+    describe_adapters,
+    slot_count,
+    slot_rank,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.gpus import memory_per_gpu
 from batchinfer.engines.models import describe_model
@@ -128,6 +134,13 @@ def test_adapters_take_memory_of_the_gpu(tmp_path: Path) -> None:
     inputs_and_outputs = 4 * (128 + 128) + 3 * (128 + 384)
     added = memory_per_gpu(model, adapted, 1, 1)[0] - memory_per_gpu(model, plain, 1, 1)[0]
     assert added == 2 * 16 * 4 * inputs_and_outputs * 2
+
+
+@pytest.mark.parametrize("slots", ["many", 0, 1.5])
+def test_a_number_of_slots_that_is_none_is_refused(slots: Any) -> None:
+    config = EngineConfig(engine_args={"max_loras": slots})
+    with pytest.raises(ConfigError, match=r"max_loras: is .*, expected a whole number above 0"):
+        asked_slots(config)
 
 
 def test_a_rehearsal_knows_the_adapters(tmp_path: Path) -> None:

@@ -327,14 +327,36 @@ def test_a_hanging_row_is_given_up_while_the_endpoint_answers_others(endpoint):
 def test_a_stream_that_breaks_after_its_first_words_fails(engine, endpoint):
     """What was shown cannot be taken back, so the request is not sent again."""
     part = b'data: {"choices": [{"index": 0, "text": "so"}]}\n\n'
-    endpoint.rule = lambda _text, _body: raw(
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + part
-    )
+    endpoint.rule = lambda _text, _body: raw(EVENTS + part)
     [row] = requests(1)
     row = msgspec.structs.replace(row, is_streamed=True)
     found, pieces = stream(engine, ListSource([row]))
     assert codes(found) == ["engine_error"]
     assert [piece.text for piece in pieces[row.key, 0]] == ["so"]
+
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [b'{"index": 0, "delta": {"reasoning": "hm"}}', b"5", b'{"index": 0, "text": ["so"]}'],
+)
+def test_a_stream_that_breaks_before_its_first_word_is_sent_again(engine, endpoint, choice):
+    broken = raw(EVENTS + b'data: {"choices": [' + choice + b"]}\n\n")
+    endpoint.rule = lambda _text, _body: broken if len(endpoint.bodies) == 1 else None
+    [row] = requests(1)
+    row = msgspec.structs.replace(row, is_streamed=True)
+    found, _ = stream(engine, ListSource([row]))
+    [answer] = found[row.key].choices
+    assert (answer.text, answer.reasoning) == (row.text, None)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_a_header_without_a_real_limit_of_tokens_fails_no_row(engine, endpoint, limit):
+    busy = refusal(429, "busy", x_ratelimit_limit_tokens=limit, retry_after="0")
+    endpoint.rule = lambda _text, _body: busy if len(endpoint.bodies) == 1 else None
+    assert codes(drive(engine, ListSource(requests(2)))) == [None, None]
 
 
 def test_an_endpoint_that_answers_everything_with_a_page_fails_no_row(endpoint):

@@ -138,6 +138,8 @@ def test_a_column_states_the_rows_own_constraint(way: str) -> None:
         ({"json_object": False}, "json_object is false"),
         ({"type": "json_schema"}, "without an object in its field schema"),
         ("[" * 200 + "]" * 200, "nested deeper"),
+        (r'["\ud800", 1]', "without its partner"),
+        (r'["\udc00"]', "without its partner"),
     ],
 )
 def test_a_column_that_holds_no_constraint_is_an_error_row(value: Any, said: str) -> None:

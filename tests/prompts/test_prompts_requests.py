@@ -11,6 +11,7 @@ from batchinfer.core.records import Sampling
 from batchinfer.prompts import (
     CHAT_URL,
     COMPLETIONS_URL,
+    EngineRules,
     Prepared,
     PromptBuilder,
     PromptConfig,
@@ -127,6 +128,15 @@ def test_parameters_reach_the_engine(parameters, field, value):
 )
 def test_bookkeeping_of_the_hosted_service_is_accepted(parameters):
     assert completion(**parameters).request is not None
+
+
+def test_an_engines_own_parameters_reach_it_unread_and_empty_ones_are_left_out():
+    rules = EngineRules(own_parameters=frozenset({"bad_words", "tools"}))
+    config = PromptConfig(request_format="completions")
+    builder = PromptBuilder(config, Sampling(), None, None, None, rules=rules)
+    row = b'{"prompt": "x", "bad_words": [], "tools": [1]}'
+    [found] = builder.build("c", 0, [RawRow(0, row)])
+    assert sampling_of(found).extra == {"tools": [1]}
 
 
 @pytest.mark.parametrize(
