@@ -1,7 +1,7 @@
-"""Engines that start processes: this machine, Slurm, Kubernetes, SkyPilot and Ray. `launch` hands them workers.
+"""Clusters, which start the workers of a launch: this machine, Slurm, Kubernetes, SkyPilot and Ray.
 
-Each is one object of the table `CLUSTERS`, behind the protocol `Cluster`: submit, look at, cancel. Nothing outside this
-room compares their names. An adapter uses the cluster's own client, and imports it when it is needed.
+Each has a module here with its adapter, which implements the protocol `Cluster` and calls the cluster's own client.
+Code outside this package never compares a cluster's name; it asks the adapter.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
 
 RESTART_STATUSES = (33, 34, 75)
-"""Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or it was stopped."""
+"""Exit statuses of a worker after which a new start may help: the engine failed, storage failed, or a signal came."""
 FINAL_STATUSES = (2, 3)
-"""Exit statuses of a worker that no restart changes: wrong configuration, or a rule that stops the run."""
+"""Exit statuses of a worker after which a new start cannot help: wrong configuration, or a rule stopped it."""
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Workers to start. `id` names the launch, and `name` is the name of the jobs in the cluster."""
+    """Workers to start. `id` is the id of the launch, and `name` that of its jobs in the cluster."""
 
     id: str
     name: str
@@ -36,13 +37,18 @@ class Plan(Record, frozen=True, kw_only=True):
     secrets: list[str] = []
     """Names of secrets: environment variables here, or Secrets of Kubernetes."""
     gpu: str = ""
-    """GPUs of one worker, as in "L4:1". Empty: as the cluster's own template says, or none."""
+    """GPUs of one worker, as in "L4:1"; "none" or "cpu" for a machine without. Empty: the cluster's default."""
     is_spot: bool | None = None
     options: dict[str, str] = {}
     """Options of the cluster, by name."""
 
+    @property
+    def is_cpu_only(self) -> bool:
+        """Whether the user asked for workers without a GPU."""
+        return self.gpu.lower() in ("none", "cpu")
+
     def variables(self) -> dict[str, str]:
-        """Environment of every worker; its rank is not in it."""
+        """Return the environment that all workers share. The rank, which differs, is not in it."""
         return {
             **self.environment,
             "BATCHINFER_LAUNCH": self.id,
@@ -51,7 +57,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
 
 class ClusterState(NamedTuple):
-    """What a cluster says of one worker: one of `STATES`, and why, in the cluster's own words."""
+    """What a cluster says of one worker: one of `STATES`, and the reason in the cluster's own words."""
 
     state: str
     text: str
@@ -76,22 +82,22 @@ class Cluster(Protocol):
     """The options that a launch may give, each with its meaning."""
 
     def check(self, plan: Plan) -> None:
-        """Find out, before anything is submitted, whether the client and what it needs are there.
+        """Refuse a plan that cannot be submitted, before anything is.
 
         Raises:
-            ConfigError: They are not, or the plan cannot be submitted there.
+            ConfigError: The cluster's client is missing, or the plan asks for something that the cluster lacks.
         """
         ...
 
     def describe(self, plan: Plan) -> str:
-        """Return exactly what `submit` would submit, as text. Secrets are left out."""
+        """Return what `submit` would submit, as text, without the values of secrets."""
         ...
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         """Submit the workers, and return what names them in the cluster: the handle for the other methods.
 
         Raises:
-            ConfigError: The cluster refuses.
+            ConfigError: The cluster refuses, or its client failed.
         """
         ...
 
@@ -119,7 +125,7 @@ CLUSTERS = {
     "skypilot": "managed jobs of SkyPilot",
     "ray": "tasks on a Ray cluster",
 }
-"""All clusters, each with what its workers are there. The module of that name has the adapter as CLUSTER."""
+"""All clusters, each with what its workers are there. The module of that name in this package has its `CLUSTER`."""
 
 
 def find_cluster(name: str) -> Cluster:
@@ -154,8 +160,30 @@ def check_cluster_options(name: str, given: Mapping[str, str]) -> None:
 
 
 def worker_words(plan: Plan) -> str:
-    """Return the options of a worker of this plan as words of bash; its rank comes from the environment."""
+    """Return the options of the plan's workers as words of bash. They do not hold the rank, which is a variable."""
     from batchinfer.cli.shell import quote
 
     model = f" --model {quote(plan.model)}" if plan.model else ""
     return f"--job {quote(plan.job)} --output {quote(plan.run)}{model} {plan.words}".rstrip()
+
+
+def make_log_folder(plan: Plan) -> Path:
+    """Make the folder on this machine for the logs of a launch, and return its path.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    folder = log_folder(plan)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--cluster-option log-dir: {folder} cannot be made ({error.strerror})",
+            hint="name a folder that can be written to",
+        ) from error
+    return folder
+
+
+def log_folder(plan: Plan) -> Path:
+    """Return the path of the folder for the logs of a launch. The option `log-dir` names its parent."""
+    return Path(plan.options.get("log-dir", "batchinfer-launches")).resolve() / plan.id

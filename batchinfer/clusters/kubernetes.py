@@ -24,9 +24,9 @@ from batchinfer.core.errors import ConfigError
 
 _CLIENT_SECONDS = 60.0
 _GRACE_SECONDS = 120
-"""Seconds between SIGTERM and SIGKILL of a pod that goes."""
+"""Seconds between SIGTERM and SIGKILL when a pod is removed."""
 _RESTARTS = 20
-"""Failures of one worker, other than those that its exit statuses explain, after which Kubernetes gives it up."""
+"""New starts of one worker after failures that count; see `manifest`."""
 _PODS = {"Pending": WAITING, "Running": RUNNING, "Succeeded": DONE, "Failed": FAILED}
 
 
@@ -104,9 +104,9 @@ CLUSTER = Kubernetes()
 
 
 def job_name(plan: Plan) -> str:
-    """Return the name of the Job: lower-case letters, digits and dashes, at most 63.
+    """Return the name of the Job: lower-case letters, digits and dashes, at most 56 characters.
 
-    With an index of five digits behind it, it must also be a host's name, so 56 characters are used.
+    With a dash and an index of up to five digits it becomes the name of a host, which may have 63.
     """
     name = re.sub(r"[^a-z0-9-]+", "-", plan.name.lower()).strip("-")
     tail = f"-{plan.id.lower()}"
@@ -114,10 +114,48 @@ def job_name(plan: Plan) -> str:
 
 
 def manifest(plan: Plan) -> dict[str, Any]:
-    """Return the Job. Exit statuses 33, 34 and 75 and lost nodes do not count; 2 and 3 end a worker for good."""
+    """Return the Job.
+
+    A worker that ends with 33, 34 or 75, or loses its node, is started again, and that does not count as a failure.
+    After 2 or 3 it is not started again. After another end it is, up to `_RESTARTS` times.
+    """
+    labels = {"app.kubernetes.io/name": "batchinfer", "batchinfer/launch": plan.id}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job_name(plan), "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": plan.workers,
+            "parallelism": plan.workers,
+            "backoffLimitPerIndex": _RESTARTS,
+            "maxFailedIndexes": plan.workers,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailIndex",
+                        "onExitCodes": {"operator": "In", "values": list(FINAL_STATUSES)},
+                    },
+                    {
+                        "action": "Ignore",
+                        "onExitCodes": {"operator": "In", "values": list(RESTART_STATUSES)},
+                    },
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": _pod(plan)},
+        },
+    }
+
+
+def _pod(plan: Plan) -> dict[str, Any]:
+    """Return the specification of a worker's pod."""
     options = plan.options
-    name, _, count = plan.gpu.partition(":")
-    gpus = {} if not name or name.lower() in ("none", "cpu") else {"nvidia.com/gpu": count or "1"}
+    count = plan.gpu.partition(":")[2] or "1"
+    gpus = {"nvidia.com/gpu": count} if plan.gpu and not plan.is_cpu_only else {}
     requests = {"cpu": options.get("cpu", "4"), "memory": options.get("memory", "16Gi"), **gpus}
     container: dict[str, Any] = {
         "name": "worker",
@@ -154,36 +192,7 @@ def manifest(plan: Plan) -> dict[str, Any]:
     if selector := options.get("node-selector"):
         label, _, value = selector.partition("=")
         pod["nodeSelector"] = {label: value}
-    labels = {"app.kubernetes.io/name": "batchinfer", "batchinfer/launch": plan.id}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": job_name(plan), "labels": labels},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": plan.workers,
-            "parallelism": plan.workers,
-            "backoffLimitPerIndex": _RESTARTS,
-            "maxFailedIndexes": plan.workers,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailIndex",
-                        "onExitCodes": {"operator": "In", "values": list(FINAL_STATUSES)},
-                    },
-                    {
-                        "action": "Ignore",
-                        "onExitCodes": {"operator": "In", "values": list(RESTART_STATUSES)},
-                    },
-                    {
-                        "action": "Ignore",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                ]
-            },
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    return pod
 
 
 def _seen(status: dict[str, Any]) -> ClusterState:

@@ -1,7 +1,7 @@
 """Records of launches below a run: what was to be submitted, and what was submitted.
 
 `launches/<id>.json` is created before anything is submitted, and `launches/<id>.submitted.json` afterwards. A launch
-that has only the first was killed on the way, or is under way; what it submitted is not known.
+with only the first is being submitted or was killed meanwhile; what it submitted is not known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FoundLaunch(NamedTuple):
 
 
 def new_id(now: float) -> str:
-    """Return an id for a launch: the time in UTC, and a few random digits."""
+    """Return an id for a launch: the time in UTC, and four random hexadecimal digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
 
 

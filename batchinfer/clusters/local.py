@@ -1,7 +1,7 @@
 """Workers as processes of this machine, kept alive by one supervisor process that outlives the command.
 
-The supervisor restarts workers that end with a status of `RESTART_STATUSES`. It has a folder with the plan, the state
-of each worker and the workers' logs.
+The supervisor starts a worker again that was killed or ended with one of `RESTART_STATUSES`. Its folder holds the plan,
+the states of the workers, and all logs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from batchinfer.clusters import (
     STARTING,
     ClusterState,
     Plan,
+    make_log_folder,
     worker_words,
 )
 from batchinfer.core.errors import ConfigError
@@ -36,12 +37,12 @@ from batchinfer.core.records import Record
 _PLAN, _STATE = "plan.json", "state.json"
 _POLL_SECONDS = 0.2
 _PREFIX = ("setpriv", "--pdeathsig", "KILL", "--")
-"""Words before a command that have the kernel kill its process when its parent ends."""
+"""Words in front of a command. With them the kernel kills its process when the parent ends."""
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 
 
 class WorkerState(Record, frozen=True, kw_only=True):
-    """State of one worker's process. `status` is how its last start ended; None while none has ended."""
+    """State of one worker. `status` is the exit status of its last process that has ended; None if none has."""
 
     state: str
     pid: int = 0
@@ -71,8 +72,7 @@ class Local:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
-        folder = Path(plan.options.get("log-dir", "batchinfer-launches")).resolve() / plan.id
-        folder.mkdir(parents=True)
+        folder = make_log_folder(plan)
         (folder / _PLAN).write_bytes(msgspec.json.encode(plan))
         with (folder / "supervisor.log").open("wb") as log:
             subprocess.run(
@@ -101,10 +101,8 @@ class Local:
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
         launch = Path(handle["folder"]).name
-        for role in (
-            "supervisor",
-            "worker",
-        ):  # workers get the signal from their supervisor, if it lives
+        # A supervisor passes the signal on. Only if it is gone, the workers are sent it from here.
+        for role in ("supervisor", "worker"):
             pids = _processes(launch, role)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -124,7 +122,7 @@ def _seen(one: WorkerState, *, is_watched: bool) -> ClusterState:
 
 
 def _devices(plan: Plan) -> list[str]:
-    """Return the GPUs of each worker, as in CUDA_VISIBLE_DEVICES; "" for all workers on a machine without GPUs.
+    """Return the GPUs of each worker, written as in CUDA_VISIBLE_DEVICES; "" for each if this machine has none.
 
     Raises:
         ConfigError: There are too few GPUs.
@@ -177,7 +175,7 @@ def _processes(launch: str, role: str) -> list[int]:
 
 
 class WorkerProcess:
-    """One worker's process, started again as long as that may help.
+    """One worker's process, which is started again as long as that may help.
 
     Args:
         plan: The launch.
@@ -196,10 +194,14 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
         self._delay = _FIRST_DELAY_SECONDS
+        self._is_asked_to_end = False
         self.state = WorkerState(state=STARTING)
 
     def tick(self, *, is_ending: bool) -> None:
-        """Start the process if it is due, or notice that it has ended."""
+        """Start the process if it is due, or notice that it has ended. If `is_ending`, ask it to end instead.
+
+        Its worker then saves what it has finished.
+        """
         now = time.monotonic()
         if self._process is None:
             if self.state.state == STARTING and is_ending:
@@ -209,16 +211,14 @@ class WorkerProcess:
             return
         status = self._process.poll()
         if status is None:
+            if is_ending and not self._is_asked_to_end:
+                self._is_asked_to_end = True
+                self._process.send_signal(signal.SIGTERM)
             return
         self._process = None
         self._set(state=_state_after(status, is_ending=is_ending), status=status, pid=0)
         if self.state.state == STARTING:
             self._due, self._delay = now + self._delay, min(2 * self._delay, _LONGEST_DELAY_SECONDS)
-
-    def terminate(self) -> None:
-        """Ask the process to end; its worker saves what it has finished."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
 
     @property
     def has_ended(self) -> bool:
@@ -233,7 +233,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a signal reaches a worker once, through this process
+                start_new_session=True,  # a signal to this process's group does not reach it
             )
         self._set(state=RUNNING, pid=self._process.pid, starts=self.state.starts + 1)
 
@@ -246,14 +246,14 @@ def _state_after(status: int, *, is_ending: bool) -> str:
         return DONE
     if is_ending:
         return CANCELLED
-    # A kill (of the kernel for lack of memory, say) is repeated: the worker itself counts starts without progress.
+    # A negative status means a signal, such as the kernel's SIGKILL when memory is short.
     return STARTING if status in RESTART_STATUSES or status < 0 else FAILED
 
 
 def supervise(folder: Path) -> int:
     """Keep the workers of the plan in a folder running until all have ended. Return 1 if one failed, else 0.
 
-    SIGTERM and SIGINT end the workers in order; none is started again then.
+    After SIGTERM or SIGINT it asks the workers to end, and starts none again.
     """
     plan = msgspec.json.decode((folder / _PLAN).read_bytes(), type=Plan)
     processes = [
@@ -267,8 +267,6 @@ def supervise(folder: Path) -> int:
     def end(_number: int, _frame: object) -> None:
         nonlocal is_ending
         is_ending = True
-        for process in processes:
-            process.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
@@ -289,5 +287,5 @@ def supervise(folder: Path) -> int:
 
 if __name__ == "__main__":
     if os.fork():
-        os._exit(0)  # the command that launches waits only until its supervisor is on its own
+        os._exit(0)  # `Local.submit` waits for this process only; its child is the supervisor
     sys.exit(supervise(Path(sys.argv[1])))

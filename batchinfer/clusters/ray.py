@@ -8,13 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.clusters import (
-    CANCELLED,
-    FAILED,
-    WAITING,
-    ClusterState,
-    Plan,
-)
+from batchinfer.clusters import CANCELLED, FAILED, WAITING, ClusterState, Plan
 from batchinfer.core.errors import ConfigError
 
 _ADDRESS = "http://127.0.0.1:8265"
@@ -34,7 +28,7 @@ class Ray:
         """See `Cluster`."""
         if plan.is_spot is not None:
             raise ConfigError(
-                "--spot/--on-demand: the cluster's nodes are what they are", hint="leave it out"
+                "--spot/--on-demand: a Ray cluster's nodes are there already", hint="leave it out"
             )
         if plan.secrets:
             raise ConfigError(
@@ -57,7 +51,7 @@ class Ray:
         return {"job": job, "address": address}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
-        """See `Cluster`. The states are those that the job's driver has written last."""
+        """See `Cluster`. The states come from the last line that the job's driver has written about them."""
         client = _client(handle["address"])
         try:
             status = str(client.get_job_status(handle["job"]).value)
@@ -86,7 +80,7 @@ class Ray:
 
 CLUSTER = Ray()
 STATES_LINE = "batchinfer states: "
-"""Beginning of a line of the driver's log; the rest is JSON: by rank, state and its reason."""
+"""Beginning of a line of the driver's log. The rest is a JSON object: for each rank its state and the reason."""
 
 
 def _job(plan: Plan) -> dict[str, Any]:

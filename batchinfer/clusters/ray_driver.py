@@ -1,7 +1,7 @@
 """The driver of a launch on Ray: one task for each worker, on the nodes of the cluster.
 
-Ray does a task again on another node if its node is lost. A worker that ends with 33, 34 or 75 is started again where
-it was.
+If a node is lost, Ray repeats its tasks on other nodes. A worker that is killed or ends with 33, 34 or 75 is started
+again on its node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_SECONDS = 1.0
 
 
 def run_worker(plan: Plan, rank: int) -> int:
-    """Keep one worker running until it has ended for good, and return its exit status. Runs as a task."""
+    """Keep one worker running until it has ended for good, and return its exit status. This is the task."""
     with tempfile.TemporaryDirectory(prefix="batchinfer-ray-") as folder:
         log = Path(folder) / "worker.log"
         process = WorkerProcess(plan, worker_variables(plan, rank, ""), log, dies_with_parent=True)
@@ -47,8 +47,7 @@ def main() -> int:
 
     plan = msgspec.json.decode(os.environ["BATCHINFER_PLAN"], type=Plan)
     ray.init(address="auto", log_to_driver=False)
-    name, _, count = plan.gpu.partition(":")
-    gpus = 0 if name.lower() in ("", "none", "cpu") else int(count or 1)
+    gpus = int(plan.gpu.partition(":")[2] or 1) if plan.gpu and not plan.is_cpu_only else 0
     task = ray.remote(
         num_cpus=float(plan.options.get("num-cpus", "1")),
         num_gpus=gpus,
@@ -70,8 +69,8 @@ def main() -> int:
 def _ended(ray: object, reference: object) -> list[str]:
     try:
         status: int = ray.get(reference)  # type: ignore[attr-defined]
-    except Exception as error:  # noqa: BLE001 - whatever the task raised is its worker's failure
-        return [FAILED, str(error).splitlines()[0]]
+    except Exception as error:  # noqa: BLE001 - any error of a task is its worker's failure
+        return [FAILED, (str(error).splitlines() or [type(error).__name__])[0]]
     return [DONE if status == 0 else FAILED, "" if status == 0 else describe_exit(status)]
 
 

@@ -1,7 +1,7 @@
 """Workers as managed jobs of SkyPilot, by its Python SDK. worker.yaml is the template.
 
-SkyPilot needs older packages than vLLM and lives in an environment of its own. So its SDK runs in a process: that of
-the `sky` found on the PATH, with the program `skypilot_client.py`.
+SkyPilot needs older packages than vLLM, so it usually has an environment of its own. Its SDK is therefore called in
+another process, `skypilot_client.py`, by this Python if it has SkyPilot, else by that of the `sky` on the PATH.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SkyPilot:
         "template": "task file of the workers (default: worker.yaml; with a pool, examples/skypilot/pool-job.yaml)",
         "pool": "run on the machines of this pool",
         "infra": "where, as in aws/us-east-1 or k8s/context",
-        "extra": "what to install on the machines: vllm (default), cpu, with a bucket on Google vllm,gcs",
+        "extra": "what to install on the machines: vllm (default), cpu, or vllm,gcs for a bucket on Google",
     }
 
     def check(self, plan: Plan) -> None:
@@ -118,7 +118,7 @@ def task_of(plan: Plan) -> dict[str, Any]:
     """Return the task that is submitted: the template with this plan's environment and resources.
 
     Raises:
-        ConfigError: There is no such template, or it is no task of a worker.
+        ConfigError: The template cannot be read, or has no `envs`.
     """
     import yaml
 
@@ -133,7 +133,9 @@ def task_of(plan: Plan) -> dict[str, Any]:
             hint="run this in a checkout of batchinfer, or give --cluster-option template=FILE",
         ) from error
     if not isinstance(task, dict) or not isinstance(task.get("envs"), dict):
-        raise ConfigError(f"skypilot: {path} is no task of a worker, as worker.yaml is")
+        raise ConfigError(
+            f"skypilot: {path} has no envs, expected the task of a worker, as in worker.yaml"
+        )
     task = copy.deepcopy(task)
     task["envs"] |= {
         "MODEL_NAME": plan.model,
@@ -145,7 +147,7 @@ def task_of(plan: Plan) -> dict[str, Any]:
     if extra := plan.options.get("extra"):
         task["envs"]["BATCHINFER_EXTRA"] = extra
     resources = task.setdefault("resources", {})
-    if plan.gpu.lower() in ("none", "cpu"):
+    if plan.is_cpu_only:
         resources.pop("accelerators", None)
     elif plan.gpu:
         resources["accelerators"] = plan.gpu
@@ -158,7 +160,7 @@ def task_of(plan: Plan) -> dict[str, Any]:
 
 
 def _python() -> str:
-    """Return the Python that has SkyPilot: this one, or that of `sky` on the PATH.
+    """Return the path of a Python that has SkyPilot: this one, or that of the `sky` on the PATH.
 
     Raises:
         ConfigError: There is none.

@@ -1,7 +1,7 @@
-"""Calls SkyPilot's SDK. Runs with SkyPilot's own Python, so it imports nothing of batchinfer.
+"""Program that calls SkyPilot's SDK, version 0.14.1. Its Python may lack batchinfer, so it imports nothing of it.
 
-The argument is a verb, standard input its arguments as JSON, and the last line of standard output the answer as JSON.
-The SDK is that of SkyPilot 0.14.1.
+The argument is the name of a function below. Standard input is what it is asked, as JSON; the last line of standard
+output is its answer, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def launch(asked: dict[str, Any]) -> list[int]:
 
 
 def queue(asked: dict[str, Any]) -> dict[str, list[str]]:
-    """Return status and reason of each job that SkyPilot knows."""
+    """Return the status and the reason for a failure of each job that SkyPilot knows."""
     import sky
 
     records = sky.get(sky.jobs.queue_v2(refresh=False, job_ids=asked["jobs"]))[0]

@@ -1,6 +1,7 @@
 """Workers as a job array on Slurm.
 
-Job and run are in a bucket or on storage that all nodes share; so is this Python, with which the workers run.
+Job and run must be in a bucket or on storage that all nodes share. The workers run with this Python, which must be on
+such storage, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from batchinfer.clusters import (
@@ -23,16 +23,18 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    log_folder,
+    make_log_folder,
     worker_words,
 )
 from batchinfer.core.errors import ConfigError
 
 _CLIENT_SECONDS = 60.0
 _WARNING_SECONDS = 120
-"""Seconds before the end of the job's time at which Slurm sends USR1, so that the worker saves what it has."""
+"""Seconds between USR1, after which a worker saves what it has, and the end of the job's time."""
 
-# 75 means "stopped by a signal". It asks for a requeue only if the job's time was over: after scancel, nobody wants
-# the job back, and Slurm itself requeues a preempted one.
+# 75 means "stopped by a signal". The job is then queued again only if its time was over. After scancel it should not
+# be, and Slurm itself queues a preempted job again.
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -104,21 +106,20 @@ class Slurm:
 
     def describe(self, plan: Plan) -> str:
         """See `Cluster`."""
-        exports = {**plan.variables()}
         return _SCRIPT.format(
             directives="\n".join(f"#SBATCH {word}" for word in _directives(plan)),
-            exports=f"export {shlex.join(f'{name}={value}' for name, value in exports.items())}",
+            exports=f"export {shlex.join(f'{name}={value}' for name, value in plan.variables().items())}",
             command=f"{shlex.quote(sys.executable)} -m batchinfer worker {worker_words(plan)}",
         )
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
-        _log_folder(plan).mkdir(parents=True, exist_ok=True)
+        folder = make_log_folder(plan)
         printed = _client(["sbatch", "--parsable"], text=self.describe(plan))
-        return {"job": printed.strip().partition(";")[0], "logs": str(_log_folder(plan))}
+        return {"job": printed.strip().partition(";")[0], "logs": str(folder)}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
-        """See `Cluster`. Slurm forgets ended jobs after some minutes; sacct knows them longer, where it is set up."""
+        """See `Cluster`. squeue forgets ended jobs after some minutes; sacct, if it is set up, knows them longer."""
         job = str(handle["job"])
         found: dict[int, ClusterState] = {}
         for command in (
@@ -127,9 +128,10 @@ class Slurm:
         ):
             try:
                 printed = _client(command)
-            except ConfigError:
-                if command[0] == "squeue" and not found:
-                    return {}  # Slurm has forgotten the job
+            except ConfigError as error:
+                is_forgotten = "Invalid job id" in error.message
+                if command[0] == "squeue" and not found and not is_forgotten:
+                    raise
                 continue
             for line in printed.splitlines():
                 found |= _states_of(line, workers)
@@ -143,27 +145,23 @@ class Slurm:
 CLUSTER = Slurm()
 
 
-def _log_folder(plan: Plan) -> Path:
-    return Path(plan.options.get("log-dir", "batchinfer-launches")).resolve() / plan.id
-
-
 def _directives(plan: Plan) -> list[str]:
     words = [
         f"--job-name={plan.name}",
         f"--array=0-{plan.workers - 1}",
         "--requeue",
         "--open-mode=append",
-        f"--output={_log_folder(plan)}/worker-%a.log",
+        f"--output={log_folder(plan)}/worker-%a.log",
         f"--signal=B:USR1@{_WARNING_SECONDS}",
     ]
-    if plan.gpu:
+    if plan.gpu and not plan.is_cpu_only:
         words.append(f"--gres=gpu:{plan.gpu.lower()}")
     words += [f"--{name}={value}" for name, value in plan.options.items() if name != "log-dir"]
     return words
 
 
 def _states_of(line: str, workers: int) -> dict[int, ClusterState]:
-    """Return the states that one line of squeue or sacct tells, by rank.
+    """Return the states in one line of squeue or sacct, by rank.
 
     >>> found = _states_of("12_[2-3]|PENDING|Resources", 4)
     >>> {rank: f"{seen.state}: {seen.text}" for rank, seen in found.items()}

@@ -17,6 +17,8 @@ from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
 from batchinfer.cli.run_options import run_options
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
+from batchinfer.clusters import RESTART_STATUSES
+from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.pipeline.running import WORKER_ID
 from batchinfer.split.command import parse_delimiter
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from batchinfer.pipeline.steps import PipelineConfig, WorkFolder
 
 STDOUT = "-"
-_RESUMABLE = (33, 34, 75)
-"""Exit statuses after which a new start may help."""
 _UNLIMITED = sys.maxsize
 """Value of --max-attempts where it is not given. Nothing starts `run` again by itself, as launchers do with workers, so
 that nothing has to bring starts to an end: a person may interrupt it however often before a row is finished."""
@@ -40,7 +40,7 @@ _GIVEN = {
     "worker_id": WORKER_ID,
     "steal": True,
 }
-"""Parameters of the worker to which `run` itself gives values."""
+"""Parameters of the worker that are no options of `run`, or mean something else there, with `run`'s own values."""
 
 
 @click.command("run", cls=SectionCommand)
@@ -133,7 +133,8 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_handlers_put_back())
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: scratch files go
+        # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-run-")))
         dest = options.pop("dest")
         if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
@@ -154,7 +155,7 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
         if answers is None:
             return result
         copy_to(answers, sys.stdout.buffer)
-        say(f"{result['rows']} rows written to stdout")
+        say(f"{units.many(result['rows'], 'row')} written to stdout")
         return None
 
 
@@ -208,7 +209,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
     except BatchinferError as error:
-        if error.exit_status in _RESUMABLE and not error.hint:
+        if error.exit_status in RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"
         raise
     if options["max_error_rate"] is not None:
@@ -224,7 +225,7 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _handlers_put_back() -> Iterator[None]:
-    """Put the handlers of SIGINT and SIGTERM back at the end. The worker's own would let no signal end `collect`."""
+    """Put the handlers of SIGINT and SIGTERM back at the end. With the worker's, no signal would end `collect`."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -234,20 +235,24 @@ def _handlers_put_back() -> Iterator[None]:
 
 
 def _default_work(dest: str, scratch: Path) -> str:
-    """Return the work folder beside DEST. For stdout it is a temporary one, so such a run cannot be resumed."""
+    """Return the work folder beside DEST. For stdout it is in `scratch`, so such a run cannot be resumed.
+
+    Raises:
+        ConfigError: DEST is on the Hub or is a whole bucket, which have no place beside them.
+    """
     if dest == STDOUT:
         return str(scratch / "work")
     from batchinfer.storage.opening import local_path, split_url
 
     if dest.startswith("hf://"):
         raise ConfigError(
-            f"--output {dest}: the Hub cannot hold the work beside it",
+            f"--output {dest}: the Hub cannot hold the work folder",
             hint="say where: --work FOLDER",
         )
     scheme, path = split_url(dest)
     if scheme not in ("file", "memory") and "/" not in path.strip("/"):
         raise ConfigError(
-            f"--output {dest}: is a whole bucket, beside which no work can lie",
+            f"--output {dest}: is a whole bucket, so there is no place beside it for the work folder",
             hint=f"name a folder in it: {dest.rstrip('/')}/answers",
         )
     if scheme == "file" and Path(dest).name in ("", ".."):

@@ -16,7 +16,15 @@ from batchinfer.core.errors import ConfigError
 from batchinfer.pipeline.launching import OWN
 
 _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
-"""Parameters of the worker that `launch` has itself, or gives itself."""
+"""Parameters of the worker that are no options of `launch`, or that it declares itself."""
+
+
+def _gpu(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
+    """Check the value of --gpu. Without the option it is an empty text."""
+    name, colon, count = (value or "").partition(":")
+    if colon and not (name and count.isdecimal() and int(count)):
+        raise ConfigError(f"--gpu {value}: expected NAME or NAME:NUMBER", hint="e.g. --gpu L4:2")
+    return value or ""
 
 
 @click.command("launch", cls=SectionCommand)
@@ -27,7 +35,7 @@ _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
     section=FIRST,
     metavar="URL",
     required=True,
-    help="Where the run lies, as in JOB/runs/llama.",
+    help="Place of the run, as in JOB/runs/llama.",
 )
 @click.option(
     "--on",
@@ -43,20 +51,23 @@ _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
     cls=SectionOption,
     section=FIRST,
     type=click.IntRange(1),
-    help="How many; or see --hours. A second launch adds workers to those of the first.",
+    help="Number of workers; or see --hours. A second launch adds workers to those of the first.",
 )
 @click.option(
-    "--gpu", metavar="NAME[:N]", help="GPUs of one worker: L4, H100:8; none for CPU machines."
+    "--gpu",
+    metavar="NAME[:N]",
+    callback=_gpu,
+    help="GPUs of one worker: L4, H100:8; none for CPU machines.",
 )
 @click.option(
     "--hours",
     type=click.FloatRange(0, min_open=True),
-    help="As many workers as finish in so long, by --rate or --rate-from.",
+    help="Start as many workers as finish in so many hours, by --rate or --rate-from.",
 )
 @click.option(
     "--rate", type=click.FloatRange(0, min_open=True), help="Rows per second of one worker."
 )
-@click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
+@click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
 @click.option("--pool", metavar="NAME", help="Machines of this pool (skypilot).")
 @click.option(
     "--cluster-option",
@@ -73,7 +84,7 @@ _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
     "secrets",
     multiple=True,
     metavar="NAME",
-    help="Variable here that the workers get as a secret (skypilot), or a Secret (kubernetes).",
+    help="Variable whose value the workers get as a secret (skypilot), or name of a Secret (kubernetes).",
 )
 @click.option(
     "--name", default="batchinfer", show_default=True, help="Name of the jobs in the cluster."
@@ -89,14 +100,14 @@ _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
 @run_options(with_look=False, without=_NOT_TAKEN)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
-    """Start workers for JOB on machines: checks everything first, and notes below the run what was started.
+    """Start workers for JOB on a cluster. Everything is checked first, and the run keeps a record of the launch.
 
     \b
       batchinfer launch s3://my-bucket/job --run s3://my-bucket/job/runs/llama --on skypilot --workers 16 --gpu L4 \\
           --model meta-llama/Llama-3.1-8B-Instruct --messages-column conversation --max-tokens 512
 
-    The options of the worker are options of this command. `batchinfer status RUN` shows how many of the workers were
-    seen; `batchinfer stop RUN --cancel` stops the run and cancels what was launched.
+    Options of `batchinfer worker` are options of this command. `batchinfer status RUN` shows how many of the workers
+    were seen; `batchinfer stop RUN --cancel` stops the run and cancels what was launched.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.check.steps import CheckWorld
     from batchinfer.core.clock import SystemClock
@@ -123,7 +134,7 @@ def command(**options: Any) -> dict[str, Any]:
         cluster=options["cluster"],
         workers=options["workers"],
         hours=options["hours"],
-        gpu=options["gpu"] or "",
+        gpu=options["gpu"],
         is_spot=options["is_spot"],
         name=options["name"],
         environment=_environment(options["environment"]),

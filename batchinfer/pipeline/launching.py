@@ -1,4 +1,4 @@
-"""The steps of `launch`: check everything, record the launch below the run, submit the workers."""
+"""The steps of `launch`: check everything, record the launch in the run, submit the workers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from batchinfer.storage.opening import local_path, split_url
 logger = logging.getLogger(__name__)
 
 LAUNCHING_SECONDS = 900.0
-"""Seconds for which a launch without a record of what was submitted counts as under way."""
+"""Seconds for which a launch without a record of what it submitted counts as under way, not as killed."""
 
 
 class LaunchConfig(Record, frozen=True, kw_only=True):
-    """Options of `launch` that are not the worker's. `workers` is None to ask the estimate for the number."""
+    """Options of `launch` that are not the worker's. If `workers` is None, the estimate says how many to start."""
 
     source: str
     run: str
@@ -52,9 +52,9 @@ class LaunchConfig(Record, frozen=True, kw_only=True):
 
 
 def worker_options(options: Mapping[str, Any]) -> str:
-    """Return a worker's options as words of bash. Files that options name become part of the words.
+    """Return a worker's options as words of bash. The contents of files that options name become part of the words.
 
-    Options with their default value are left out, and so are those that `launch` itself gives.
+    Options with their default value are left out, and so are those of `OWN`.
 
     Raises:
         ConfigError: A value cannot be read.
@@ -68,18 +68,18 @@ def worker_options(options: Mapping[str, Any]) -> str:
 
 
 def _absolute(url: str) -> str:
-    """Return a URL as it is, and a path of this machine without its dependence on the current folder."""
+    """Return a path of this machine as an absolute path, and any other URL without a slash at its end."""
     if split_url(url)[0] == "file":
         return str(local_path(url).resolve())
     return layout.without_slash(url)
 
 
 OWN = ("manifests", "job", "output", "worker_id", "model", "show_config", "preview")
-"""Parameters of the worker that `launch` gives itself."""
+"""Parameters of the worker that `worker_options` leaves out: `launch` gives them, or they are no use there."""
 
 
 class Launch:
-    """One launch: first everything is checked, then `submit` hands the workers to the cluster."""
+    """One launch: `plan` checks everything, then `submit` hands the workers to the cluster."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Launch:
         self._clock = clock
 
     def plan(self) -> Plan:
-        """Check everything, and return what is to be submitted. Nothing is written but a probe object.
+        """Check everything, and return what to submit. Only a probe object is written, and removed again.
 
         Raises:
-            ConfigError: It would not work. The message names the last problem; all are printed.
-            InputError: There is no job, or it has fewer manifests than there are to be workers.
+            ConfigError: It would not work. What `batchinfer check` finds is printed before.
+            InputError: There is no job.
         """
         config = self.config
         check_cluster_options(config.cluster, config.options)
@@ -149,7 +149,7 @@ class Launch:
         """Record the launch below the run, submit it, and record what was submitted.
 
         Raises:
-            ConfigError: The cluster refuses; then nothing is left of the launch.
+            ConfigError: The cluster refuses. The record of the launch is removed again.
         """
         store = self._open_store(plan.run)
         record_launch(store, self.config.cluster, plan, self._clock.now())
@@ -164,9 +164,9 @@ class Launch:
     # -- money
 
     def _price(self) -> dict[str, float]:
-        """Return the option with the price of a worker's machine, if --max-cost needs it and the user names none.
+        """Return the option --price-per-hour for the workers, if --max-cost needs it and the user did not give it.
 
-        This machine may have SkyPilot's catalog, which those of the workers lack.
+        The price is looked up here, because SkyPilot's catalog may be on this machine and not on those of the workers.
 
         Raises:
             ConfigError: The price is not known.
@@ -174,11 +174,12 @@ class Launch:
         config, options = self.config, self._options
         if options["max_cost"] is None or options["price_per_hour"] is not None:
             return {}
-        is_known_there = not self.cluster.is_remote and not config.gpu
-        if is_known_there:
-            return {}
+        if not self.cluster.is_remote and not config.gpu:
+            return {}  # the workers look it up themselves
+        cloud, _, place = config.options.get("infra", "").partition("/")
+        region = place.partition("/")[0]
         machine = describe_machine(
-            {"cloud": config.options.get("cloud", "")},
+            {"cloud": cloud, "region": "" if region == "*" else region},
             device=config.gpu,
             num_gpus=accelerator_count(config.gpu) or 1,
             is_spot=config.is_spot,
@@ -193,7 +194,7 @@ class Launch:
         return {"price_per_hour": price.per_hour}
 
     def _spot(self) -> dict[str, str]:
-        """Return the variable that tells workers whether their machines are spot machines, if the user says it."""
+        """Return the variable that tells workers whether they run on spot machines, if the user has said so."""
         is_spot = self.config.is_spot
         return {} if is_spot is None else {"BATCHINFER_SPOT": "1" if is_spot else "0"}
 
@@ -210,7 +211,7 @@ class Launch:
                 )
 
     def _check(self) -> int | None:
-        """Run `check` over all options, print what it finds, and return the number of workers that it advises."""
+        """Run `check` on all options, print what it finds, and return how many workers it advises, if it can."""
         if not self.config.is_checked:
             return None
         config = self.config
@@ -241,7 +242,7 @@ class Launch:
         return advised
 
     def _refuse_second(self) -> None:
-        """Refuse a launch while another one of the same run is being made."""
+        """Refuse a launch while another one of the same run is being submitted."""
         store: Store = self._open_store(self.config.run)
         launches, notes = find_launches(store)
         for note in notes:
@@ -250,6 +251,6 @@ class Launch:
             age = self._clock.now() - launch.created
             if launch.handle is None and age < LAUNCHING_SECONDS:
                 raise ConfigError(
-                    f"{store.url}: the launch {launch.record.plan.id} is being made, since {units.duration(age)}",
+                    f"{store.url}: the launch {launch.record.plan.id} has been under way for {units.duration(age)}",
                     hint=f"wait for it; if it was killed, remove {layout.launch_key(launch.record.plan.id)}",
                 )

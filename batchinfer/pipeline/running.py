@@ -1,8 +1,8 @@
 """Keeps two `run` commands from working in one work folder at once, where they would answer rows twice.
 
-A command leaves a record with its host and process id in the work folder and removes it at its end. A record that a
-killed command has left blocks nobody: on the same host it is known at once that the process is gone, and of another
-host's command the worker's heartbeat tells, for which the new command waits a little.
+A command writes a record with its host and process id into the work folder, and removes it at its end. The record of a
+killed command blocks nobody. A new command on the same host sees at once that the process is gone. One on another host
+watches for a while whether the worker still writes heartbeats.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RUNNING = "running.json"
 _ENDED = ("done", "stopped", "failed")
 _LOOK_SECONDS = 2.0
 _HEARTBEATS = 1.5
-"""Number of heartbeats for which a command on another host is watched."""
+"""Number of intervals between heartbeats for which a command on another host is watched."""
 
 
 class RunningRecord(Record, frozen=True, kw_only=True):
-    """Content of `RUNNING`: the command that works in the work folder, or that was killed there."""
+    """Content of `RUNNING`: the command that works in the work folder, or the one that was killed there last."""
 
     format_version: int
     host: str
@@ -88,7 +88,11 @@ def running_alone(work: Store, run: Store, clock: Clock) -> Iterator[None]:
 def _take_over(
     work: Store, data: bytes, mine: RunningRecord, other: _OtherWorker, clock: Clock
 ) -> None:
-    """Replace the record of a command that is gone. Raises InputError if it still runs, or another was faster."""
+    """Replace the record of a command that is gone.
+
+    Raises:
+        InputError: The command still runs, or others replace the record at the same time.
+    """
     for _ in range(3):
         try:
             there, etag = work.get(RUNNING)
@@ -97,7 +101,7 @@ def _take_over(
             if _still_runs(record, mine, other):
                 raise _refusal(record, mine, work.url, clock)
             work.replace(RUNNING, data, etag)
-        except ObjectNotFound:  # it has just ended
+        except ObjectNotFound:  # the other command has just ended
             with contextlib.suppress(AlreadyExists):
                 work.create(RUNNING, data)
                 return
@@ -106,7 +110,7 @@ def _take_over(
         else:
             return
     raise InputError(
-        f"{work.url}: several `batchinfer run` commands were started there at once, expected one",
+        f"{work.url}: several `batchinfer run` commands were started there at once",
         hint="let one of them run",
     )
 
@@ -138,13 +142,13 @@ class _OtherWorker:
         self._clock = clock
 
     def is_alive(self, record: RunningRecord) -> bool:
-        """Watch the heartbeat for a little longer than the time in which a live worker renews it."""
+        """Watch the worker for `_HEARTBEATS` intervals, and return whether it has written a heartbeat."""
         first = self._read()
         if first is None or first.state in _ENDED:
             return False
         seconds = _HEARTBEATS * first.lease_seconds / HEARTBEATS_PER_LEASE
         logger.info(
-            "looking for %s whether the `batchinfer run` on the host %s (process %d) is still alive",
+            "watching for %s whether the `batchinfer run` on the host %s (process %d) is still alive",
             *(units.duration(seconds), record.host, record.pid),
         )
         until = self._clock.monotonic() + seconds

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"
 TEXT_COLUMN = "prompt"
-"""Name of the column that rows made of lines of text have."""
+"""Name of the column of a text's rows."""
 
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _CONVERSATIONS = ("messages", "conversation", "conversations")
@@ -41,7 +41,7 @@ def recognise(columns: Sequence[str], options: Mapping[str, Any]) -> dict[str, A
         Options to add; empty if the user has said where the prompt is.
 
     Raises:
-        ConfigError: No column has a name that is known to hold prompts.
+        ConfigError: No column has one of the names that prompts usually have.
     """
     if options["request_format"] != "rows" or any(options[name] for name in _SAYS_THE_PROMPT):
         return {}
@@ -66,11 +66,11 @@ def as_tables(sources: Sequence[str], folder: Path) -> list[str]:
     """Return the sources, with standard input and .txt files replaced by files of JSON Lines in `folder`.
 
     A .txt file may be a URL or match a glob, be compressed (.gz, .zst), and have its ending in upper case. Every line
-    of a text becomes a row with the column `prompt`; blank lines are left out. Standard input counts as JSON Lines if
-    its first character besides white space is a brace, else as text.
+    of a text becomes a row with the column `prompt`; blank lines are left out. Standard input is read as JSON Lines if
+    its first character besides white space is a brace. Other formats are refused, and what has no format is text.
 
     Raises:
-        InputError: Standard input is a terminal, or a source is empty, missing or not UTF-8.
+        InputError: Standard input is a terminal, or a text is empty, missing or not UTF-8.
     """
     return [table for source in sources for table in _as_tables(source, folder)]
 
@@ -93,7 +93,7 @@ def _text_file(found: FoundFile, folder: Path) -> str:
 
 
 def _write(stream: BinaryIO, name: str, folder: Path, *, is_text: bool = False) -> str:
-    """Write the rows of a stream to a file that is named after its content, and return the file's path."""
+    """Write the rows of a stream to a file whose name has their digest, and return the file's path."""
     with scratch_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         growing = folder / f"{name}.part"
@@ -106,7 +106,7 @@ def _write(stream: BinaryIO, name: str, folder: Path, *, is_text: bool = False) 
             if kind not in ("", "jsonl"):
                 raise InputError(
                     f"SOURCE {name}: holds {kind} data, expected JSON Lines or text",
-                    hint="unpack it first, or name the file instead of -",
+                    hint="name the file instead of -, or unpack it first",
                 )
             if kind and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 raise InputError(
@@ -153,7 +153,7 @@ def copy_to(path: Path, stream: BinaryIO) -> None:
 
     Raises:
         BatchinferError: The stream cannot take it, because the disk is full, for example.
-        BrokenPipeError: The stream's reader, such as `head`, has ended.
+        BrokenPipeError: The program that reads the stream, such as `head`, has ended.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The steps of `run`: check, split, generate, collect. Each can be killed, and the same command goes on from there.
 
-Besides DEST, the steps write into the work folder: the job into ``job/``, the run into ``run/``, the record
-`COLLECTING`, which says that DEST is this command's, and while a command works there, the record of running.py.
+Besides DEST they write the work folder: the job into ``job/``, the run into ``run/``, the record `COLLECTING`, which
+says that DEST is this command's, and the record `RUNNING` of running.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COLLECTING = "collecting.json"
 
 
 class PipelineConfig(Record, frozen=True, kw_only=True):
-    """Options of `run` that are not the worker's. `limit` is the number of rows to do now, counted from the first."""
+    """Options of `run` that are not the worker's. `limit` is the number of first rows to answer now."""
 
     sources: list[str]
     dest: str
@@ -72,18 +72,18 @@ class PipelineConfig(Record, frozen=True, kw_only=True):
 
 
 class CollectingRecord(Record, frozen=True, kw_only=True):
-    """Content of `COLLECTING`. It is written before DEST, so a DEST without it is not this command's."""
+    """Content of `COLLECTING`. It is written before DEST: a DEST without it is not this command's."""
 
     format_version: int
     dest: str
-    """DEST. If DEST and the work folder are local, this is DEST's path relative to the work folder, so that both can be
-    moved together."""
+    """DEST. If DEST and the work folder are local, it is a path relative to the work folder: both can be moved
+    together."""
     options: dict[str, Any]
-    """Options on which DEST's content depends."""
+    """Options of `PipelineConfig` on which DEST's content depends."""
     rows: int = 0
     """Number of rows at DEST; 0 until DEST is complete."""
     generation: int | msgspec.UnsetType = msgspec.UNSET
-    """Generation of the job from which DEST was written. Unset if no data had been appended."""
+    """Generation of the job from which DEST was written. Unset if no data had been appended to it."""
 
 
 class LookedAt(NamedTuple):
@@ -109,9 +109,9 @@ class WorkFolder:
     # -- split
 
     def look(self, options: dict[str, Any], world: CheckWorld) -> LookedAt:
-        """Count the sources, and choose options from the data. Writes nothing.
+        """Count the rows of the sources, and choose options by the data. If there is no job yet, check everything.
 
-        If there is no job yet, options and sources are checked.
+        Writes nothing, but the check of a run at a URL writes a probe object there and removes it.
 
         Raises:
             ConfigError: The options and the sources would not work together.
@@ -132,9 +132,9 @@ class WorkFolder:
         return running_alone(self._store, self._open_store(self.run_url), self._clock)
 
     def split(self, counted: CountedSources) -> None:
-        """Make the job if there is none. Append those of the sources' files that the job lacks, if it has the others.
+        """Make the job if there is none. If the sources still have all of its files, append those that it lacks.
 
-        With --limit, the first chunk of a new job has the rows up to the limit, so that they can be done alone.
+        With --limit, the first chunk of a new job ends at the limit, so that its rows can be answered alone.
 
         Raises:
             InputError: The sources cannot be read, or are not those of the job that is there.
@@ -169,7 +169,7 @@ class WorkFolder:
             ) from error
 
     def _as_chat(self, options: dict[str, Any], world: CheckWorld) -> dict[str, Any]:
-        """Return ``as_chat`` if texts of --prompt-column should go through the model's chat template, else nothing."""
+        """Return ``as_chat`` as an option if each prompt is to be sent as a user's message, else no option."""
         if options["as_chat"] or not options["prompt_column"] or self.config.is_plain:
             return {}
         reason = "--system-prompt" if options["system_prompt"] else ""
@@ -219,10 +219,10 @@ class WorkFolder:
         )
 
     def refuse_other_options(self, options: dict[str, Any]) -> None:
-        """Compare the options with those of the run that is there.
+        """Refuse options that would have given other answers than those of the run that is there.
 
         Raises:
-            RunMismatch: They differ.
+            RunMismatch: The options differ.
         """
         found = differences(self._open_store(self.run_url), self._asked(options), "")
         if found:
@@ -235,7 +235,7 @@ class WorkFolder:
     # -- generate
 
     def check_hub(self) -> None:
-        """Make DEST if it is a data set on the Hub that is missing, so that no row is answered for nothing.
+        """Make the repository of a DEST on the Hub if it is missing, so that no rows are answered in vain.
 
         Raises:
             AccessDenied: The token may not write there.
@@ -244,7 +244,7 @@ class WorkFolder:
             self._hub.prepare()
 
     def manifest(self) -> str:
-        """Return the URL of the manifest of the chunks to do now."""
+        """Return the URL of the manifest of the chunks to answer now. With --limit it may be a new one."""
         found = load_job(self.job_url, self._open_store)
         assert found is not None
         job, limit = found[0], self.config.limit
@@ -254,7 +254,9 @@ class WorkFolder:
         rows = sum(chunk.rows for chunk in wanted)
         if rows != limit:
             logger.warning(
-                "--limit %d: the chunks with these rows have %d; all are done", limit, rows
+                "--limit %d: the chunks with these rows have %d, and all of them are answered",
+                limit,
+                rows,
             )
         return self._write_manifest(job, len(wanted), rows)
 
@@ -266,16 +268,16 @@ class WorkFolder:
         return join_url(self.job_url, key)
 
     def refuse_errors(self, rate: float, *, at_least: int) -> None:
-        """Refuse to call a run done of which a larger share failed than `rate`.
+        """Refuse a run in which a larger share of the rows failed than `rate`.
 
-        The worker judges only the rows of its own start. A start that finds all rows done has none to judge.
+        The worker judges only rows that it has answered since its start, which may be none.
 
         Args:
             rate: The value of --max-error-rate.
-            at_least: With fewer failed rows nothing is raised.
+            at_least: Smallest number of failed rows for which a run is refused.
 
         Raises:
-            ErrorRateExceeded: More rows of the run failed.
+            ErrorRateExceeded: A larger share failed.
         """
         store = self._open_store(self.run_url)
         found = select(store, self._open_store, now=self._clock.now(), job_url=self.job_url)
@@ -292,8 +294,8 @@ class WorkFolder:
         """Check that DEST is free or this command's own. Returns the number of rows at DEST; 0 if it must be written.
 
         Raises:
-            ConfigError: DEST and the options for it do not fit together.
-            InputError: Something else is at DEST.
+            ConfigError: DEST does not fit its options or the work folder.
+            InputError: DEST cannot be made, or something else is there.
         """
         check_options(self._collection())
         self._check_place()
@@ -335,7 +337,7 @@ class WorkFolder:
             )
 
     def _dest_from_work(self) -> str:
-        """Return DEST as `CollectingRecord` names it, which does not depend on how the user spelt a local DEST."""
+        """Return DEST as `CollectingRecord` has it."""
         dest, work = self.config.dest, self.config.work
         if split_url(dest)[0] != "file":
             return dest
@@ -344,7 +346,7 @@ class WorkFolder:
         return os.path.relpath(local_path(dest).resolve(), local_path(work).resolve())
 
     def is_current(self) -> bool:
-        """Whether DEST was written from the job as it is now, not from one that lacked data appended since."""
+        """Whether DEST was written from the job as it is now, with all appended data."""
         record = self._record()
         return record is not None and (record.generation or 0) == self._generation()
 

@@ -60,8 +60,8 @@ def command(**options: Any) -> None:
 
     /help lists the commands. In a message, Alt-Enter begins a new line; a message that begins with three double quotes
     goes on, line by line, up to three more. When the conversation no longer fits the model's context, its first turns
-    are left out, and the chat says so. Where standard input is no terminal, each line is a message, and only answers
-    are written to stdout.
+    are left out, and the chat says so. Where standard input is no terminal, each line is a message or a command.
+    Answers and the text of /prompt are written to stdout, everything else to stderr.
     """  # noqa: D301 - \b keeps click from wrapping the example
     from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.playground.lines import lines_of
@@ -81,7 +81,9 @@ def command(**options: Any) -> None:
     refuse_template(settings.engine, "--user-msg-fmt" if formats else template)
     check_model(settings.engine)
     tokenizer = tokenizer_for(settings.engine)
-    make_builder(settings.prompt, settings.sampling, settings.run_seed, tokenizer, formats)
+    make_builder(  # checks the values before the model is loaded
+        settings.prompt, settings.sampling, settings.run_seed, tokenizer, formats
+    )
     lines = lines_of(sys.stdin, history, [f"/{name}" for name in COMMANDS])
     session = Session(settings.engine)
     before = signal.signal(signal.SIGTERM, _end)
@@ -118,5 +120,5 @@ def _formats(user: str | None, assistant: str | None) -> Formats | None:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    # An event loop, as the line editor's, swallows other exceptions that a signal raises in one of its callbacks.
+    # Not an ordinary exception: the line editor's event loop swallows those that a signal raises in its callbacks.
     raise SystemExit

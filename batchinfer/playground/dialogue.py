@@ -1,4 +1,4 @@
-"""A conversation with a model: its turns, the prompt that they make, and the settings that a person may change."""
+"""A conversation with a model: its turns, its prompts, and the settings that a person may change."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from batchinfer.prompts.parameters import ALIASES
 from batchinfer.worker.config import check_together
 
 ANSWER_TOKENS = 256
-"""Tokens that a prompt with several turns leaves for the answer if no `max_tokens` is set. The prompt may take half of
-the context anyway."""
+"""Tokens that a prompt with earlier turns leaves for the answer if `max_tokens` is not set. In a small context it
+leaves fewer, because a prompt may always take half of the context."""
 _CHUNK = "chat"
 
 FORMATS_TEMPLATE = (
@@ -34,22 +34,22 @@ FORMATS_TEMPLATE = (
 
 
 class Turn(Record, frozen=True, kw_only=True):
-    """A message of the person, and the model's answer."""
+    """A person's message and the model's answer."""
 
     message: str
     answer: str
     is_cut: bool = False
-    """Whether the person ended the answer."""
+    """Whether the person ended the answer with Ctrl-C."""
 
 
 class ChatRequest(Record, frozen=True, kw_only=True):
-    """A request with the person's next message, and the prompt that the model gets."""
+    """The request that asks the person's next message."""
 
     request: Request
     prompt: Any
     """Prompt as a text, or the messages if the engine makes the prompt itself."""
     num_dropped: int
-    """Number of turns, counted from the first, that are left out because the context is full."""
+    """Number of turns, from the first on, that are left out of the prompt because the context is too small."""
 
 
 class Formats(Record, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Formats(Record, frozen=True, kw_only=True):
 
     @property
     def stops(self) -> list[str] | None:
-        """Texts that end an answer: the end of the model's format and the beginning of the user's, if not blank."""
+        """Texts that end an answer: the end of the assistant's format and the beginning of the user's, unless blank."""
         texts = [self.assistant.split("{}")[1].strip(), self.user.split("{}")[0].strip()]
         return [text for text in texts if text] or None
 
@@ -69,19 +69,19 @@ def read_format(flag: str, text: str) -> str:
     r"""Return a format, with `\n` and `\t` replaced by a line break and a tab.
 
     Raises:
-        ConfigError: the format does not hold {} once, where the message goes.
+        ConfigError: the format does not hold {} exactly once.
     """
     text = text.replace("\\n", "\n").replace("\\t", "\t")
     if text.count("{}") != 1:
         raise ConfigError(
-            f"{flag} {text!r}: expected {{}} once, where the message goes",
+            f"{flag} {text!r}: expected {{}} exactly once, where the message goes",
             hint=f"e.g. {flag} 'user: {{}}\\n'",
         )
     return text
 
 
 class Settings:
-    """The system prompt and the sampling values, which `/system` and `/set` change while the conversation goes on.
+    """Settings of a chat. `/system` and `/set` change the system prompt and the sampling values.
 
     Args:
         options: All options of a run.
@@ -101,7 +101,7 @@ class Settings:
         _refuse_several(self.sampling)
 
     def set(self, pairs: dict[str, Any]) -> None:
-        """Change sampling values. The value None means the model's own again. Nothing changes if one is wrong.
+        """Change sampling values; None stands for the model's default. If one is wrong, none is changed.
 
         Raises:
             ConfigError: a name or a value is wrong.
@@ -127,7 +127,7 @@ class Settings:
         self.prompt = msgspec.structs.replace(self.prompt, system_prompt=text)
 
     def shown(self) -> dict[str, Any]:
-        """Return the sampling values that are set, by name."""
+        """Return the sampling values that are set, by name, and the seed."""
         values: dict[str, Any] = msgspec.to_builtins(self.sampling)
         values |= values.pop("extra", None) or {}
         return values | {"seed": self.run_seed}
@@ -148,7 +148,7 @@ def make_builder(
     tokenizer: Tokenizer | None,
     formats: Formats | None = None,
 ) -> PromptBuilder:
-    """Make the builder of a conversation's prompts. It does not check lengths.
+    """Make the builder of a conversation's prompts. The builder does not check their lengths.
 
     Raises:
         ConfigError: a sampling value cannot work, or there is no chat template.
@@ -176,7 +176,7 @@ def _template_values(
 
 
 def _start_of(tokenizer: Tokenizer) -> str:
-    """Return the text of the special tokens that the tokenizer puts before a plain text."""
+    """Return the text of the special tokens that the tokenizer puts before a text."""
     [plain], [marked] = (tokenizer.encode(["a"], add_special_tokens=each) for each in (False, True))
     for start in range(len(marked) - len(plain) + 1):
         if marked[start : start + len(plain)] == plain:
@@ -248,7 +248,7 @@ class Dialogue:
         return length <= max(self._max_model_len - wanted, self._max_model_len // 2)
 
     def add(self, turn: Turn) -> None:
-        """Append a turn. With formats, the white space around its answer is the formats', and is removed."""
+        """Append a turn. With formats, white space around its answer is removed: the formats bring their own."""
         if self.settings.formats is not None:
             turn = msgspec.structs.replace(turn, answer=turn.answer.strip())
         self.turns.append(turn)
@@ -275,7 +275,7 @@ class Dialogue:
         return codec.encode({"messages": [*first, *self.messages()]}) + b"\n"
 
     def tokens_of(self, ready: ChatRequest) -> list[tuple[int, str]]:
-        """Return the id and the text of each token of a prompt; none if the engine makes the prompts."""
+        """Return the id and the text of each token of a prompt; an empty list if the engine makes the prompts."""
         if self._tokenizer is None:
             return []
         decode = self._tokenizer.decode

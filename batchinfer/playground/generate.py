@@ -94,7 +94,7 @@ def command(**options: Any) -> dict[str, Any] | None:
       batchinfer generate --model Qwen/Qwen3-8B --prompt "Why is the sky blue?" \\
           --temperature 0,0.7,1 --n 2
 
-    Numbers of the sampling options may be lists: every prompt is answered with every combination. A model with a chat
+    Options with A,B,… take lists: every prompt is answered with every combination of their values. A model with a chat
     template is sent each prompt as a user's message. Answers stream to stdout; the table of tokens, latencies and rates
     comes last, on stderr. All requests run together unless --one-at-a-time is given. Exit 1: a request has no answer.
     """  # noqa: D301 - \b keeps click from wrapping the example
@@ -107,11 +107,11 @@ def command(**options: Any) -> dict[str, Any] | None:
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path], delimiter: str | None) -> list[str]:
-    r"""Return the prompts: those of the command line, then those of the files. A file's last line break is left out.
+    r"""Return the prompts of the command line, then those of the files. A line break at the end of a file is removed.
 
     Raises:
         ConfigError: there is no prompt.
-        InputError: a file cannot be read, or a prompt is no text.
+        InputError: a file cannot be read, or a prompt is not UTF-8.
     """
     found = list(texts)
     for path in files:
@@ -142,7 +142,7 @@ def _read(path: Path) -> str:
 
 
 class Generation:
-    """One call of `generate`: checks everything, loads the engine, shows the answers and sums them up."""
+    """One call of `generate`."""
 
     def __init__(
         self, prompts: list[str], options: dict[str, Any], *, is_plain: bool, is_serial: bool
@@ -154,16 +154,24 @@ class Generation:
         self._answered: dict[int, Answered] = {}
 
     def run(self, *, as_json: bool) -> dict[str, Any] | None:
-        """Do it. Returns the JSON object if `as_json`, else shows the answers on stdout."""
+        """Check everything, load the engine, answer, and show the table.
+
+        Returns:
+            The JSON object if `as_json`; else None, and the answers are written to stdout as they come.
+
+        Raises:
+            BatchinferError: an option or a prompt cannot work, the engine failed, or a request has no answer.
+        """
         from batchinfer.engines.tokenizers import tokenizer_for
 
-        first = points(self._options)[0].choices.engine  # checks the options before the model
+        first = points(self._options)[0].choices.engine  # `points` checks all options
         refuse_template(first, "--chat-template" if self._options["chat_template"] else "")
         check_model(first)
         tokenizer = tokenizer_for(first)
         is_chat = not self._is_plain and (tokenizer is None or tokenizer.has_chat_template)
         is_chat = is_chat or bool(self._options["system_prompt"] or self._options["chat_template"])
         grid = points(self._options | {"as_chat": is_chat})
+        # Checks the prompts before the model is loaded.
         trials(self._prompts, grid, tokenizer, longest_sequence(first))
         session = Session(first)
         say(f"loading {first.model or first.engine} …")
@@ -179,7 +187,7 @@ class Generation:
     def _generate(
         self, session: Session, tried: list[Trial], names: list[str], *, as_json: bool
     ) -> float:
-        """Answer all trials. Returns the seconds from the first request to the last answer."""
+        """Answer all trials, or those until Ctrl-C. Returns how many seconds that took, without the warm-up."""
         live = None if as_json else results.LiveText(tried, names)
         with stopped_by_interrupt() as stop:
             if find_engine(self._options["engine"]).needs_model:
@@ -266,7 +274,7 @@ def described(info: EngineInfo) -> str:
 def _warm_up(session: Session, request: Request, stop: StopSignal) -> None:
     """Answer a request that is not measured, because an engine's first step is slower than the others.
 
-    It has a prompt of its own, so that the engine computes all tokens of the prompts that are measured.
+    Its prompt is none of the user's, so it puts none of theirs into the prefix cache.
     """
     sampling = msgspec.structs.replace(request.sampling, max_tokens=2, min_tokens=None)
     warm = Request(key=("warm-up", 0), token_ids=[0, 0, 0, 0], sampling=sampling)

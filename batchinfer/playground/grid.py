@@ -16,7 +16,7 @@ from batchinfer.playground.options import Choices, choices, listed_values
 from batchinfer.prompts import PromptBuilder, RawRow, Tokenizer
 
 _CHUNK = chunk_name(0, 1)
-"""Chunk to which the prompts would belong as the rows of a data set. Their seeds are therefore those of `run`."""
+"""Name of a job's first chunk. Seeds are made from chunk and row, so a prompt has the seed that `run` gives its row."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
@@ -26,12 +26,12 @@ class Trial(Record, frozen=True, kw_only=True):
     """Number of the prompt, from 0."""
     prompt: str
     values: dict[str, Any]
-    """Sampling values of this trial, by option. Only options that were given are here."""
+    """Values of the options that take lists, by parameter: those that were given, and the seed."""
     request: Request
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """One combination of the sampling values that were given."""
+    """One combination of the values of the options that take lists."""
 
     values: dict[str, Any]
     choices: Choices
@@ -39,10 +39,10 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 def points(options: dict[str, Any]) -> list[Point]:
-    """Return every combination of the listed values; the last option varies fastest.
+    """Return every combination of the values of the options that take lists.
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: an option's value cannot work.
     """
     lists = listed_values(options)
     found = []
@@ -56,7 +56,7 @@ def points(options: dict[str, Any]) -> list[Point]:
 
 
 def check_text(text: str, subject: str) -> None:
-    """Refuse a text from a command line or standard input that holds bytes that are no UTF-8.
+    """Refuse a text from the command line or standard input that was not UTF-8.
 
     Raises:
         InputError: the message begins with `subject`.
@@ -102,7 +102,7 @@ def trials(
                     prompt_index=index,
                     prompt=prompts[index],
                     values=point.values,
-                    # Two trials of one prompt would have the same key.
+                    # The builder gives all trials of one prompt the same key.
                     request=msgspec.structs.replace(
                         prepared.request,
                         key=("generate", len(found)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROMPT = ">>> "
 QUOTES = '"""'
-"""Mark of a message of several lines: it begins and ends with the mark."""
+"""Mark at the beginning and the end of a message of several lines."""
 
 
 class Lines(Protocol):
@@ -28,10 +28,11 @@ class Lines(Protocol):
     """Whether a person types the lines."""
 
     def read(self) -> str:
-        """Return the next message, perhaps with several lines.
+        """Return the next message or command. A message may have several lines.
 
         Raises:
-            EOFError: there is none.
+            EOFError: there is no more.
+            InputError: standard input cannot be read, or ends within a message.
             KeyboardInterrupt: the person pressed Ctrl-C while typing.
         """
         ...
@@ -42,7 +43,7 @@ def lines_of(stdin: TextIO | None, history: str | None, words: Sequence[str]) ->
 
     Args:
         stdin: Standard input; None if the caller has closed it.
-        history: File for the input history; None for the default place, empty for none.
+        history: File for the typed lines; None for the default file, "" for no file.
         words: Commands that the tab key completes.
     """
     if stdin is not None and stdin.isatty():
@@ -51,7 +52,7 @@ def lines_of(stdin: TextIO | None, history: str | None, words: Sequence[str]) ->
 
 
 def is_open_block(text: str) -> bool:
-    """Whether a text begins with the mark of a message of several lines and does not yet end with another.
+    """Whether a text begins with `QUOTES`, and does not yet end with `QUOTES`.
 
     >>> is_open_block(f"{QUOTES}a"), is_open_block(f"{QUOTES}a{QUOTES}"), is_open_block("a")
     (True, False, False)
@@ -131,7 +132,7 @@ class TerminalLines:
                 buffer.validate_and_handle()
 
         @keys.add("escape", "enter")
-        @keys.add("escape", "c-j")  # the same keys, typed before the line editor was there
+        @keys.add("escape", "c-j")  # Alt-Enter, typed before the line editor started
         def _break(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
@@ -152,7 +153,10 @@ class TerminalLines:
 
 
 def _history(path: str | None) -> History:
-    """Return the input history: a file that only this user can read, or memory if there can be no file."""
+    """Return the history of typed lines: a file, or memory if no file is wanted or can be made.
+
+    A new file is readable by this user alone.
+    """
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if path == "":

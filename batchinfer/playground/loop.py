@@ -1,4 +1,4 @@
-"""The loop of a chat: reads messages and commands, and shows the answers."""
+"""The loop of a chat: it reads messages and commands, and shows the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchinfer.playground.session import Answered, Session, stopped_by_interrup
 
 
 class ChatCommand(NamedTuple):
-    """A command of the chat: the method of `Chat` that does it, and its line in ``/help``."""
+    """A command of the chat: the method of `Chat` that carries it out, and its line in ``/help``."""
 
     method: str
     argument: str
@@ -68,7 +68,7 @@ class Chat:
         self._lines = lines
         self._last: ChatRequest | None = None
         self._unanswered: str | None = None
-        """The last message, if it has no answer that is kept."""
+        """The last message, if no answer to it was kept."""
         self._num_dropped = 0
         self._is_loaded = True
         self._is_over = False
@@ -77,7 +77,8 @@ class Chat:
         """Read and answer until the person quits or standard input ends.
 
         Raises:
-            BatchinferError: without a terminal, a message or command was refused, or the engine failed.
+            BatchinferError: a message or command was refused, or the engine failed. At a terminal these are shown
+                instead, and the chat goes on.
         """
         while not self._is_over:
             try:
@@ -162,7 +163,7 @@ class Chat:
         self._dialogue.add(Turn(message=message, answer=answer, is_cut=is_cut))
 
     def _stream(self, ready: ChatRequest) -> tuple[str, Answered | None]:
-        """Show an answer while it comes. Returns its text, and None if Ctrl-C ended it."""
+        """Show an answer while it comes. Returns its text, and its record, which is None if Ctrl-C ended it."""
         parts: list[str] = []
 
         def show(piece: TextPiece) -> None:
@@ -255,6 +256,8 @@ class Chat:
             raise ConfigError(
                 "/save: expected the name of a new file", hint="e.g. /save chat.jsonl"
             )
+        if not self._dialogue.turns:
+            raise ConfigError("/save: nothing was said yet")
         path = Path(argument).expanduser()
         try:
             with path.open("xb") as file:
@@ -279,9 +282,7 @@ class Chat:
         try:
             self._ask(turn.message)
         finally:
-            if (
-                len(self._dialogue.turns) == num_turns
-            ):  # the answer that was there is better than none
+            if len(self._dialogue.turns) == num_turns:  # no new answer, so the old one stays
                 self._keep(turn.message, turn.answer, is_cut=turn.is_cut)
 
     def quit(self, _argument: str) -> None:

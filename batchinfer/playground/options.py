@@ -1,4 +1,4 @@
-"""The options of `generate` and `chat`: those options of a run that concern the model, the engine and sampling."""
+"""The options that `generate` and `chat` share with the other commands: model, engine, prompt and sampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.worker.config import check_together
 _SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
 _PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
 _LEFT_OUT = ("replicas", "logprobs")
-"""Options that do nothing for one person: a second replica would only wait, and no log-probability is shown."""
+"""Options without a use here: a second replica would wait most of the time, and log-probabilities are not shown."""
 _HELP = {
     "revision": "Commit, tag or branch of the model. Default: the latest.",
     "trust_remote_code": "Run code that comes with the model.",
@@ -45,7 +45,7 @@ _LISTED = (
     "frequency_penalty",
     "seed",
 )
-"""Options of which `generate` takes several values."""
+"""Parameters of the options for which `generate` takes lists."""
 
 
 class ListOf(click.ParamType[list[Any]]):
@@ -81,7 +81,7 @@ def play_options(*, has_lists: bool, without: Collection[str] = ()) -> Callable[
     """Return a decorator that adds these options to a command.
 
     Args:
-        has_lists: Whether options that are numbers take several values with commas between.
+        has_lists: Whether the options of `_LISTED` take several values with commas between.
         without: Names of the parameters of options to leave out.
     """
 
@@ -102,12 +102,12 @@ def _listed(option: Option) -> Option:
 
 
 def listed_values(given: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the values of the options that take several and were given."""
+    """Return the given values of the options of `_LISTED`, by parameter."""
     return {name: given[name] for name in _LISTED if given.get(name) is not None}
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options together with the defaults of a run's options that the command does without."""
+    """Return the options, and the defaults of those options of a worker that the command lacks."""
     return {option.parameter: option.value_if_not_given for option in OPTIONS} | given
 
 
@@ -125,7 +125,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choices(given: dict[str, Any]) -> Choices:
-    """Make the configuration from all options of a run. An engine that loads a model has one replica.
+    """Make the configuration from all options of a worker. An engine that loads a model gets one replica.
 
     Raises:
         ConfigError: a value is wrong, or the engine does not know one of the sampling parameters.
@@ -158,10 +158,14 @@ def check_model(config: EngineConfig) -> None:
 
 
 def refuse_template(config: EngineConfig, template: str) -> None:
-    """Refuse a chat template, or formats in its place, where another program makes the prompt.
+    """Refuse a chat template if the engine is an endpoint, which makes the prompt itself.
+
+    Args:
+        config: Configuration of the engine.
+        template: The option that was given, for the message; "" if none was.
 
     Raises:
-        ConfigError: the engine is an endpoint.
+        ConfigError: the engine is an endpoint, and the option was given.
     """
     if template and find_engine(config.engine).is_remote:
         raise ConfigError(
@@ -171,7 +175,7 @@ def refuse_template(config: EngineConfig, template: str) -> None:
 
 
 def quieten() -> None:
-    """Log only warnings, unless --log-level says otherwise: log lines would stand between a person's questions."""
+    """Log only warnings, unless --log-level was given: log lines would stand between the answers."""
     source = click.get_current_context().get_parameter_source("log_level")
     if source is click.core.ParameterSource.DEFAULT:
         set_level("warning")

@@ -1,4 +1,4 @@
-"""What `generate` shows and returns: answers while they come, the table at the end, and the JSON object."""
+"""What `generate` shows and returns: the answers while they come, the table at the end, and the JSON object."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def _plain(value: Any) -> str:
 
 
 class LiveText:
-    """Writes the answers of several trials to stdout in their order, each as far as it has come.
+    """Writes the answers of several trials to stdout, in the order of the trials.
 
-    Texts that come before their turn wait. With several answers a line before each says which one it is.
+    Of the trial whose turn it is, the first answer is written while it comes, the others when the trial is complete.
+    The later trials wait. With several answers, a line before each says which one it is.
 
     Args:
         trials: The trials, in the order in which their answers are written.
-        names: Names of the sampling values that tell trials of one prompt apart.
+        names: Names of the sampling values in which trials of one prompt differ.
     """
 
     def __init__(self, trials: Sequence[Trial], names: Sequence[str]) -> None:
@@ -66,7 +67,7 @@ class LiveText:
             self._write_first(self._waiting[number, 0])
 
     def finish(self, answered: Answered) -> None:
-        """Take a complete answer, and write all answers whose turn it is now."""
+        """Take the complete answers of one trial, and write every trial whose turn it is now."""
         self._answered[answered.completion.key[1]] = answered
         while (done := self._answered.get(self._turn)) is not None:
             self._write_rest(done)
@@ -76,7 +77,7 @@ class LiveText:
                 self._write_first(text)
 
     def end(self) -> None:
-        """End the line of an answer that was interrupted."""
+        """End the line of the answer that is being written, if any."""
         if self._is_begun:
             write("\n")
 
@@ -145,7 +146,7 @@ def result_of(trial: Trial, answered: Answered) -> dict[str, Any]:
 
 
 def totals_of(results: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Sum the results up. `seconds` is the time from the first request to the last answer."""
+    """Sum the results up. `seconds` is the time that all of them took together."""
     firsts = [
         each["first_token_seconds"] for each in results if each["first_token_seconds"] is not None
     ]
@@ -177,7 +178,7 @@ def _rate(tokens: int, seconds: float) -> float | None:
 def table_of(
     results: Sequence[dict[str, Any]], totals: dict[str, Any], names: Sequence[str]
 ) -> Table:
-    """Lay out a row for each trial, and one for all of them."""
+    """Make a table with a row for each trial, and a row of sums if there are several trials."""
     has_cached = bool(totals["cached_tokens"])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=len(results) > 1)
     numbers = ["input", *(["cached"] if has_cached else []), "output"]

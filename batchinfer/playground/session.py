@@ -1,4 +1,4 @@
-"""One loaded engine that answers a person's requests: texts while they come, and how long they took."""
+"""One loaded engine that answers a person's requests, shows texts while they come, and measures the times."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from batchinfer.engines.config import EngineConfig
 
 
 class StopSignal:
-    """A stop signal that Ctrl-C sets."""
+    """A flag that asks an engine to drop its work. Implements `Stop`."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def set(self) -> None:
-        """Ask the engine to drop its work."""
+        """Set the flag."""
         self._is_set = True
 
     def is_set(self) -> bool:
-        """Whether the engine should drop its work."""
+        """Whether the flag is set."""
         return self._is_set
 
 
 @contextmanager
 def stopped_by_interrupt() -> Iterator[StopSignal]:
-    """Give a stop signal that Ctrl-C sets for as long as the context lasts."""
+    """Give a stop signal that Ctrl-C sets while the context lasts; Ctrl-C then raises nothing."""
     stop = StopSignal()
     before = signal.getsignal(signal.SIGINT)
 
@@ -51,13 +51,13 @@ class Answered(Record, frozen=True, kw_only=True):
 
     completion: Completion
     first_seconds: float | None
-    """Seconds until the first token; None if the answer came in one piece."""
+    """Seconds until the first token; None if the engine did not stream the answer."""
     seconds: float
     """Seconds until the answer was complete."""
 
 
 class RequestList:
-    """A fixed list of requests, with the time at which the engine took each. Implements RequestSource."""
+    """A fixed list of requests. It notes when the engine takes each. Implements `RequestSource`."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._left = list(requests)
@@ -88,7 +88,7 @@ class Session:
         self._engine = create_engine(config)
 
     def open(self) -> EngineInfo:
-        """Load the model. After `close` or a failure, `open` loads it again.
+        """Load the model. May be called again after `close` or a failure.
 
         Raises:
             BatchinferError: see `Engine.open`.
@@ -110,7 +110,7 @@ class Session:
         Args:
             requests: Requests with different keys. Their answers are streamed.
             stop: Signal that drops what is not answered yet.
-            on_piece: Function that gets each part of a text when it comes.
+            on_piece: Function that is called with each part of a text when it comes.
 
         Raises:
             EngineError: see `Engine.generate`.

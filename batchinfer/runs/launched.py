@@ -1,4 +1,4 @@
-"""What was launched for a run, joined with the workers that were seen, and with what their cluster says."""
+"""The launches of a run: how many of their workers were seen, and what their clusters say of the others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import msgspec
 
 from batchinfer.clusters import ClusterState, find_cluster
 from batchinfer.clusters.launches import FoundLaunch, find_launches
+from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError
 from batchinfer.runs.overview import LaunchView, Overview
 from batchinfer.storage import Store
 
-_UNKNOWN = ""
 _OVER = ("done", "cancelled", "failed")
 
 
 def with_launches(seen: Overview, store: Store) -> Overview:
-    """Return the overview with the run's launches. Their clusters are asked about workers that were not seen.
+    """Return the overview with the run's launches.
 
-    A cluster that cannot be asked from this machine gets a note.
+    Unless the run is done, the clusters are asked about workers that are gone or were never seen. Of a cluster that
+    cannot be asked from this machine, the overview gets a note.
     """
     launches, notes = find_launches(store)
     known = {view.id: view.state for view in seen.workers}
@@ -32,7 +33,7 @@ def with_launches(seen: Overview, store: Store) -> Overview:
 
 
 def launch_text(view: LaunchView) -> str:
-    """Say in words how many workers of a launch were seen, and what became of the others.
+    """Say in words how many workers of a launch were seen, and what became of those that are gone or were not.
 
     >>> failed = {"failed (NODE_FAIL)": 1}
     >>> launch_text(
@@ -51,12 +52,14 @@ def _counted(number: int, what: str, said: str) -> str:
 
 
 def cancel_launches(store: Store) -> list[str]:
-    """Cancel all that was launched for a run. Return a sentence for each launch of which something is left."""
+    """Cancel all launches of a run. Return a sentence for each that may have left something."""
     launches, left = find_launches(store)
     for launch in launches:
         name = f"launch {launch.record.plan.id} on {launch.record.cluster}"
         if launch.handle is None:
-            left.append(f"{name}: what it submitted is not known; look there for jobs of its name")
+            left.append(
+                f"{name}: what it submitted is not known; look there for jobs of this launch"
+            )
             continue
         try:
             cluster = find_cluster(launch.record.cluster)
@@ -67,14 +70,14 @@ def cancel_launches(store: Store) -> list[str]:
             continue
         alive = [one for one in states.values() if one.state not in _OVER]
         if alive:
-            left.append(f"{name}: {len(alive)} workers are still ending")
+            left.append(f"{name}: still ending: {units.many(len(alive), 'worker')}")
     return left
 
 
 def _view(launch: FoundLaunch, known: dict[str, str], *, is_done: bool) -> tuple[LaunchView, str]:
     """Return the figures of one launch, and a note if its cluster could not be asked.
 
-    `known` has the states of the workers that were seen, by id.
+    `known` maps the id of each worker that was seen to its state.
     """
     ids = launch.worker_ids
     missing = [rank for rank, name in enumerate(ids) if name not in known]
@@ -105,5 +108,5 @@ def _ask(launch: FoundLaunch) -> dict[int, ClusterState]:
 
 def _said(seen: ClusterState | None) -> str:
     if seen is None:
-        return _UNKNOWN
+        return ""
     return f"{seen.state} ({seen.text})" if seen.text else seen.state

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -160,6 +162,34 @@ def test_slurm_without_its_client_or_with_a_spot_market_is_refused(
         find_cluster("slurm").check(plan())
     with pytest.raises(ConfigError, match="no spot market"):
         find_cluster("slurm").check(plan(is_spot=True))
+
+
+def test_slurm_that_has_forgotten_a_job_is_told_from_one_that_does_not_answer(
+    clients: Path,
+) -> None:
+    cluster = find_cluster("slurm")
+    for name in ("sacct", "squeue"):
+        fake_client(
+            clients, name, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+        )
+    assert cluster.look({"job": "4711"}, 3) == {}
+    fake_client(clients, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(ConfigError, match="Unable to contact"):
+        cluster.look({"job": "4711"}, 3)
+    (clients / "squeue").unlink()
+    with pytest.raises(ConfigError, match="squeue"):
+        cluster.look({"job": "4711"}, 3)
+
+
+@pytest.mark.parametrize("name", ["slurm", "kubernetes", "skypilot"])
+def test_machines_without_gpus_are_asked_for_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = find_cluster(name).describe(plan(gpu="none"))
+    assert "gres" not in shown
+    assert "nvidia.com/gpu" not in shown
+    assert "accelerators:" not in shown
 
 
 # --------------------------------------------------------------------------- Kubernetes
@@ -376,8 +406,42 @@ def test_what_ray_cannot_do_is_refused(fake_ray: type[FakeRay]) -> None:
         cluster.check(plan(secrets=["KEY"]))
 
 
+def test_a_task_of_ray_that_failed_without_a_message_has_a_reason() -> None:
+    from batchinfer.clusters.ray_driver import _ended
+
+    def get(error: Exception) -> None:
+        raise error
+
+    ray = SimpleNamespace(get=get)
+    assert _ended(ray, KeyError()) == ["failed", "KeyError"]
+    assert _ended(ray, ValueError("first\nsecond")) == ["failed", "first"]
+
+
 def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError) as raised:
         find_cluster("ray").check(plan())
     assert "pip install 'ray[default]'" in raised.value.hint
+
+
+# --------------------------------------------------------------------------- this machine
+
+
+def test_workers_that_run_are_asked_to_end_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer.clusters import local
+
+    program = "trap 'echo asked; exit 75' TERM; echo ready; while :; do sleep 0.05; done"
+    monkeypatch.setattr(local, "_command", lambda _plan: f"bash -c {shlex.quote(program)}")
+    log = tmp_path / "log"
+    process = local.WorkerProcess(plan(), {}, log)
+    process.tick(is_ending=False)
+    until = time.monotonic() + 30
+    is_ending = False
+    while not process.has_ended and time.monotonic() < until:
+        is_ending = is_ending or log.read_text() == "ready\n"
+        process.tick(is_ending=is_ending)
+        time.sleep(0.01)
+    assert (process.state.state, process.state.status) == ("cancelled", 75)
+    assert log.read_text() == "ready\nasked\n"

@@ -9,14 +9,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from batchinfer.check.steps import CheckWorld
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, record_launch
 from batchinfer.core.clock import SystemClock
+from batchinfer.core.prices import Machine, Price
+from batchinfer.pipeline.launching import Launch, LaunchConfig
 from batchinfer.storage.opening import open_store
 from making import ECHO, make_job
 
@@ -195,6 +199,37 @@ def test_workers_get_the_limit_with_the_price_that_is_known_here(
     assert "--price-per-hour" not in submission("--max-hours", "9", "--gpu", "L4:2")
 
 
+@pytest.mark.parametrize(
+    ("infra", "place"),
+    [("aws/us-east-1", ("aws", "us-east-1")), ("gcp", ("gcp", "")), ("aws/*/a", ("aws", ""))],
+)
+def test_the_price_of_a_machine_is_looked_up_where_skypilot_is_to_start_it(
+    infra: str, place: tuple[str, str]
+) -> None:
+    asked: list[Machine] = []
+
+    def price(machine: Machine) -> Price:
+        asked.append(machine)
+        return Price(0.5, "a test")
+
+    launch = Launch(
+        LaunchConfig(
+            source="s3://b/j",
+            run="s3://b/r",
+            cluster="skypilot",
+            gpu="L4:2",
+            options={"infra": infra},
+        ),
+        {"max_cost": 9.0, "price_per_hour": None},
+        open_store=open_store,
+        world=cast("CheckWorld", SimpleNamespace(prices=SimpleNamespace(price=price))),
+        clock=SystemClock(),
+    )
+    assert launch._price() == {"price_per_hour": 0.5}
+    [machine] = asked
+    assert (machine.cloud, machine.region, machine.accelerator, machine.gpus) == (*place, "L4", 2)
+
+
 REFUSED = [
     (["--workers", "3"], "the job has 2 worker manifests", "--num-workers 3"),
     ([], "--workers: is missing", "--hours H"),
@@ -205,6 +240,21 @@ REFUSED = [
         "--price-per-hour",
     ),
     (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
+    (["--workers", "2", "--gpu", "L4:x"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
+    (["--workers", "2", "--gpu", "L4:0"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
+    (
+        [
+            "--workers",
+            "2",
+            "--gpu",
+            "none",
+            "--cluster-option",
+            "log-dir=/dev/null/logs",
+            "--no-check",
+        ],
+        "cannot be made",
+        "name a folder",
+    ),
     (
         ["--workers", "2", "--cluster-option", "log_dirs=x"],
         "no such option",
@@ -260,7 +310,7 @@ def test_a_second_launch_waits_for_the_first_to_be_recorded(
     record_launch(store, "local", plan, SystemClock().now())
     done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
     assert done.status == 2
-    assert "the launch first is being made" in done.err
+    assert "the launch first has been under way for" in done.err
     (found,), _ = find_launches(store)
     assert found.handle is None
 

@@ -154,6 +154,7 @@ class TestPipe:
             ("/set max_tokens=0\nnever\n", "max_tokens: 0, expected at least 1"),
             ("/set\nnever\n", "/set: expected NAME=VALUE"),
             ("/save\nnever\n", "/save: expected the name of a new file"),
+            ("/reset\n/save never.jsonl\nnever\n", "/save: nothing was said yet"),
             ('"""\nnever\n', "standard input ends within a message"),
         ],
     )
@@ -208,7 +209,7 @@ class TestPipe:
         (["--engine", "vllm", "--model", "./nowhere"], "is no folder on this machine"),
         (["--sampling", "n=2"], "n: is 2, expected 1"),
         (["--user-msg-fmt", "user: {}"], "--assistant-msg-fmt: is missing"),
-        (["--user-msg-fmt", "user", "--assistant-msg-fmt", "{}"], "expected {} once"),
+        (["--user-msg-fmt", "user", "--assistant-msg-fmt", "{}"], "expected {} exactly once"),
         (["--temperature", "x"], "'x' is not a valid float"),
     ],
 )
