@@ -65,8 +65,7 @@ def run(
     """Answer every row of a data set with a model on this machine. See docs/run.md.
 
     The call blocks until the command has ended. Log lines go to stderr; in a notebook and in a terminal there is a
-    progress bar. After an interruption or a kill, the same call
-    goes on where it was if `output` or `work` is given.
+    progress bar. After an interruption or a kill, the same call goes on where it was if `output` or `work` is given.
 
     Args:
         source: Path or URL, several of them, an Arrow table, a frame of pandas or polars, a `datasets.Dataset`, or an

@@ -107,7 +107,8 @@ def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tupl
             "engine_args": engine.answer_arguments,
             "trust_remote_code": engine.trust_remote_code,
         }
-        # Earlier versions had trust_remote_code only among the recorded values. Runs without it lack the key.
+        # The key is missing if the run does not trust the model's code, and in runs of earlier versions, which only
+        # recorded the value.
         theirs.setdefault("trust_remote_code", bool(run.recorded.get("trust_remote_code")))
     if job_sha256:
         mine["job_sha256"] = job_sha256

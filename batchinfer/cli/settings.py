@@ -200,7 +200,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
 
     The file's keys are names of options, spelled with - or _. They may stand in sections or outside of them. Sections
     that are named after other commands are skipped, so that several commands can use the same file. `PARTIAL_COMMANDS`
-    also skip the options in sections that they do without.
+    also skip the options in sections that they do not have.
 
     Returns:
         Values by the names of click's parameters, in the form that they would have on the command line.

@@ -252,8 +252,10 @@ def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:
             )
         if name in found:
             raise ConfigError(f"{flag} {name}: is given twice", hint="give each adapter one name")
-        # A mapping in a settings file arrives with its values as JSON.
-        found[name] = json.loads(source) if source.startswith('"') else source
+        if source.startswith('"'):  # a mapping in a settings file arrives with its values as JSON
+            with contextlib.suppress(ValueError):
+                source = json.loads(source)
+        found[name] = source
     return found
 
 

@@ -25,9 +25,9 @@ HUB_RECORD = ".collected.json"
 COMMIT_FILES = 50
 """Most files of one upload to the Hub. A commit with many more may take longer than the Hub waits for it."""
 COMMIT_BYTES = 1 << 30
-"""Bytes of files after which an upload to the Hub begins. So much scratch disk is used, and the last file's size."""
+"""Bytes of waiting files at which an upload to the Hub begins. They take less than that, plus one file's size."""
 SMALL_BYTES = 256 << 20
-"""Most bytes of text files that the Hub stores in git. The last commit holds them all in memory."""
+"""Most bytes of a collection's small text files, which the Hub stores in git. The last commit holds them in memory."""
 
 
 class HubDestination:
@@ -38,7 +38,8 @@ class HubDestination:
     commit to the branch that they read brings all files at once, without another upload, and removes the old ones. A
     collection that fits into one commit needs no other branch.
 
-    A killed `collect` leaves that branch. The same command finds the files there and does not upload them again.
+    A killed `collect` leaves that branch. The same command finds the files there and does not upload them again, except
+    small text files.
 
     Args:
         dataset: The repository.

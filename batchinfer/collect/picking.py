@@ -43,7 +43,7 @@ def parse_condition(text: str) -> Condition:
     True
 
     Raises:
-        ConfigError: the text is no condition, or on a column that has none.
+        ConfigError: the text is no condition, or has a column or a value that --where does not take.
     """
     columns = ", ".join(_VALUES)
     match = _CONDITION.fullmatch(text)

@@ -26,7 +26,8 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
 def start_of_process(pid: int) -> str:
     """Return a text that tells a process of this machine from an earlier one of the same id; "" if it does not run.
 
-    On Linux it is the process's start time in ticks since the machine's start. Elsewhere all processes have one text.
+    On Linux it is the process's start time in ticks since the machine's start. Elsewhere all processes have the same
+    text.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

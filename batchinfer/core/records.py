@@ -211,9 +211,9 @@ class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
     num_tokens: int = 0
-    """Number of the answer's tokens. 0 of an answer with a text: the engine does not count the answers apart."""
+    """Number of the answer's tokens; 0 if the engine only counts the tokens of all answers together."""
     reasoning: str | None = None
-    """Text by which a model came to its answer, if the engine tells it apart from the answer."""
+    """The model's reasoning before its answer, if the engine separates the two."""
 
 
 class Failure(Record, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ class WorkerSample(NamedTuple):
     """What the metrics of one worker are made from.
 
     `state`: state of the worker, as `status` shows it. `cost`: dollars, and `price_per_hour`: dollars an hour; None if
-    no price is known. `age_seconds`: seconds since the heartbeat in the record, by whoever takes the sample.
+    no price is known. `age_seconds`: seconds since the heartbeat in the record.
     """
 
     record: Worker
@@ -73,7 +73,9 @@ def _errors(sample: WorkerSample) -> dict[str, float]:
 
 METRICS = (
     Metric(
-        "batchinfer_rows_total", "Rows generated, failed ones included.", _of(lambda w: w.rows_done)
+        "batchinfer_rows_total",
+        "Rows finished, failed ones and copies (--dedupe) included.",
+        _of(lambda w: w.rows_done),
     ),
     Metric(
         "batchinfer_rows_failed_total", "Rows that became error lines, by code.", _errors, "code"

@@ -209,7 +209,7 @@ class MarkedText(NamedTuple):
 def marked(a: str, b: str) -> tuple[list[MarkedText], list[MarkedText]]:
     """Cut two texts into pieces that are in both, and pieces that are in one of them.
 
-    In texts of 200 words or more, words that occur often do not begin a common piece. It would take very long.
+    If B's text has 200 words or more, words that are frequent in it do not begin a common piece, which saves much time.
 
     >>> [piece.text for piece in marked("It is red.", "It is blue.")[0] if piece.is_changed]
     [' red']

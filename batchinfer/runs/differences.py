@@ -31,7 +31,7 @@ _FETCHERS = 2
 _MAX_LABEL = 60
 """Largest number of characters of an answer that is counted as a label."""
 _MAX_LABEL_PAIRS = 2000
-"""Largest number of different pairs of labels that are counted. With more, the answers are no labels."""
+"""Largest number of different pairs of labels that are counted. With more, the answers do not count as labels."""
 _MAX_TEXTS = 8
 """Largest number of a row's answers that are shown."""
 _SEED = 0
@@ -39,10 +39,10 @@ _SEED = 0
 
 
 class ChunkToCompare(NamedTuple):
-    """A chunk that at least one of the two runs has done.
+    """A chunk that at least one of the two runs has to do. Without a job.json: that at least one of them has done.
 
-    `rows` is the number of its rows that the runs have to do together; `first_row` is the number of its first row in
-    the job. Both are None without a job.json.
+    `rows` is the number of its rows that at least one run has to do; `first_row` is the number of its first row in the
+    job. Both are None without a job.json.
     """
 
     name: str
@@ -183,7 +183,8 @@ class Differences:
     def changes(self, most: int) -> list[Change]:
         """Return the most frequent pairs of different answers.
 
-        There are none unless all differing rows have short answers, and two rows have the same pair.
+        The list is empty if no pair occurs twice, if a differing row has a long answer or not exactly one, or if there
+        are very many pairs.
         """
         pairs = sorted((self._changes or {}).items(), key=lambda item: (-item[1], item[0]))
         if pairs and pairs[0][1] == 1:

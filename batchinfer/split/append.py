@@ -126,7 +126,7 @@ def complete_manifests(store: Store) -> None:
 
 
 def has_files_of(job: Job, counted: CountedSources) -> bool:
-    """Whether the sources have all files of a job that has its files' rows whole. Files without rows do not matter."""
+    """Whether the sources have all of the job's files with rows. False for a job made with --limit."""
     there = {_content(item) for item in counted.files}
     return job.limit is None and all(key in there for key in _known_files(job) if key[1])
 
@@ -248,9 +248,9 @@ def _check_job(config: SplitConfig, job: Job) -> None:
 def _chunk_ranges(
     config: SplitConfig, job: Job, new: CountedSources
 ) -> list[chunk_files.ChunkRange]:
-    """Divide the new rows into chunks as large as the job's largest, but into one for each worker at least.
+    """Divide the new rows into chunks that are at most as large as the job's largest, or as the user asks.
 
-    The user may ask for another size.
+    Unless the user asks, there is at least one chunk for each worker, if there are enough rows.
     """
     num_chunks = config.num_chunks
     if num_chunks is None and config.chunk_rows is None:

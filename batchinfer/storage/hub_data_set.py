@@ -85,7 +85,7 @@ class BranchState(NamedTuple):
 class HubRepository:
     """The repository of a data set on the Hub. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN).
 
-    Every method asks again after a failure that may pass.
+    Every method except `try_publish` asks again after a failure that may pass.
 
     Args:
         address: The repository, and the branch that readers will read.
@@ -227,7 +227,7 @@ class HubRepository:
         self.retried(lambda: self._commit(branch, message, add=files))
 
     def retried(self, action: Callable[[], T]) -> T:
-        """Run `action` until it succeeds or fails for good, as every method here does."""
+        """Run `action` until it succeeds, fails for good, or has failed too often."""
         return retried(self._retries, action)
 
     def try_publish(

@@ -56,8 +56,8 @@ class Limits(Record, frozen=True, kw_only=True):
     max_row_memory: int = 256
     """MiB of memory for each replica that rows take which wait for the engine or are in it.
 
-    No further prompts are built above it. At least one row is always built. With `dedupe`, answers that may be needed
-    again take as much once more.
+    No further prompts are built above it. At least one row is always built. With `dedupe`, kept answers may take as
+    much once more.
     """
     dedupe: bool = False
     """Whether rows with equal requests are answered once."""

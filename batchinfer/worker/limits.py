@@ -1,8 +1,8 @@
 """The limits of a run's cost and time: --max-cost and --max-hours.
 
 Each worker with a limit adds up what all workers of the run have cost, by their records, and ends itself when the limit
-is reached. All of them see the same records, so all end at about the same time. Nothing is written that would keep a
-later start with a higher limit from going on.
+is reached. Workers with the same limit see the same records, so they end at about the same time. Nothing is written
+that would keep a later start with a higher limit from going on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from batchinfer.worker.config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 1.0
-"""Longest time between two checks. A check sends no request, unless it is time to look at the records again."""
+"""Longest time between two checks. Most checks send no request: they estimate from the last look at the records."""
 _LOOKS_AHEAD = 4.0
 """The next look at the records comes after the time that is left until a limit, divided by this number. So the looks
 come more often as the limit comes nearer, and workers that join meanwhile are seen in time."""
 _LONGEST_SECONDS = 600.0
-"""Longest time between two looks. After a start, each wait is as long as all before it together, since the workers of a
-run begin at about the same time."""
+"""Longest time between two looks. After a start, no wait is longer than the time since the start, or a heartbeat. So
+workers that begin at about the same time are soon seen."""
 
 
 class RunLimits:
@@ -57,7 +57,7 @@ class RunLimits:
         return self._max_cost is not None or self._max_hours is not None
 
     def check(self) -> None:
-        """Compare the run with its limits. Reads the workers' records if it is time to.
+        """Compare the run with its limits. Reads the workers' records if it is time to, or if a limit seems reached.
 
         Raises:
             LimitReached: A limit is reached.

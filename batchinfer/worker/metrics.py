@@ -1,7 +1,8 @@
 """The worker's metrics for Prometheus, served over HTTP.
 
 They are made when they are asked for, on a thread of the server, from the record that the worker makes anyway for its
-heartbeats. So they cost the worker's own loop nothing, and may be about two seconds old.
+heartbeats. So the worker's loop does not wait for them. While rows are generated, they are at most about two seconds
+old.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def serve_metrics(
 ) -> None:
     """Serve the worker's metrics at --metrics-port until `stack` is left. `run` is the run's URL.
 
-    Without the option nothing is done. If the port is not to be had, a warning says so, and the worker goes on without:
-    nobody should lose a run to its monitoring.
+    Without the option nothing is done. If it cannot listen there, a warning says so, and the worker goes on without
+    metrics: nobody should lose a run to its monitoring.
     """
     if config.metrics_port is None:
         return
@@ -57,7 +58,7 @@ def serve_metrics(
     host, port = config.metrics_host, config.metrics_port
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
         reason = getattr(error, "strerror", None) or error
         logger.warning(
             "--metrics-port %d: cannot listen there on %s (%s); the worker goes on without metrics. Workers on one "
@@ -69,4 +70,5 @@ def serve_metrics(
         return
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
-    logger.info("metrics are at http://%s:%d/metrics", host, server.server_port)
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("metrics are at http://%s:%d/metrics", shown, server.server_port)

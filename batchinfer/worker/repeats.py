@@ -1,7 +1,8 @@
-"""Equal requests of a worker's rows, which are answered once (--dedupe). Used on the main thread only.
+"""Lets the engine answer rows with equal requests once (--dedupe). `Repeats` is used on the main thread only.
 
 Of rows with equal requests the first is the leader, which the engine answers. A row that comes while the leader waits
-or is in the engine follows it, and gets a copy of its answer. A row that comes later gets a copy of the kept answer.
+or is in the engine follows it, and gets a copy of its answer. A row that comes later gets a copy of the kept answer. If
+none is kept, it is the next leader.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ _ENTRY_BYTES = 300
 def repeat_key(prepared: Prepared) -> bytes | None:
     """Return a digest of all that decides a row's answer: prompt, sampling parameters, adapter.
 
-    None if an equal request of another row may have another answer.
+    None if an equal request of another row may have another answer, or if the row has no request that can be encoded.
     """
     if prepared.request is None or not prepared.is_repeatable:
         return None
     try:
         data = msgspec.msgpack.encode(msgspec.structs.replace(prepared.request, key=_NO_ROW))
     except (OverflowError, RecursionError, TypeError, ValueError):
-        return None  # such a row is asked by itself
+        return None
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class Repeats(Generic[T]):
-    """Which requests are under way, the rows that follow them, and answers that may be needed again.
+    """The followers of all leaders, and kept answers.
 
     Args:
-        max_bytes: Bytes of memory that kept answers take at most, about. The answer that was unused for longest goes
-            first.
+        max_bytes: Bytes of memory that kept answers take at most, about. The answer that was unused for longest is
+            dropped first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -79,9 +80,9 @@ class Repeats(Generic[T]):
         return True
 
     def answer(self, key: bytes, completion: Completion) -> tuple[Completion, list[T]]:
-        """Keep the answer that a leader got.
+        """Keep the answer that a leader got, and forget the leader.
 
-        Returns the answer as its copies have it, and the rows that followed the leader. A copy took no time.
+        Returns the answer for copies, whose seconds are 0, and the rows that followed the leader.
         """
         copied = msgspec.structs.replace(
             completion, key=_NO_ROW, queue_seconds=0.0, generation_seconds=0.0
@@ -102,7 +103,7 @@ class Repeats(Generic[T]):
         return self._followers.get(key, [])
 
     def give_up(self, key: bytes) -> list[T]:
-        """Forget a leader that will have no answer for others. Returns the rows that followed it."""
+        """Forget the leader with this request. Returns the rows that followed it."""
         return self._followers.pop(key, [])
 
     def keep(self, is_wanted: Callable[[T], bool]) -> None:

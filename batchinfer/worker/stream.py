@@ -3,7 +3,7 @@
     open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
 
 With --dedupe a row whose request equals another row's does not wait for the engine, but for that row's answer; see
-`repeats`. If the other row fails, or becomes a suspect, the row is asked itself.
+`repeats`. If the other row fails, or becomes a suspect, the row goes to the engine itself.
 
 A row that was in the engine at two of its deaths is a suspect. Suspects run when the open chunks have no other row
 left: in groups, one group after the other, without other rows. The groups get smaller with every death, until the row
@@ -56,7 +56,7 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
     """Bytes of memory that the row takes, about."""
     attempts: int = 0
     repeat_key: bytes | None = None
-    """Key of the row's request among equal ones, for a row that leads or follows; see `repeats`."""
+    """The row's key by `repeats.repeat_key`; None for a row that neither leads nor follows."""
 
 
 def _request_of(flight: _Flight) -> Request:
@@ -72,7 +72,7 @@ class BuiltRows(NamedTuple):
     rows: list[Prepared]
     num_bytes: list[int]
     repeat_keys: list[bytes | None]
-    """Keys of the rows' requests among equal ones; None where a row is asked by itself."""
+    """Keys of the rows by `repeats.repeat_key`; None for a row that neither leads nor follows."""
 
 
 _TOKEN_BYTES = 36
@@ -103,7 +103,7 @@ class RowStream:
         self._max_in_flight = info.max_in_flight
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
-        """Bytes of memory that the rows take which wait or are in flight, about."""
+        """Bytes of memory of all rows that wait, follow another row or are in flight, about."""
         self._building: Pending[list[BuiltRows]] | None = None
         self._is_building_suspects = False
         self._num_building = 0
@@ -118,7 +118,7 @@ class RowStream:
         """Whether a group of suspects runs. Then all rows in the engine are of this group."""
         self._repeats: Repeats[_Flight] = Repeats(self._max_bytes)
         self._without_leader: list[_Flight] = []
-        """Rows that followed a row that the engine will not get any more."""
+        """Rows that followed a row whose chunk was closed before the engine got the row."""
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
@@ -215,7 +215,7 @@ class RowStream:
         """Note that the worker's engine ended while it worked on the rows of these keys.
 
         The rows that follow them count as well, since their requests are the same. Otherwise each of several equal rows
-        that kill the engine would be asked, and would kill it, after the one before it became a suspect.
+        that kill the engine would go to it, and would kill it, after the one before it became a suspect.
         """
         behind = [each for key in keys for each in self._keys_behind(self._in_flight.get(key))]
         if keys:
@@ -365,13 +365,13 @@ class RowStream:
         self._num_bytes -= before - sum(flight.num_bytes for flight in self._repeats)
 
     def _abandon(self, flight: _Flight) -> list[_Flight]:
-        """Return the rows that follow this row, whose answer is not waited for any more."""
+        """Forget this row as a leader. Returns the rows that followed it."""
         return [] if flight.repeat_key is None else self._repeats.give_up(flight.repeat_key)
 
     def _ask_followers(self, flight: _Flight) -> None:
-        """Let the rows that follow this row be asked themselves, each alone, since this row's answer is none for them.
+        """Send the rows that follow this row to the engine, since there is no answer of this row to copy.
 
-        Together they cost no more engine deaths than they would without --dedupe.
+        They do not follow each other. So if they kill the engine, they do it together, as without --dedupe.
         """
         self._window.extend(
             [

@@ -135,6 +135,7 @@ def test_adapters_are_part_of_the_run_by_their_content(tmp_path: Path) -> None:
         (["--lora", "sql"], "--lora 'sql': expected NAME=PATH"),
         (["--lora", "a=x", "--lora", "a=y"], "--lora a: is given twice"),
         (["--lora", "a=./nothing"], "--lora a: ./nothing is no folder"),
+        (["--lora", 'a="nothing'], '--lora a: "nothing'),
         (["--lora-column", "c"], "--lora-column: the run has no adapter"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_a_warning_and_the_worker_does_its_work(
     assert "goes on without metrics" in caplog.text
 
 
-@pytest.mark.parametrize("host", ["999.1.2.3", "no such host", ""])
+@pytest.mark.parametrize("host", ["999.1.2.3", "no such host", "a..b", ""])
 def test_a_host_that_is_none_is_no_error_either(job: Path, tmp_path: Path, host: str) -> None:
     where = ("--metrics-port", "0", "--metrics-host", host)
     done = run_worker_here(job, tmp_path / "run", *where, "--limit", "5")
