@@ -389,7 +389,8 @@ class Scenario:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
         name = "cleaner-retry" if self.is_retrying else "cleaner"
         slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
-        for _ in range(32):
+        # A poison row costs up to three starts, and with equal prompts half the rows may be poison.
+        for _ in range(128):
             start = self.start(slot)
             self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
             if self.live:
