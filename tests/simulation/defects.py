@@ -181,9 +181,11 @@ def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
     real = open_chunks.OpenChunks.finish
 
-    def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
+    def finish(
+        self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow], **copies: bool
+    ) -> None:
         chunk = self.open.get(name)
-        real(self, name, rows)
+        real(self, name, rows, **copies)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
             self._publish_queue.add(chunk)
 
