@@ -523,11 +523,26 @@ def test_a_source_with_one_file_of_lines_does_not_promise_its_columns(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "what", "hint"),
     [
-        ("a.jsonl", gzip.compress(b"{}"), "holds gzip data, expected jsonl", "a.jsonl.gz"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "holds gzip data, expected jsonl", "a.jsonl.gz"),
         ("a.csv", zstandard.compress(b"a,b"), "holds zstd data, expected csv", "a.csv.zst"),
-        ("a.parquet", gzip.compress(b"{}"), "holds gzip data, expected parquet", "unpack it"),
-        ("a.jsonl.gz", gzip.compress(b"PAR1"), "holds parquet data, expected jsonl", "unpack it"),
-        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "holds gzip data", "unpack it"),
+        (
+            "a.parquet",
+            gzip.compress(b"{}", mtime=0),
+            "holds gzip data, expected parquet",
+            "unpack it",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"PAR1", mtime=0),
+            "holds parquet data, expected jsonl",
+            "unpack it",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0),
+            "holds gzip data",
+            "unpack it",
+        ),
         ("a.parquet", b"a,b\n1,2\n" * 9, "corrupt or truncated", ""),
         ("a.jsonl.gz", b"{}", "corrupt or truncated", ""),
     ],
