@@ -39,10 +39,11 @@ def above_bars() -> AbstractContextManager[None]:
 
     What is written to stderr meanwhile stands above the bars.
     """
-    loaded = sys.modules.get("tqdm")  # without a bar, tqdm has not been imported
-    if loaded is None:
+    # Without a bar, tqdm has not been imported. While another thread imports it, it lacks its class.
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
         return contextlib.nullcontext()
-    mode: AbstractContextManager[None] = loaded.tqdm.external_write_mode(file=sys.stderr)
+    mode: AbstractContextManager[None] = bars.external_write_mode(file=sys.stderr)
     return mode
 
 
