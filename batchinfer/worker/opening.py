@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import BatchinferError, InputError
+from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
 from batchinfer.core.records import Marker
 from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
@@ -223,9 +223,13 @@ class Opener:
 
         Raises:
             _NoRun: the worker has not joined the run, and there is no run.json.
+            RunMismatch: run.json cannot be used. That is no fault of the chunk, so it ends the worker.
         """
         if not self._joined and not self._read:
-            run = read_run(self._run)
+            try:
+                run = read_run(self._run)
+            except InputError as error:
+                raise RunMismatch(error.message, hint=error.hint) from error
             if run is not None:
                 self._read = run.fingerprint
             elif not self._joined:

@@ -25,8 +25,8 @@ CLEANER = "clean"
 """Begins the names of processes that are no workers, but `batchinfer clean`."""
 
 
-WHILE_CLEANING_SECONDS = 150.0
-"""Longer than `clean` takes from its first look at an object to the object's deletion."""
+WHILE_CLEANING_SECONDS = 30.0
+"""Longer than `clean` takes from its first look at an object to the request that deletes it."""
 
 
 class Violation(AssertionError):
@@ -161,8 +161,8 @@ class Oracle:
             if name in self._lost_until:
                 self._lost_until[name] = min(self._lost_until[name], self._scheduler.now)
 
-    def deleted(self, key: str, data: bytes, process: Process | None) -> None:
-        """Check one deletion."""
+    def deleted(self, key: str, data: bytes, process: Process | None, sent: float) -> None:
+        """Check one deletion. `sent`: when the request was sent, which may arrive much later."""
         name = key.removeprefix(RUN)
         is_ours = process is not None
         if (name == layout.RUN_KEY and is_ours) or (layout.parse_marker(name) and self._is_safe):
@@ -180,7 +180,7 @@ class Oracle:
         elif name.startswith(layout.WORKERS):
             # It may have been damaged when `clean` read it, and be written anew by a worker that starts now.
             mended = self._lost_until.get(name, float("-inf"))
-            is_new = self._scheduler.now - mended < WHILE_CLEANING_SECONDS
+            is_new = sent - mended < WHILE_CLEANING_SECONDS
             if (
                 process is not None
                 and read_record(data) is not None

@@ -56,6 +56,8 @@ from .storage import ALL_WHOLE, Network, Server, StillStore, Weather
 BUCKET = "s3://sim/"
 AUDITED = 20
 """Of so many seeds one ends with `clean` and `verify`."""
+STARTS_OF_A_POISON_ROW = 8
+"""Starts of a worker alone, with a small engine, after which a row that kills the engine must be an error row."""
 BASE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
@@ -389,8 +391,7 @@ class Scenario:
         """One worker alone must be able to finish what is left, an engine that dies of its rows apart."""
         name = "cleaner-retry" if self.is_retrying else "cleaner"
         slot = Slot(name, layout.ALL_MANIFEST, list(self.oracle.chunks), self._temperature(), 0.0)
-        # A poison row costs up to three starts, and with equal prompts half the rows may be poison.
-        for _ in range(128):
+        for _ in range(STARTS_OF_A_POISON_ROW * max(4, self._num_poison)):
             start = self.start(slot)
             self._let_pass(self.scheduler.now + CALM_SECONDS, lambda: not self.live)
             if self.live:
@@ -665,6 +666,7 @@ class Scenario:
             rows = _with_repeats(random.Random(f"repeats {self.seed}"), rows)
         if chance.random() < 0.15:
             self.plot.limit = chance.randint(1, len(rows))
+        self._num_poison = sum(POISON in row.prompt for row in rows)
         truth = Truth({}, {}, {}, self.plot.run_seed)
         parts = [rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)]
         job = put_job(

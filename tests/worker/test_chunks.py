@@ -18,7 +18,7 @@ import zstandard
 
 from batchinfer.core import codec, layout
 from batchinfer.core.codec import ZstdFile
-from batchinfer.core.errors import InputError, Interrupted, StorageError
+from batchinfer.core.errors import InputError, Interrupted, RunMismatch, StorageError
 from batchinfer.core.records import Run
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import fetch
@@ -345,6 +345,23 @@ def test_rows_taken_up_before_the_run_is_joined_are_of_the_run_that_is_joined(
     chunk.close()
     with pytest.raises(InputError, match="was replaced while this worker started"):
         opens.join("g")
+
+
+def test_a_run_that_was_edited_is_no_fault_of_a_chunk(
+    run: Store, scratch: Scratch, tmp_path: Path
+) -> None:
+    """The chunk was given up, and the worker ended with 34, after which a restart is tried."""
+    source = open_store(str(tmp_path / "job"))
+    source.create("texts.jsonl", b"{}\n")
+    row = FinishedRow(line=0, ok=True, output=codec.raw(output_line(0)))
+    key = layout.segment_key("texts", 1, "w0", 1)
+    sha256 = codec.sha256(b"{}\n")
+    write_segment(run, key, encode_rows([row])[0], chunk_sha256=sha256, fingerprint="f")
+    record = Run(format_version=1, fingerprint="f", config={}, recorded={}, nonce="n")
+    run.create(layout.RUN_KEY, codec.encode(record))
+    ref = ChunkRef(name="texts", root="job", key="texts.jsonl")
+    with pytest.raises(RunMismatch, match="was edited"):
+        unjoined_opener(run, source, scratch).open(ref, now=0.0)
 
 
 def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(

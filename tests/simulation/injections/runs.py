@@ -51,13 +51,7 @@ class LostRuns(Injection):
         if isinstance(error, RunMismatch):
             return self.has_replaced
         is_about_it = layout.RUN_KEY in error.message or "no run there" in error.message
-        # A worker that opens a chunk with checkpoints gives the chunk up, and its next start says it of the run.
-        is_of_chunks = self.has_replaced and "was edited" in error.message
-        return (
-            bool(self.num_strikes)
-            and is_about_it
-            and (isinstance(error, InputError) or is_of_chunks)
-        )
+        return bool(self.num_strikes) and isinstance(error, InputError) and is_about_it
 
     @property
     def _is_replaced(self) -> bool:
