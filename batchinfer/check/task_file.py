@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core.records import Record
 
 ERROR, WARNING = "error", "warning"
@@ -40,8 +41,6 @@ TOP_LEVEL = frozenset(
 )
 RECOVERY = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes")
 STRATEGIES = ("EAGER_NEXT_REGION", "FAILOVER", "NONE")
-WANTED_CODES = (33, 34, 75)
-"""Exit codes with which a worker says that a restart on a new machine may help."""
 _HOPELESS_CODES = {
     0: "the worker is done",
     2: "the configuration is wrong, which no restart changes",
@@ -280,18 +279,18 @@ def _codes(where: str, recovery: dict[str, Any]) -> Iterator[Problem]:
     if codes is None:
         yield _warning(
             f"{where}: no recover_on_exit_codes, so an engine's or a storage failure may end the job",
-            f"recover_on_exit_codes: {list(WANTED_CODES)}",
+            f"recover_on_exit_codes: {list(RESTART_STATUSES)}",
         )
         return
     listed = codes if isinstance(codes, list) else [codes]
     for code in listed:
         if code in _HOPELESS_CODES:
             yield _error(f"{where}: recovers on exit code {code}, but {_HOPELESS_CODES[code]}")
-    lacking = [code for code in WANTED_CODES if code not in listed]
+    lacking = [code for code in RESTART_STATUSES if code not in listed]
     if lacking:
         yield _warning(
             f"{where}: recover_on_exit_codes lacks {', '.join(map(str, lacking))}",
-            f"recover_on_exit_codes: {list(WANTED_CODES)}",
+            f"recover_on_exit_codes: {list(RESTART_STATUSES)}",
         )
 
 

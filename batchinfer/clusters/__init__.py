@@ -6,13 +6,14 @@ Code outside this package never compares a cluster's name; it asks the adapter.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Mapping
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record
 
 RESTART_STATUSES = (33, 34, 75)
@@ -56,6 +57,10 @@ class Plan(Record, frozen=True, kw_only=True):
         }
 
 
+class OutcomeUnknown(ConfigError):
+    """A cluster's client did not say whether the cluster has done what it was asked."""
+
+
 class ClusterState(NamedTuple):
     """What a cluster says of one worker: one of `STATES`, and the reason in the cluster's own words."""
 
@@ -80,6 +85,8 @@ class Cluster(Protocol):
     """Whether workers run where a folder of this machine cannot be seen."""
     options: Mapping[str, str]
     """The options that a launch may give, each with its meaning."""
+    jobs_of: str
+    """Command that a user runs to see the jobs of a launch, with `{name}` and `{id}` in place of those of its plan."""
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that cannot be submitted, before anything is.
@@ -97,7 +104,8 @@ class Cluster(Protocol):
         """Submit the workers, and return what names them in the cluster: the handle for the other methods.
 
         Raises:
-            ConfigError: The cluster refuses, or its client failed.
+            OutcomeUnknown: The cluster may have got the workers or not.
+            ConfigError: The cluster refuses, or its client failed; nothing was submitted.
         """
         ...
 
@@ -135,10 +143,9 @@ def find_cluster(name: str) -> Cluster:
         ConfigError: No cluster has this name.
     """
     if name not in CLUSTERS:
-        near = difflib.get_close_matches(name, CLUSTERS, n=1)
         raise ConfigError(
-            f"{name!r}: is no cluster that batchinfer knows, expected one of {', '.join(CLUSTERS)}",
-            hint=f"did you mean {near[0]}?" if near else "",
+            f"{name!r}: is no cluster that batchinfer knows, "
+            f"expected one of {', '.join(CLUSTERS)}{near(name, CLUSTERS)}"
         )
     return cast("Cluster", importlib.import_module(f"batchinfer.clusters.{name}").CLUSTER)
 
@@ -152,11 +159,47 @@ def check_cluster_options(name: str, given: Mapping[str, str]) -> None:
     known = find_cluster(name).options
     for option in given:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
             raise ConfigError(
-                f"--cluster-option {option}: {name} has no such option, expected one of {', '.join(known) or 'none'}",
-                hint=f"did you mean {near[0]}?" if near else "",
+                f"--cluster-option {option}: {name} has no such option, "
+                f"expected one of {', '.join(known)}{near(option, known)}"
             )
+
+
+CLIENT_SECONDS = 60.0
+"""Most seconds to wait for a cluster's client."""
+_DOUBT = re.compile(r"timed? ?out|time allotted|\bEOF\b|connection reset", re.IGNORECASE)
+"""Words of a client that has lost its connection after it may have passed on what it was asked."""
+
+
+def run_client(
+    words: Sequence[str], *, text: str = "", seconds: float = CLIENT_SECONDS, name: str = ""
+) -> str:
+    """Run a cluster's client and return what it prints.
+
+    Args:
+        words: Its command line.
+        text: Its standard input.
+        seconds: Most seconds to wait for it.
+        name: Name of the client for messages; empty for the first word.
+
+    Raises:
+        OutcomeUnknown: The client did not end in time, or lost its connection.
+        ConfigError: It cannot be started, or it failed.
+    """
+    name = name or words[0]
+    try:
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OutcomeUnknown(f"{name}: has not answered for {seconds:.0f} s") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
+        is_doubtful = _DOUBT.search(said.splitlines()[-1])
+        raise (OutcomeUnknown if is_doubtful else ConfigError)(f"{name}: {said}")
+    return done.stdout
 
 
 def worker_words(plan: Plan) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.clusters import (
@@ -18,11 +16,11 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    run_client,
     worker_words,
 )
 from batchinfer.core.errors import ConfigError
 
-_CLIENT_SECONDS = 60.0
 _GRACE_SECONDS = 120
 """Seconds between SIGTERM and SIGKILL when a pod is removed."""
 _RESTARTS = 20
@@ -34,6 +32,7 @@ class Kubernetes:
     """See `Cluster`."""
 
     is_remote = True
+    jobs_of = "kubectl get jobs -l batchinfer/launch={id}"
     options = {
         "image": "the image of the workers, with batchinfer in it (required; see examples/docker)",
         "namespace": "namespace (default: that of kubectl's context)",
@@ -70,7 +69,9 @@ class Kubernetes:
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
-        _client(["create", "-f", "-", *_in_namespace(plan.options)], text=self.describe(plan))
+        run_client(
+            ["kubectl", "create", "-f", "-", *_in_namespace(plan.options)], text=self.describe(plan)
+        )
         handle = {"job": job_name(plan)}
         if namespace := plan.options.get("namespace"):
             handle["namespace"] = namespace
@@ -79,7 +80,9 @@ class Kubernetes:
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
         """See `Cluster`. The newest pod of each index counts."""
         selector = f"batch.kubernetes.io/job-name={handle['job']}"
-        printed = _client(["get", "pods", "-l", selector, "-o", "json", *_in_namespace(handle)])
+        printed = run_client(
+            ["kubectl", "get", "pods", "-l", selector, "-o", "json", *_in_namespace(handle)]
+        )
         pods = sorted(
             json.loads(printed)["items"], key=lambda pod: pod["metadata"]["creationTimestamp"]
         )
@@ -96,8 +99,15 @@ class Kubernetes:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        words = ["delete", "job", str(handle["job"]), "--ignore-not-found", "--wait=false"]
-        _client([*words, *_in_namespace(handle)])
+        words = [
+            "kubectl",
+            "delete",
+            "job",
+            str(handle["job"]),
+            "--ignore-not-found",
+            "--wait=false",
+        ]
+        run_client([*words, *_in_namespace(handle)])
 
 
 CLUSTER = Kubernetes()
@@ -209,20 +219,3 @@ def _seen(status: dict[str, Any]) -> ClusterState:
 
 def _in_namespace(options: dict[str, Any]) -> list[str]:
     return ["--namespace", str(options["namespace"])] if options.get("namespace") else []
-
-
-def _client(words: Sequence[str], text: str = "") -> str:
-    try:
-        done = subprocess.run(
-            ["kubectl", *words],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_CLIENT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"kubectl: {error}") from error
-    if done.returncode:
-        raise ConfigError(f"kubectl {words[0]}: {done.stderr.strip()}")
-    return done.stdout

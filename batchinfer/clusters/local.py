@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ class Local:
     """See `Cluster`."""
 
     is_remote = False
+    jobs_of = "pgrep -af {id}"
     options = {"log-dir": "folder of logs and states (default: batchinfer-launches)"}
 
     def check(self, plan: Plan) -> None:
@@ -84,11 +86,12 @@ class Local:
                 start_new_session=True,
                 check=True,
             )
-        return {"folder": str(folder)}
+        return {"folder": str(folder), "host": socket.gethostname()}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
         """See `Cluster`."""
         del workers
+        _refuse_other_host(handle)
         folder = Path(handle["folder"])
         try:
             data = (folder / _STATE).read_bytes()
@@ -100,6 +103,7 @@ class Local:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
+        _refuse_other_host(handle)
         launch = Path(handle["folder"]).name
         # A supervisor passes the signal on. Only if it is gone, the workers are sent it from here.
         for role in ("supervisor", "worker"):
@@ -121,30 +125,44 @@ def _seen(one: WorkerState, *, is_watched: bool) -> ClusterState:
     return ClusterState(one.state, text)
 
 
-def _devices(plan: Plan) -> list[str]:
-    """Return the GPUs of each worker, written as in CUDA_VISIBLE_DEVICES; "" for each if this machine has none.
+def _refuse_other_host(handle: dict[str, Any]) -> None:
+    """Raise ConfigError on another machine than that of the launch. Handles of earlier versions name no machine."""
+    host = handle.get("host", "")
+    if host not in ("", socket.gethostname()):
+        raise ConfigError(
+            f"its processes are on the machine {host}", hint="run the same command there"
+        )
+
+
+def _devices(plan: Plan) -> list[str | None]:
+    """Return the GPUs of each worker, written as in CUDA_VISIBLE_DEVICES; None for each if this machine has none.
 
     Raises:
         ConfigError: There are too few GPUs.
     """
     from batchinfer.engines.gpus import visible_gpus
 
+    if plan.is_cpu_only:
+        return [""] * plan.workers
     found = [gpu.id for gpu in visible_gpus()]
     if not found:
-        return [""] * plan.workers
+        return [None] * plan.workers
     wanted = int(plan.gpu.partition(":")[2] or 0) or max(1, len(found) // plan.workers)
     if wanted * plan.workers > len(found):
         raise ConfigError(
             f"--workers {plan.workers}: with {wanted} each, this machine's {len(found)} GPUs are too few",
-            hint=f"start at most {len(found) // wanted}",
+            hint=f"start at most {len(found) // wanted}, or give --gpu none if the workers need no GPUs",
         )
     return [",".join(found[rank * wanted : (rank + 1) * wanted]) for rank in range(plan.workers)]
 
 
-def worker_variables(plan: Plan, rank: int, devices: str) -> dict[str, str]:
-    """Return the environment of the worker of one rank. `devices` are its GPUs as in CUDA_VISIBLE_DEVICES, or ""."""
+def worker_variables(plan: Plan, rank: int, devices: str | None) -> dict[str, str]:
+    """Return the environment of the worker of one rank.
+
+    `devices` are its GPUs as in CUDA_VISIBLE_DEVICES. If it is None, the worker sees the GPUs that this process sees.
+    """
     variables = {**plan.variables(), "BATCHINFER_RANK": str(rank)}
-    return {**variables, "CUDA_VISIBLE_DEVICES": devices} if devices else variables
+    return variables if devices is None else {**variables, "CUDA_VISIBLE_DEVICES": devices}
 
 
 def _command(plan: Plan) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.clusters import CANCELLED, FAILED, WAITING, ClusterState, Plan
+from batchinfer.clusters import (
+    CANCELLED,
+    FAILED,
+    WAITING,
+    ClusterState,
+    OutcomeUnknown,
+    Plan,
+)
 from batchinfer.core.errors import ConfigError
 
 _ADDRESS = "http://127.0.0.1:8265"
@@ -19,6 +26,7 @@ class Ray:
     """See `Cluster`."""
 
     is_remote = True
+    jobs_of = "ray job list | grep {id}"
     options = {
         "address": f"address of the dashboard (default: RAY_ADDRESS, else {_ADDRESS})",
         "num-cpus": "cores of one worker (default: 1)",
@@ -48,6 +56,10 @@ class Ray:
             job = _client(address).submit_job(**_job(plan))
         except RuntimeError as error:
             raise ConfigError(f"ray: {error}") from error
+        except (
+            OSError
+        ) as error:  # the requests of Ray's client: the connection was lost, or no answer came
+            raise OutcomeUnknown(f"ray: {error}") from error
         return {"job": job, "address": address}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
@@ -56,7 +68,7 @@ class Ray:
         try:
             status = str(client.get_job_status(handle["job"]).value)
             log = client.get_job_logs(handle["job"])
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(f"ray: {error}") from error
         lines = [line for line in log.splitlines() if line.startswith(STATES_LINE)]
         states: dict[str, list[str]] = json.loads(lines[-1][len(STATES_LINE) :]) if lines else {}
@@ -74,7 +86,7 @@ class Ray:
         """See `Cluster`."""
         try:
             _client(handle["address"]).stop_job(handle["job"])
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(f"ray: {error}") from error
 
 

@@ -27,7 +27,9 @@ def run_worker(plan: Plan, rank: int) -> int:
     """Keep one worker running until it has ended for good, and return its exit status. This is the task."""
     with tempfile.TemporaryDirectory(prefix="batchinfer-ray-") as folder:
         log = Path(folder) / "worker.log"
-        process = WorkerProcess(plan, worker_variables(plan, rank, ""), log, dies_with_parent=True)
+        process = WorkerProcess(
+            plan, worker_variables(plan, rank, None), log, dies_with_parent=True
+        )
         shown = 0
         while not process.has_ended:
             process.tick(is_ending=False)

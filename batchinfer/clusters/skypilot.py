@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from batchinfer.clusters import (
     STARTING,
     WAITING,
     ClusterState,
+    OutcomeUnknown,
     Plan,
+    run_client,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -47,6 +48,7 @@ class SkyPilot:
     """See `Cluster`."""
 
     is_remote = True
+    jobs_of = "sky jobs queue | grep {id}"
     options = {
         "template": "task file of the workers (default: worker.yaml; with a pool, examples/skypilot/pool-job.yaml)",
         "pool": "run on the machines of this pool",
@@ -181,20 +183,20 @@ def _python() -> str:
 
 
 def _call(verb: str, asked: dict[str, Any]) -> Any:
+    """Run a function of `skypilot_client.py` and return its answer. An error says "launch", for example, first."""
+    words = [_python(), str(_CLIENT), verb]
     try:
-        done = subprocess.run(
-            [_python(), str(_CLIENT), verb],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=_CLIENT_SECONDS,
-            check=False,
+        printed = run_client(
+            words, text=json.dumps(asked), seconds=_CLIENT_SECONDS, name=f"skypilot: {verb}"
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"skypilot: {error}") from error
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+    except OutcomeUnknown:
+        raise
+    except ConfigError as error:
+        last = error.message.splitlines()[-1].removeprefix(f"skypilot: {verb}: ")
         raise ConfigError(
-            f"skypilot: {verb} failed: {last[0]}", hint="see `sky check` and `sky api status`"
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+            f"skypilot: {verb} failed: {last}", hint="see `sky check` and `sky api status`"
+        ) from error
+    answer = json.loads(printed.strip().splitlines()[-1])
+    if "unknown" in answer:
+        raise OutcomeUnknown(f"skypilot: {verb}: {answer['unknown']}")
+    return answer["answer"]

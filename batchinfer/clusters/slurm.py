@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.clusters import (
@@ -25,11 +23,11 @@ from batchinfer.clusters import (
     Plan,
     log_folder,
     make_log_folder,
+    run_client,
     worker_words,
 )
 from batchinfer.core.errors import ConfigError
 
-_CLIENT_SECONDS = 60.0
 _WARNING_SECONDS = 120
 """Seconds between USR1, after which a worker saves what it has, and the end of the job's time."""
 
@@ -84,6 +82,7 @@ class Slurm:
     """See `Cluster`."""
 
     is_remote = False
+    jobs_of = "squeue --me --name={name}"
     options = {
         "log-dir": "folder of logs on shared storage (default: batchinfer-launches)",
         **{
@@ -115,7 +114,7 @@ class Slurm:
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
         folder = make_log_folder(plan)
-        printed = _client(["sbatch", "--parsable"], text=self.describe(plan))
+        printed = run_client(["sbatch", "--parsable"], text=self.describe(plan))
         return {"job": printed.strip().partition(";")[0], "logs": str(folder)}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
@@ -127,7 +126,7 @@ class Slurm:
             ["squeue", "-h", "-t", "all", "-j", job, "-o", "%i|%T|%r"],
         ):
             try:
-                printed = _client(command)
+                printed = run_client(command)
             except ConfigError as error:
                 is_forgotten = "Invalid job id" in error.message
                 if command[0] == "squeue" and not found and not is_forgotten:
@@ -139,7 +138,7 @@ class Slurm:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        _client(["scancel", str(handle["job"])])
+        run_client(["scancel", str(handle["job"])])
 
 
 CLUSTER = Slurm()
@@ -151,13 +150,25 @@ def _directives(plan: Plan) -> list[str]:
         f"--array=0-{plan.workers - 1}",
         "--requeue",
         "--open-mode=append",
-        f"--output={log_folder(plan)}/worker-%a.log",
+        f"--output={str(log_folder(plan)).replace('%', '%%')}/worker-%a.log",
         f"--signal=B:USR1@{_WARNING_SECONDS}",
     ]
     if plan.gpu and not plan.is_cpu_only:
         words.append(f"--gres=gpu:{plan.gpu.lower()}")
     words += [f"--{name}={value}" for name, value in plan.options.items() if name != "log-dir"]
-    return words
+    return list(map(_quote, words))
+
+
+def _quote(word: str) -> str:
+    r"""Quote a word of an #SBATCH line: sbatch reads double quotes and backslashes there, but no other quotes of bash.
+
+    >>> print(_quote("--job-name=night run"), _quote("--mem=4G"))
+    "--job-name=night run" --mem=4G
+    """
+    if not re.search(r"[\s\"'\\#]", word):
+        return word
+    escaped = re.sub(r'(["\\])', r"\\\1", word)
+    return f'"{escaped}"'
 
 
 def _states_of(line: str, workers: int) -> dict[int, ClusterState]:
@@ -188,15 +199,3 @@ def _require_client() -> None:
         raise ConfigError(
             "slurm: sbatch is not on the PATH", hint="run this on a login node of the Slurm cluster"
         )
-
-
-def _client(words: Sequence[str], text: str = "") -> str:
-    try:
-        done = subprocess.run(
-            words, input=text, capture_output=True, text=True, timeout=_CLIENT_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{words[0]}: {error}") from error
-    if done.returncode:
-        raise ConfigError(f"{words[0]}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout

@@ -27,6 +27,13 @@ def _gpu(_context: click.Context, _parameter: click.Parameter, value: str | None
     return value or ""
 
 
+def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """Check the value of --name, which becomes a part of scripts and manifests."""
+    if not value.strip() or not value.isprintable():
+        raise ConfigError(f"--name {value!r}: expected letters that can be printed")
+    return value
+
+
 @click.command("launch", cls=SectionCommand)
 @click.argument("source", metavar="JOB")
 @click.option(
@@ -87,7 +94,11 @@ def _gpu(_context: click.Context, _parameter: click.Parameter, value: str | None
     help="Variable whose value the workers get as a secret (skypilot), or name of a Secret (kubernetes).",
 )
 @click.option(
-    "--name", default="batchinfer", show_default=True, help="Name of the jobs in the cluster."
+    "--name",
+    default="batchinfer",
+    show_default=True,
+    callback=_name,
+    help="Name of the jobs in the cluster.",
 )
 @click.option(
     "--check/--no-check",

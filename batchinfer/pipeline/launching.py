@@ -9,8 +9,14 @@ from typing import Any
 from batchinfer.check.command import make_config, run_check, tell
 from batchinfer.check.steps import CheckWorld
 from batchinfer.cli.run_options import OPTIONS
-from batchinfer.cli.shell import in_bash
-from batchinfer.clusters import Cluster, Plan, check_cluster_options, find_cluster
+from batchinfer.cli.shell import in_bash, quote
+from batchinfer.clusters import (
+    Cluster,
+    OutcomeUnknown,
+    Plan,
+    check_cluster_options,
+    find_cluster,
+)
 from batchinfer.clusters.launches import (
     find_launches,
     forget_launch,
@@ -26,7 +32,7 @@ from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.ledger.spending import describe_machine
 from batchinfer.storage import Store
-from batchinfer.storage.opening import local_path, split_url
+from batchinfer.storage.opening import join_url, local_path, split_url
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +155,20 @@ class Launch:
         """Record the launch below the run, submit it, and record what was submitted.
 
         Raises:
+            OutcomeUnknown: The cluster may have got the workers or not. The record of the launch stays.
             ConfigError: The cluster refuses. The record of the launch is removed again.
         """
         store = self._open_store(plan.run)
         record_launch(store, self.config.cluster, plan, self._clock.now())
         try:
             handle = self.cluster.submit(plan)
+        except OutcomeUnknown as error:
+            look = self.cluster.jobs_of.format(name=quote(plan.name), id=plan.id)
+            raise OutcomeUnknown(
+                f"{error.message}; the workers may have been submitted or not",
+                hint=f"look for them: {look}; end those that are there, remove "
+                f"{join_url(plan.run, layout.launch_key(plan.id))}, and launch again",
+            ) from error
         except BatchinferError:
             forget_launch(store, plan)
             raise

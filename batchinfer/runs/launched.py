@@ -41,7 +41,10 @@ def launch_text(view: LaunchView) -> str:
     ... )
     '4 workers on ray (a), 3 seen, 1 of them gone, 1 never seen: failed (NODE_FAIL)'
     """
-    parts = [f"{view.expected} workers on {view.cluster} ({view.id})", f"{view.seen} seen"]
+    parts = [
+        f"{units.many(view.expected, 'worker')} on {view.cluster} ({view.id})",
+        f"{view.seen} seen",
+    ]
     parts += [_counted(number, "of them gone", said) for said, number in view.gone.items()]
     parts += [_counted(number, "never seen", said) for said, number in view.not_seen.items()]
     return ", ".join(parts)

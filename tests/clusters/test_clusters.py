@@ -87,7 +87,7 @@ def test_each_cluster_says_what_its_options_mean(name: str) -> None:
 def test_an_unknown_cluster_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError) as raised:
         find_cluster("slrum")
-    assert "did you mean slurm" in raised.value.hint
+    assert "did you mean 'slurm'?" in raised.value.message
 
 
 # --------------------------------------------------------------------------- Slurm
@@ -152,6 +152,33 @@ def test_slurm_is_asked_and_cancelled_by_the_jobs_id(clients: Path, tmp_path: Pa
     }
     cluster.cancel(handle)
     assert (clients / "scancel.calls").read_text() == "4711\n"
+
+
+def test_directives_of_slurm_may_hold_blanks_and_quotes(clients: Path, tmp_path: Path) -> None:
+    options = {"log-dir": str(tmp_path / "my logs"), "mem": "4G"}
+    script = find_cluster("slurm").describe(plan(name='it\'s "one" night', options=options))
+    assert r'''#SBATCH "--job-name=it's \"one\" night"''' in script.splitlines()
+    folder = tmp_path / "my logs" / PLAN.id
+    assert f'#SBATCH "--output={folder}/worker-%a.log"' in script.splitlines()
+    assert "#SBATCH --mem=4G" in script.splitlines()
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["sleep 5", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"],
+)
+def test_a_client_that_lost_its_connection_leaves_the_outcome_open(
+    script: str, clients: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchinfer import clusters
+
+    fake_client(clients, "sbatch", script)
+    with pytest.raises(clusters.OutcomeUnknown, match="sbatch: "):
+        clusters.run_client(["sbatch", "--parsable"], seconds=0.5)
+    fake_client(clients, "sbatch", "echo 'Invalid partition name specified' >&2; exit 1")
+    with pytest.raises(ConfigError, match="Invalid partition") as raised:
+        clusters.run_client(["sbatch", "--parsable"])
+    assert not isinstance(raised.value, clusters.OutcomeUnknown)
 
 
 def test_slurm_without_its_client_or_with_a_spot_market_is_refused(
@@ -425,6 +452,41 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.M
 
 
 # --------------------------------------------------------------------------- this machine
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchinfer.engines import gpus
+
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: [gpus.Gpu(id="0"), gpus.Gpu(id="1")])
+
+
+def test_workers_share_the_gpus_of_this_machine_unless_they_want_none(two_gpus: None) -> None:
+    cluster = find_cluster("local")
+
+    def devices(asked: Plan) -> list[str]:
+        lines = cluster.describe(asked).splitlines()
+        return [
+            word.partition("=")[2]
+            for line in lines
+            for word in line.split()
+            if word.startswith("CUDA_VISIBLE_DEVICES=")
+        ]
+
+    assert devices(plan(workers=2)) == ["0", "1"]
+    assert devices(plan(workers=1)) == ["0,1"]
+    assert devices(plan(workers=3, gpu="none")) == ["", "", ""]
+    with pytest.raises(ConfigError, match="this machine's 2 GPUs are too few") as raised:
+        cluster.check(plan(workers=3))
+    assert "--gpu none" in raised.value.hint
+
+
+def test_processes_of_another_machine_are_not_taken_for_dead(tmp_path: Path) -> None:
+    cluster = find_cluster("local")
+    handle = {"folder": str(tmp_path), "host": "elsewhere"}
+    for ask in (lambda: cluster.look(handle, 1), lambda: cluster.cancel(handle)):
+        with pytest.raises(ConfigError, match="on the machine elsewhere"):
+            ask()
 
 
 def test_workers_that_run_are_asked_to_end_once(

@@ -239,6 +239,7 @@ REFUSED = [
         "no price of a worker's machine",
         "--price-per-hour",
     ),
+    (["--workers", "2", "--name", "a\nb"], "--name 'a\\nb'", ""),
     (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
     (["--workers", "2", "--gpu", "L4:x"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
     (["--workers", "2", "--gpu", "L4:0"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
@@ -258,11 +259,11 @@ REFUSED = [
     (
         ["--workers", "2", "--cluster-option", "log_dirs=x"],
         "no such option",
-        "did you mean log-dir?",
+        "did you mean 'log-dir'?",
     ),
     (["--workers", "2", "--on", "kubernetes"], "cannot reach a folder of this machine", "bucket"),
     (["--workers", "2", "--on", "skypilot"], "cannot reach a folder of this machine", "bucket"),
-    (["--workers", "2", "--on", "lokal"], "is no cluster", "did you mean local?"),
+    (["--workers", "2", "--on", "lokal"], "is no cluster", "did you mean 'local'?"),
 ]
 
 
@@ -313,6 +314,35 @@ def test_a_second_launch_waits_for_the_first_to_be_recorded(
     assert "the launch first has been under way for" in done.err
     (found,), _ = find_launches(store)
     assert found.handle is None
+
+
+def test_a_launch_of_which_nobody_knows_whether_it_was_submitted_stays_on_record(
+    job: Path, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch has queued the workers, and its answer is lost."""
+    run = job / "runs/a"
+    program = tmp_path / "bin/sbatch"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    arguments = ("launch", str(job), "--run", str(run), "--on", "slurm", "--workers", "2", *ECHO)
+
+    def sbatch_fails(message: str) -> Outcome:
+        program.write_text(f"#!/bin/bash\necho {message!r} >&2; exit 1\n")
+        program.chmod(0o755)
+        return call(*arguments, "--name", "my job")
+
+    refused = sbatch_fails("Invalid partition name specified")
+    assert refused.status == 2
+    assert not list(run.glob("launches/*"))
+    lost = sbatch_fails("Batch job submission failed: Socket timed out on send/recv operation")
+    assert lost.status == 2
+    (record,) = run.glob("launches/*")
+    assert "may have been submitted or not" in lost.err
+    assert "squeue --me --name='my job'" in lost.err
+    assert f"remove {record}" in lost.err
+    assert "has been under way" in call(*arguments).err
+    left = call("stop", str(run), "--cancel").result["left"]
+    assert "what it submitted is not known" in left[0]
 
 
 def test_a_damaged_record_of_a_launch_is_a_note(job: Path, call: Callable[..., Outcome]) -> None:
