@@ -42,6 +42,8 @@ class Plan(Record, frozen=True, kw_only=True):
     is_spot: bool | None = None
     options: dict[str, str] = {}
     """Options of the cluster, by name."""
+    replaces: list[str] = []
+    """Ids of failed workers of earlier launches in whose place some of these workers are started."""
 
     @property
     def is_cpu_only(self) -> bool:

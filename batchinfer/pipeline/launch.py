@@ -58,7 +58,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     cls=SectionOption,
     section=FIRST,
     type=click.IntRange(1),
-    help="Number of workers; or see --hours. A second launch adds workers to those of the first.",
+    help="Number of new workers; or see --hours. Workers of earlier launches that failed are started again, too.",
 )
 @click.option(
     "--gpu",
@@ -156,6 +156,7 @@ def command(**options: Any) -> dict[str, Any]:
     launch = Launch(config, options, open_store=open_store, world=world, clock=clock)
     plan = launch.plan()
     known = {"run": plan.run, "launch": plan.id, "cluster": config.cluster, "workers": plan.workers}
+    known |= {"replaces": plan.replaces} if plan.replaces else {}
     if options["dry_run"]:
         text = launch.cluster.describe(plan)
         for line in text.splitlines():

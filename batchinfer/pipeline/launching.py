@@ -31,6 +31,7 @@ from batchinfer.core.prices import accelerator_count
 from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.ledger.spending import describe_machine
+from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import join_url, local_path, split_url
 
@@ -40,8 +41,14 @@ LAUNCHING_SECONDS = 900.0
 """Seconds for which a launch without a record of what it submitted counts as under way, not as killed."""
 
 
+_SHOWN = 5
+
+
 class LaunchConfig(Record, frozen=True, kw_only=True):
-    """Options of `launch` that are not the worker's. If `workers` is None, the estimate says how many to start."""
+    """Options of `launch` that are not the worker's.
+
+    `workers` is the number of new workers. If it is None, the estimate says how many to start.
+    """
 
     source: str
     run: str
@@ -120,19 +127,8 @@ class Launch:
                 hint=f"make the job first: batchinfer split SOURCE --output {config.source}",
             )
         words = worker_options(self._options | self._price())
-        advised = self._check()
-        workers = config.workers or advised
-        if workers is None:
-            raise ConfigError(
-                "--workers: is missing, and the estimate lacks a rate",
-                hint="say --workers N, or --hours H with --rate or --rate-from RUN",
-            )
-        most = found[0].num_workers
-        if workers > most:
-            raise ConfigError(
-                f"--workers {workers}: the job has {units.many(most, 'worker manifest')}",
-                hint=f"launch at most {most}, or split again with --num-workers {workers}",
-            )
+        failed = self._failed()
+        workers = self._number(failed, most=found[0].num_workers)
         plan = Plan(
             id=new_id(self._clock.now()),
             name=config.name,
@@ -146,6 +142,7 @@ class Launch:
             gpu=config.gpu,
             is_spot=config.is_spot,
             options=config.options,
+            replaces=failed[:workers],
         )
         self.cluster.check(plan)
         self._refuse_second()
@@ -174,6 +171,56 @@ class Launch:
             raise
         record_submission(store, plan, handle, self._clock.now())
         return handle
+
+    # -- how many
+
+    def _failed(self) -> list[str]:
+        """Return the ids of the run's workers that failed and were not launched again."""
+        store = self._open_store(self.config.run)
+        launches, _ = find_launches(store)
+        if not launches:
+            return []
+        status = Status(
+            StatusConfig(run=self.config.run, job=self.config.source),
+            open_store=self._open_store,
+            clock=self._clock,
+        )
+        seen = status.look()
+        for note in seen.notes:
+            logger.warning("%s", note)
+        return [name for launch in seen.launches for name in launch.failed]
+
+    def _number(self, failed: list[str], *, most: int) -> int:
+        """Check everything, and return the number of workers: new ones, and one for each that failed.
+
+        Raises:
+            ConfigError: There are more than `most`, or none, or the check found errors.
+        """
+        config = self.config
+        asked = config.workers + len(failed) if config.workers is not None else None
+        if asked is None and config.hours is None:
+            asked = len(failed) or None
+        workers = self._check(asked) or asked
+        if workers is None:
+            raise ConfigError(
+                "--workers: is missing, and the estimate lacks a rate",
+                hint="say --workers N, or --hours H with --rate or --rate-from RUN",
+            )
+        again = f", and {len(failed)} that failed are started again" if failed else ""
+        if workers > most:
+            raise ConfigError(
+                f"--workers {workers - len(failed)}: the job has {units.many(most, 'worker manifest')}{again}",
+                hint="leave --workers out to start only those again"
+                if failed
+                else f"launch at most {most}, or split again with --num-workers {workers}",
+            )
+        if failed:
+            shown = ", ".join(failed[:_SHOWN]) + (", …" if len(failed) > _SHOWN else "")
+            logger.info(
+                "%s, of them %d in place of workers that failed: %s",
+                *(units.many(workers, "worker"), min(workers, len(failed)), shown),
+            )
+        return workers
 
     # -- money
 
@@ -224,8 +271,11 @@ class Launch:
                     hint="split to a bucket, as in s3://bucket/job",
                 )
 
-    def _check(self) -> int | None:
-        """Run `check` on all options, print what it finds, and return how many workers it advises, if it can."""
+    def _check(self, workers: int | None) -> int | None:
+        """Run `check` on all options and print what it finds.
+
+        Returns how many workers it advises, if `workers` is None and it can.
+        """
         if not self.config.is_checked:
             return None
         config = self.config
@@ -237,7 +287,7 @@ class Launch:
             "output": config.run,
             "task_files": (),
             "gpu": "" if config.gpu.lower() in ("none", "cpu") else config.gpu,
-            "workers": config.workers,
+            "workers": workers,
             "hours": config.hours,
             "is_spot": config.is_spot,
             "sample_rows": 50,
@@ -253,7 +303,7 @@ class Launch:
                 hint="nothing was submitted; --no-check leaves the check out",
             )
         advised: int | None = result.get("workers_advised")
-        return advised
+        return advised if workers is None else None
 
     def _refuse_second(self) -> None:
         """Refuse a launch while another one of the same run is being submitted."""

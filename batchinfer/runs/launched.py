@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from batchinfer.clusters import ClusterState, find_cluster
+from batchinfer.clusters import FAILED, ClusterState, find_cluster
 from batchinfer.clusters.launches import FoundLaunch, find_launches
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError
@@ -24,9 +24,10 @@ def with_launches(seen: Overview, store: Store) -> Overview:
     """
     launches, notes = find_launches(store)
     known = {view.id: view.state for view in seen.workers}
+    replaced = {name for launch in launches for name in launch.record.plan.replaces}
     views = []
     for launch in launches:
-        view, note = _view(launch, known, is_done=seen.state == "done")
+        view, note = _view(launch, known, replaced, is_done=seen.state == "done")
         views.append(view)
         notes += [note] if note else []
     return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
@@ -47,6 +48,7 @@ def launch_text(view: LaunchView) -> str:
     ]
     parts += [_counted(number, "of them gone", said) for said, number in view.gone.items()]
     parts += [_counted(number, "never seen", said) for said, number in view.not_seen.items()]
+    parts += [f"{view.relaunched} launched again"] if view.relaunched else []
     return ", ".join(parts)
 
 
@@ -77,17 +79,20 @@ def cancel_launches(store: Store) -> list[str]:
     return left
 
 
-def _view(launch: FoundLaunch, known: dict[str, str], *, is_done: bool) -> tuple[LaunchView, str]:
+def _view(
+    launch: FoundLaunch, known: dict[str, str], replaced: set[str], *, is_done: bool
+) -> tuple[LaunchView, str]:
     """Return the figures of one launch, and a note if its cluster could not be asked.
 
-    `known` maps the id of each worker that was seen to its state.
+    `known` maps the id of each worker that was seen to its state. `replaced` are the workers that were launched again.
     """
     ids = launch.worker_ids
     missing = [rank for rank, name in enumerate(ids) if name not in known]
     gone = [rank for rank, name in enumerate(ids) if known.get(name) == "gone"]
+    ended = [rank for rank, name in enumerate(ids) if known.get(name) == FAILED]
     states: dict[int, ClusterState] = {}
     note = ""
-    if (missing or gone) and not is_done:
+    if (missing or gone or ended) and not is_done:
         try:
             states = _ask(launch)
         except BatchinferError as error:
@@ -99,6 +104,12 @@ def _view(launch: FoundLaunch, known: dict[str, str], *, is_done: bool) -> tuple
         seen=len(ids) - len(missing),
         not_seen=Counter(_said(states.get(rank)) for rank in missing),
         gone=Counter(_said(states.get(rank)) for rank in gone),
+        failed=[
+            ids[rank]
+            for rank in sorted((*missing, *gone, *ended))
+            if rank in states and states[rank].state == FAILED and ids[rank] not in replaced
+        ],
+        relaunched=len(replaced.intersection(ids)),
     )
     return view, note
 

@@ -249,6 +249,10 @@ class LaunchView(Record, frozen=True, kw_only=True):
     """Number of the workers that were not seen, by what the cluster says of them; "" if it says nothing."""
     gone: dict[str, int]
     """Number of the workers that were seen and are gone now, by what the cluster says of them."""
+    failed: list[str] = []
+    """Ids of the workers that failed, as the cluster says, and were not launched again."""
+    relaunched: int = 0
+    """Number of the workers that failed and were launched again."""
 
 
 class Overview(Record, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from batchinfer.check.steps import CheckWorld
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, record_launch
+from batchinfer.clusters.local import _processes
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.prices import Machine, Price
 from batchinfer.pipeline.launching import Launch, LaunchConfig
@@ -164,6 +165,48 @@ def test_status_shows_workers_that_failed_before_they_could_say_so(
     shown = call("status", str(run))
     assert "2 workers on local" in shown.err
     assert "2 never seen: failed (ended with exit status 2)" in shown.err
+
+
+def test_a_second_launch_starts_the_workers_that_failed_again(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    run = job / "runs/a"
+    arguments = ("launch", str(job), "--run", str(run), "--on", "local", *ECHO, "--no-check")
+    broken = call(
+        *arguments, "--workers", "1", "--env", "BATCHINFER_WORKER_MAX_TOKENS=none-such"
+    )  # fmt: skip
+    wait_for(lambda: [one["state"] for one in states_of(broken)] == ["failed"])
+    failed = f"{broken.result['launch']}-00000"
+    shown = call(*arguments, "--dry-run")
+    assert (shown.result["workers"], shown.result["replaces"]) == (1, [failed])
+    assert f"1 in place of workers that failed: {failed}" in shown.err
+    refused = call(*arguments, "--workers", "2")
+    assert refused.status == 2
+    assert "--workers 2: the job has 2 worker manifests, and 1 that failed" in refused.err
+    both = call(*arguments, "--workers", "1")
+    assert (both.result["workers"], both.result["replaces"]) == (2, [failed])
+    wait_for(lambda: is_done(both))
+    assert call("verify", str(run)).result["rows_ok"] == 60
+    seen = call("status", str(run), "--json").result
+    assert [(one["failed"], one["relaunched"]) for one in seen["launches"]] == [([], 1), ([], 0)]
+    assert "1 launched again" in call("status", str(run)).err
+    assert "--workers: is missing" in call(*arguments).err
+
+
+def test_workers_that_live_or_were_stopped_are_not_started_again(
+    job: Path, call: Callable[..., Outcome]
+) -> None:
+    """The supervisor is killed, so the cluster calls its workers failed; their heartbeats say that they live."""
+    run = job / "runs/a"
+    arguments = ("launch", str(job), "--run", str(run), "--on", "local", *ECHO, *SLOW)
+    launched = call(*arguments, "--workers", "2")
+    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+    for pid in _processes(launched.result["launch"], "supervisor"):
+        os.kill(pid, signal.SIGKILL)
+    assert "--workers: is missing" in call(*arguments, "--no-check", "--dry-run").err
+    assert call("stop", str(run), "--cancel").status == 0
+    wait_for(lambda: not processes_of(launched.result["launch"]))
+    assert "--workers: is missing" in call(*arguments, "--no-check", "--dry-run").err
 
 
 def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outcome]) -> None:
