@@ -214,6 +214,8 @@ class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Number of the answer's tokens; 0 if the engine only counts the tokens of all answers together."""
     reasoning: str | None = None
     """The model's reasoning before its answer, if the engine separates the two."""
+    tool_calls: list[dict[str, Any]] | None = None
+    """Calls of tools in the form of the OpenAI API. A call without an `id` gets one when its output line is written."""
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -243,6 +245,8 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
     cached_tokens: int = 0
     completion_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    reasoning_tokens: int | None = None
+    """Number of those tokens of `completion_tokens` that are reasoning; None if nobody counts them."""
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
 

@@ -153,10 +153,15 @@ class _CachedTokens(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
+class _ReasoningTokens(msgspec.Struct, gc=False):
+    reasoning_tokens: int | None = None
+
+
 class _AnswerUsage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _CachedTokens | None = None
+    completion_tokens_details: _ReasoningTokens | None = None
 
 
 class Answer(msgspec.Struct, gc=False):
@@ -205,12 +210,14 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
         ) from error
     usage = answer.usage or _AnswerUsage()
     details = usage.prompt_tokens_details or _CachedTokens()
+    num_reasoning = (usage.completion_tokens_details or _ReasoningTokens()).reasoning_tokens
     num_answered = usage.completion_tokens or 0
     wanted, sampling = request.sampling.n, request.sampling
     if len(choices) == 1 < wanted and num_generated(sampling, _temperature(sampling)) == 1:
         # At temperature 0 all answers would be equal, so one was asked for.
         choices = [msgspec.structs.replace(choices[0], index=index) for index in range(wanted)]
         num_answered *= wanted
+        num_reasoning = None if num_reasoning is None else num_reasoning * wanted
     failure = None
     if len(choices) < wanted:
         reason = "; it may not know n above 1" if wanted > 1 else ""
@@ -224,6 +231,7 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
         cached_tokens=details.cached_tokens or 0,
         completion_tokens=num_answered,
         prompt_logprobs=prompt_logprobs,
+        reasoning_tokens=num_reasoning,
         queue_seconds=seconds[0],
         generation_seconds=seconds[1],
     )
@@ -267,19 +275,20 @@ def _choice_of(found: _AnswerChoice, sampling: Sampling, num_tokens: int) -> Cho
         cumulative_logprob=None if positions is None else sum(each.logprob for each in positions),
         num_tokens=num_tokens or len(positions or ()),
         reasoning=_reasoning_of(found),
+        tool_calls=(found.message.tool_calls or None) if found.message else None,
     )
 
 
 def _text_of(found: _AnswerChoice) -> str:
-    """Return a choice's text. Calls of tools become JSON, after the text of the message."""
+    """Return a choice's text. A call of the older form `function_call` becomes JSON, after the text of the message."""
     message = found.message
     if message is None:
         return found.text or ""
     content = message.content
     if isinstance(content, list):  # parts, of which some endpoints make a message
         content = "".join(str(part.get("text") or "") for part in content)
-    calls = message.tool_calls or ([message.function_call] if message.function_call else [])
-    shown = msgspec.json.encode(calls).decode() if calls else ""
+    call = message.function_call
+    shown = msgspec.json.encode([call]).decode() if call else ""
     return "\n".join(filter(None, (content or message.refusal, shown)))
 
 

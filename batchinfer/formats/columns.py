@@ -74,14 +74,15 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
     """
     prompt, sampling = config.get("prompt") or {}, config.get("sampling") or {}
     # A request with parameters of its own may ask for several answers, or for logprobs, which run.json does not tell.
-    may_differ = find_request_format(prompt.get("request_format") or "").has_own_parameters
+    request_format = find_request_format(prompt.get("request_format") or "")
+    may_differ = request_format.has_own_parameters
     has_several = may_differ or int(sampling.get("n") or 1) > 1
     output_format = find_format(prompt.get("output_format") or "")
     return Shape(
         output_format=output_format.name,
         answers=EXPLODED if explode else LISTS if has_several else SINGLE,
         has_reasoning=_mentions(config, "reasoning"),
-        has_tool_calls=_mentions(config, "tool_call"),
+        has_tool_calls=request_format.has_own_tools or _mentions(config, "tool"),
         has_logprobs=may_differ or sampling.get("logprobs") is not None,
         has_prompt=bool(prompt.get("keep_prompt")) and not output_format.repeats_request,
         has_model=bool(prompt.get("adapters")),

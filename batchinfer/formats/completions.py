@@ -17,7 +17,7 @@ from batchinfer.formats.lines import (
     shown_choices,
     to_line,
 )
-from batchinfer.formats.openai import completion_logprobs, error_object
+from batchinfer.formats.openai import completion_logprobs, error_object, parts_beside_text
 from batchinfer.prompts import Prepared
 
 
@@ -60,12 +60,13 @@ class CompletionsEncoder:
         return to_line(line)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        return {
+        found = {
             "text": choice.text.strip() if self._strip else choice.text,
             "index": choice.index,
             "logprobs": completion_logprobs(choice),
             "finish_reason": choice.finish_reason,
         }
+        return found | parts_beside_text(choice)
 
 
 class _Result(msgspec.Struct, gc=False):

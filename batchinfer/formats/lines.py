@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from batchinfer.core.errors import InputError
-from batchinfer.core.records import Choice, Completion, Failure, Record, TokenLogprob
+from batchinfer.core.records import Choice, Completion, Failure, Record, RowKey, TokenLogprob
 from batchinfer.prompts import Prepared, PromptConfig
 
 LOWEST_LOGPROB = -9999.0
@@ -54,6 +55,7 @@ class OutputUsage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    reasoning_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class OutputError(msgspec.Struct, gc=False):
@@ -171,13 +173,29 @@ def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice
     """Return the answers as the output line shows them: with ``echo``, the prompt stands before or in place of each."""
     view = prepared.view
     if view is None or not view.echo:
-        return completion.choices
+        return [_with_call_ids(prepared.key, choice) for choice in completion.choices]
     prefix = prepared.prompt if isinstance(prepared.prompt, str) else ""
     positions = completion.prompt_logprobs
     return [
         _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
         for choice in completion.choices
     ]
+
+
+def digest_of(key: RowKey, *places: int) -> str:
+    """Return a text of 24 digits that stands for a row, or for a place in its answer, in every worker alike."""
+    parts = "\0".join([key[0], *map(str, (key[1], *places))])
+    return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
+
+
+def _with_call_ids(key: RowKey, choice: Choice) -> Choice:
+    if not choice.tool_calls or all(call.get("id") for call in choice.tool_calls):
+        return choice
+    calls = [
+        call if call.get("id") else {**call, "id": f"call_{digest_of(key, choice.index, place)}"}
+        for place, call in enumerate(choice.tool_calls)
+    ]
+    return msgspec.structs.replace(choice, tool_calls=calls)
 
 
 def answering_model(prepared: Prepared, model: str) -> str:

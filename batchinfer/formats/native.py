@@ -44,6 +44,7 @@ class _ChoiceLine(msgspec.Struct, gc=False):
     num_tokens: int | msgspec.UnsetType = _UNSET
     logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
     reasoning: str | msgspec.UnsetType = _UNSET
+    tool_calls: list[dict[str, Any]] | msgspec.UnsetType = _UNSET
 
 
 class _Timing(msgspec.Struct, gc=False):
@@ -105,6 +106,8 @@ class NativeEncoder:
             num_completion_tokens(prepared, completion),
             completion.cached_tokens,
         )
+        if completion.reasoning_tokens is not None:
+            line.usage.reasoning_tokens = completion.reasoning_tokens
         if self._has_timing:
             line.timing = _Timing(
                 _rounded(completion.queue_seconds), _rounded(completion.generation_seconds)
@@ -132,6 +135,8 @@ class NativeEncoder:
             line.stop_reason = choice.stop_reason
         if choice.reasoning is not None:
             line.reasoning = choice.reasoning
+        if choice.tool_calls:
+            line.tool_calls = choice.tool_calls
         if has_several and (choice.num_tokens or not choice.text):
             line.num_tokens = choice.num_tokens
         if choice.logprobs is not None:

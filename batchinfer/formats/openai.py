@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from batchinfer.core.records import Choice, Completion, Failure, RowKey, TokenLogprob
+from batchinfer.core.records import Choice, Completion, Failure, TokenLogprob
 from batchinfer.formats.lines import (
     OutputChoice,
     OutputError,
@@ -16,6 +15,7 @@ from batchinfer.formats.lines import (
     OutputLine,
     OutputUsage,
     answering_model,
+    digest_of,
     failure_of,
     finite,
     num_completion_tokens,
@@ -49,7 +49,7 @@ class OpenAIBatchEncoder:
 
     def encode(self, prepared: Prepared, completion: Completion | None = None) -> bytes:
         """Return one line of the batch output."""
-        digest = _digest(prepared.key)
+        digest = digest_of(prepared.key)
         line: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": prepared.id}
         failure = failure_of(prepared, completion)
         if failure is None and completion is not None:
@@ -74,27 +74,32 @@ class OpenAIBatchEncoder:
         is_completion = _is_completion(prepared)
         make = self._completion_choice if is_completion else self._chat_choice
         num_generated = num_completion_tokens(prepared, completion)
+        usage = {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": completion.prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
+        }
+        if completion.reasoning_tokens is not None:
+            details = {"reasoning_tokens": completion.reasoning_tokens}
+            usage["completion_tokens_details"] = details
         return {
             "id": f"{'cmpl' if is_completion else 'chatcmpl'}-{digest}",
             "object": "text_completion" if is_completion else "chat.completion",
             "created": self._created,
             "model": answering_model(prepared, self._model),
             "choices": [make(choice) for choice in choices],
-            "usage": {
-                "prompt_tokens": completion.prompt_tokens,
-                "completion_tokens": num_generated,
-                "total_tokens": completion.prompt_tokens + num_generated,
-                "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
-            },
+            "usage": usage,
         }
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if choice.logprobs is not None:
             logprobs = {"content": list(map(_chat_logprob, choice.logprobs)), "refusal": None}
-        message = {"role": "assistant", "content": self._text(choice), "refusal": None}
-        if choice.reasoning is not None:
-            message["reasoning"] = choice.reasoning
+        text = self._text(choice)
+        content = text if text or not choice.tool_calls else None
+        message = {"role": "assistant", "content": content, "refusal": None}
+        message |= parts_beside_text(choice)
         return {
             "index": choice.index,
             "message": message,
@@ -108,10 +113,17 @@ class OpenAIBatchEncoder:
             "text": self._text(choice),
             "logprobs": completion_logprobs(choice),
             "finish_reason": _reason(choice, _COMPLETION_REASONS),
+            **parts_beside_text(choice),
         }
 
     def _text(self, choice: Choice) -> str:
         return choice.text.strip() if self._strip else choice.text
+
+
+def parts_beside_text(choice: Choice) -> dict[str, Any]:
+    """Return an answer's reasoning and its calls of tools, as far as it has them."""
+    parts = {"reasoning": choice.reasoning, "tool_calls": choice.tool_calls}
+    return {name: part for name, part in parts.items() if part}
 
 
 def error_object(failure: Failure, param: str | None) -> dict[str, Any]:
@@ -188,10 +200,6 @@ def _response(digest: str, status_code: int, body: dict[str, Any]) -> dict[str, 
     return {"status_code": status_code, "request_id": f"req_{digest}", "body": body}
 
 
-def _digest(key: RowKey) -> str:
-    return hashlib.blake2b(f"{key[0]}\0{key[1]}".encode(), digest_size=12).hexdigest()
-
-
 # --------------------------------------------------------------------------- reading
 
 
@@ -210,8 +218,13 @@ class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
+class _AnswerDetails(msgspec.Struct, gc=False):
+    reasoning_tokens: int | None = None
+
+
 class _BatchUsage(OutputUsage, gc=False):
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _AnswerDetails | None = None
 
 
 class _Body(msgspec.Struct, gc=False):
@@ -241,6 +254,8 @@ def _to_output_line(line: _BatchLine) -> OutputLine:
     usage = body.usage
     if usage.prompt_tokens_details is not None:
         usage.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if usage.completion_tokens_details is not None:
+        usage.reasoning_tokens = usage.completion_tokens_details.reasoning_tokens
     for choice in body.choices:
         message = choice.message
         if message is not None:

@@ -253,6 +253,7 @@ COMPLETIONS = RequestFormat(
 OPENAI_BATCH = RequestFormat(
     name="openai-batch",
     make_reader=partial(RequestsReader, is_batch=True),
+    has_own_tools=True,
     id_field="custom_id",
     make_row=_batch_row,
 )

@@ -278,6 +278,8 @@ class RequestFormat(Record, frozen=True, kw_only=True):
     """Function that makes a run's reader. Arguments: prompt options, sampling parameters, facts about the engine."""
     has_own_parameters: bool = True
     """Whether rows may bring sampling parameters of their own, which replace the run's."""
+    has_own_tools: bool = False
+    """Whether rows may bring tools of their own."""
     id_field: str = ""
     """Field of a row that holds its id and takes precedence over `_id`; empty if the format has no such field."""
     make_row: Callable[[str, str], dict[str, Any]] | None = None

@@ -160,8 +160,9 @@ def test_counts_and_cached_tokens_come_from_the_usage(engine):
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        ({"content": None, "tool_calls": [{"id": "t"}]}, '[{"id":"t"}]'),
-        ({"content": "so", "tool_calls": [{"id": "t"}]}, 'so\n[{"id":"t"}]'),
+        ({"content": None, "tool_calls": [{"id": "t"}]}, ""),
+        ({"content": "so", "tool_calls": [{"id": "t"}]}, "so"),
+        ({"content": "so", "function_call": {"name": "f"}}, 'so\n[{"name":"f"}]'),
         ({"content": None, "refusal": "I cannot"}, "I cannot"),
         ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
         ({"content": None}, ""),
@@ -173,6 +174,7 @@ def test_every_form_of_message_becomes_a_text(engine, endpoint, message, text):
     found = drive(engine, ListSource(requests(1)))["c", 0]
     assert found.failure is None
     assert (found.choices[0].text, found.choices[0].finish_reason) == (text, "tool_calls")
+    assert found.choices[0].tool_calls == message.get("tool_calls")
     assert found.completion_tokens == 0, "without usage nothing is made up"
 
 

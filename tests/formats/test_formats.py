@@ -461,3 +461,66 @@ def test_a_line_of_another_format_is_refused():
     data = encoder_for(PromptConfig()).encode(prepared, answer(prepared))
     with pytest.raises(InputError, match="expected completions"):
         read_line(data, "completions")
+
+
+# ------------------------------------------------------------------ reasoning and calls of tools
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+CALLING = Choice(
+    index=0, text="", finish_reason="tool_calls", reasoning="hm", tool_calls=[CALL, CALL]
+)
+
+
+@pytest.mark.parametrize(
+    ("output_format", "row", "options"),
+    [
+        ("native", {"q": "hi"}, {"prompt_column": "q"}),
+        ("completions", REQUEST, {"request_format": "completions"}),
+        ("openai-batch", CHAT_LINE, {"request_format": "openai-batch"}),
+    ],
+)
+def test_every_format_has_reasoning_and_calls_with_repeatable_ids(output_format, row, options):
+    prepared = prepare(row, output_format=output_format, **options)
+    completion = answer(prepared, CALLING, reasoning_tokens=3)
+    encoder = encoder_for(PromptConfig(output_format=output_format, **options), model="m")
+    line = encoder.encode(prepared, completion)
+    assert line == encoder.encode(prepared, completion)
+    [choice] = read_line(line, output_format).choices
+    assert choice.reasoning == "hm"
+    calls = json.loads(bytes(choice.tool_calls))
+    assert [{name: call[name] for name in CALL} for call in calls] == [CALL, CALL]
+    ids = [call["id"] for call in calls]
+    assert len({*ids}) == 2
+    other = prepare(row, chunk="d", output_format=output_format, **options)
+    assert ids[0].encode() not in encoder.encode(other, completion)
+    if output_format != "completions":
+        assert read_line(line, output_format).usage.reasoning_tokens == 3
+
+
+def test_a_call_is_a_message_of_the_openai_api_without_content():
+    prepared = prepare(CHAT_LINE, request_format="openai-batch", output_format="openai-batch")
+    encoder = encoder_for(PromptConfig(output_format="openai-batch"), model="m")
+    completion = answer(prepared, CALLING, reasoning_tokens=3)
+    body = json.loads(encoder.encode(prepared, completion))["response"]["body"]
+    found = ChatCompletion.model_validate(body)
+    assert found.choices[0].message.content is None
+    assert found.choices[0].message.tool_calls[1].function.name == "add"
+    assert found.choices[0].finish_reason == "tool_calls"
+    assert found.usage.completion_tokens_details.reasoning_tokens == 3
+
+
+def test_a_call_that_has_an_id_keeps_it():
+    prepared = prepare({"q": "hi"}, prompt_column="q")
+    choice = msgspec.structs.replace(CALLING, tool_calls=[{"id": "its own", **CALL}])
+    line = json.loads(encoder_for(PromptConfig()).encode(prepared, answer(prepared, choice)))
+    assert line["choices"][0]["tool_calls"][0]["id"] == "its own"
+    jsonschema.validate(line, SCHEMAS["output-native"])
+
+
+def test_tables_have_a_column_of_calls_where_requests_or_options_have_tools():
+    for prompt, has in [
+        ({"request_format": "openai-batch"}, True),
+        ({"prompt_column": "q", "tools": [CALL]}, True),
+        ({"prompt_column": "q"}, False),
+    ]:
+        assert shape_of({"prompt": prompt}, explode=False).has_tool_calls is has
