@@ -247,6 +247,11 @@ def _check_shapes(
             raise ConfigError(
                 f"{subject}: the layer {name} lacks one of its two matrices", hint=_HINT
             )
+        if len(left) != 2 or len(right) != 2:
+            raise ConfigError(
+                f"{subject}: its weights file is damaged: the layer {name} has matrices of the shapes {left} and {right}",
+                hint=_HINT,
+            )
         size = None
         if name.endswith(_FROM_HIDDEN):
             size = left[-1]

@@ -12,6 +12,9 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from batchinfer.core.errors import ConfigError
 
@@ -24,6 +27,7 @@ SAMPLE_BYTES = 1 << 20
 
 _MAX_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors library itself accepts."""
+_Size = Annotated[int, msgspec.Meta(ge=0)]
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 _ZIP_BEGIN = b"PK\x03\x04"
 _POINTER_BEGIN = b"version https://git-lfs"
@@ -112,9 +116,10 @@ def _problem_of(path: Path) -> str:
             if size < 8 or 8 + length > size:
                 return f"is cut short: it has {size} bytes, and ends in its header"
             file.seek(8)
-            expected = _data_bytes(file.read(length)) if length <= _MAX_HEADER_BYTES else None
-            if expected is None:
-                return "is no safetensors file: its header cannot be read"
+            tensors = _tensors_of(file.read(length)) if length <= _MAX_HEADER_BYTES else None
+            if tensors is None:
+                return "is no safetensors file, or damaged: its header cannot be read"
+            expected = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
             if size != 8 + length + expected:
                 how = "is cut short" if size < 8 + length + expected else "is too long"
                 return f"{how}: it has {size} bytes, and its header says {8 + length + expected}"
@@ -124,22 +129,29 @@ def _problem_of(path: Path) -> str:
     return ""
 
 
+class _Tensor(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
 def read_header(path: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor of a safetensors file that `check_weights` has accepted."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        tensors = json.loads(file.read(length))
-    tensors.pop("__metadata__", None)
-    return {name: tensor["shape"] for name, tensor in tensors.items()}
+        tensors = _tensors_of(file.read(length))
+    assert tensors is not None, "check_weights refuses such a header"
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _data_bytes(header: bytes) -> int | None:
-    """Return how many bytes all tensors take, by a safetensors file's header; None if this is no such header."""
+def _tensors_of(header: bytes) -> dict[str, _Tensor] | None:
+    """Return the tensors that the header of a safetensors file lists, by name; None if this is no such header."""
     try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        return max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        return {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

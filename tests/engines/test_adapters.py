@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,20 @@ def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], objec
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
+def with_tensors(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """Return a function that changes each tensor in the header of a safetensors file."""
+
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        for tensor in header.values():
+            change(tensor)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return changed
+
+
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: write_adapter(f, use_dora=True), "has use_dora = true"),
     (lambda f: write_adapter(f, bias="all"), 'has bias = "all"'),
@@ -77,6 +92,18 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     ),
     (lambda f: spoil("adapter_config.json", lambda _: b"{")(write_adapter(f)), "is not JSON"),
     (lambda f: spoil("adapter_config.json", lambda _: b"[]")(write_adapter(f)), "no JSON object"),
+    (
+        lambda f: spoil(
+            "adapter_model.safetensors", with_tensors(lambda tensor: tensor.pop("shape"))
+        )(write_adapter(f)),
+        "adapter_model.safetensors is no safetensors file, or damaged",
+    ),
+    (
+        lambda f: spoil(
+            "adapter_model.safetensors", with_tensors(lambda tensor: tensor.update(shape=[]))
+        )(write_adapter(f)),
+        "its weights file is damaged: the layer model.layers.0",
+    ),
     (lambda f: write_adapter(f, targets=[]), "has no LoRA matrices"),
 ]
 

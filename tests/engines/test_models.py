@@ -235,6 +235,31 @@ def test_weights_that_are_longer_than_their_header_says_or_no_safetensors_are_re
         describe_model(config_of(folder))
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {},
+        {"data_offsets": [0, 4]},
+        {"shape": [1], "data_offsets": []},
+        {"shape": [1], "data_offsets": [0, "4"]},
+        {"shape": [1], "data_offsets": [0, 1e400]},
+        {"shape": [-1], "data_offsets": [0, 4]},
+        {"shape": None, "data_offsets": [0, 4]},
+        7,
+    ],
+    ids=str,
+)
+def test_a_header_whose_tensors_lack_a_shape_or_a_place_is_damaged(tmp_path, tensor):
+    folder = write_model_stub(tmp_path / "m")
+    header = json.dumps({"__metadata__": {"format": "pt"}, "a": tensor}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors .*damaged: its header cannot be read"
+    ):
+        describe_model(config_of(folder))
+
+
 def test_whole_weights_in_shards_and_torch_files_are_taken(tmp_path):
     folder = write_model_stub(tmp_path / "m")
     names = [f"model-{index:05d}-of-00002.safetensors" for index in (1, 2)]
