@@ -249,7 +249,8 @@ def _check_shapes(
             )
         if len(left) != 2 or len(right) != 2:
             raise ConfigError(
-                f"{subject}: its weights file is damaged: the layer {name} has matrices of the shapes {left} and {right}",
+                f"{subject}: its weights file is damaged: the layer {name} has matrices of the shapes "
+                f"{left} and {right}",
                 hint=_HINT,
             )
         size = None

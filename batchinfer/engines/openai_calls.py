@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 # Sum of the faults of a row's attempts at which the row may be given up.
 MOST_FAULT = 10
 # Fault of an attempt, by its error. An endpoint that takes no requests is not the row's fault.
-_FAULTS: dict[type[CallError], int] = {Unavailable: 0, Cut: 1, TooSlow: 4}
+_FAULTS: dict[type[CallError], int] = {Unavailable: 0, Cut: 1, TooSlow: 4, Refusal: MOST_FAULT}
 # Most seconds to wait before the second attempt. The most doubles with each attempt, up to LONGEST_HOLD_SECONDS.
 FIRST_WAIT_SECONDS = 0.5
 # Most seconds for a probe.
@@ -110,10 +110,10 @@ class Calls:
             tokens_per_minute=config.tokens_per_minute,
         )
         self._probing = asyncio.Lock()
-        self._probed: tuple[float, CallError | None] = (0.0, None)
-        """Time at which the latest probe was sent, and why it failed."""
-        self._accepted: dict[bytes, bool] = {}
-        """Whether the endpoint takes a set of parameters, by the JSON of the set."""
+        self._probed: dict[str, tuple[float, CallError | None]] = {}
+        """Time at which the latest probe was sent, and why it failed, by its path."""
+        self._accepted: dict[tuple[str, bytes], bool] = {}
+        """Whether the endpoint takes a set of parameters, by the path and the JSON of the set."""
         self._outage: tuple[float, str] | None = None
         self._warned = 0.0
         self._num_again = 0
@@ -313,17 +313,33 @@ class Calls:
         return _failed(request, code, str(error))
 
     async def _refuses_parameters(self, path: str, body: dict[str, Any]) -> bool:
-        """Whether the endpoint refuses the parameters of a request even with a short prompt."""
+        """Whether the endpoint refuses the parameters of a request even with a short prompt.
+
+        Waits while the endpoint does not answer. If only the short prompt with these parameters gets no answer, again
+        and again, they do not count as refused.
+
+        Raises:
+            AccessDenied, ConfigError, Unavailable: as in `_check_for_all`.
+        """
         parameters = {name: value for name, value in body.items() if name not in _OF_THE_PROMPT}
-        key = msgspec.json.encode(parameters)
-        async with self._probing:
-            found = self._accepted.get(key)
-            if found is None:
+        key = (path, msgspec.json.encode(parameters))
+        fault = num_attempts = 0
+        while True:
+            async with self._probing:
+                if (found := self._accepted.get(key)) is not None:
+                    return not found
                 probed = await self._ask(path, parameters | _SHORT[path], num_tokens=8)
-                found = self._accepted[key] = not isinstance(probed, Refusal)
-                if len(self._accepted) > _MOST_ACCEPTED:
-                    self._accepted.clear()
-        return not found
+                fault += MOST_FAULT if probed is None else _FAULTS[type(probed)]
+                if fault >= MOST_FAULT and not _may_concern_all(probed):
+                    if len(self._accepted) >= _MOST_ACCEPTED:
+                        self._accepted.clear()
+                    self._accepted[key] = not isinstance(probed, Refusal)
+                    return isinstance(probed, Refusal)
+            if isinstance(probed, Refusal):
+                await self._check_for_all(path, probed)
+                return True
+            await asyncio.sleep(_wait_seconds(num_attempts))
+            num_attempts += 1
 
     def _error_for_all(self, error: Refusal) -> AccessDenied | ConfigError:
         """Return the error for an endpoint that refuses every request to the model."""
@@ -349,9 +365,9 @@ class Calls:
         """
         asked = time.monotonic()
         async with self._probing:
-            if self._probed[0] <= asked:
-                self._probed = (time.monotonic(), await self._probe_now(path))
-            return self._probed[1]
+            if path not in self._probed or self._probed[path][0] <= asked:
+                self._probed[path] = (time.monotonic(), await self._probe_now(path))
+            return self._probed[path][1]
 
     async def _probe_now(self, path: str) -> CallError | None:
         body = {"model": self._config.model, "max_tokens": 1, **_SHORT[path]}
@@ -404,8 +420,10 @@ def _add(parts: AnswerParts, part: dict[str, Any]) -> None:
         raise Cut(f"a part of an answer that is not in the API's form ({error})") from error
 
 
-def _may_concern_all(error: Refusal) -> bool:
+def _may_concern_all(error: CallError | None) -> bool:
     """Whether the endpoint may refuse every request, because of the key, the model, or its URL."""
+    if not isinstance(error, Refusal):
+        return False
     return error.status in (403, 404) or error.code == "model_not_found"
 
 

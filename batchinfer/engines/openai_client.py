@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from batchinfer.core.errors import AccessDenied
+from batchinfer.core.errors import AccessDenied, ConfigError
 from batchinfer.core.printable import printable
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_options import KEY_VARIABLE, base_url_of
@@ -91,7 +92,7 @@ class Endpoint:
         key: The key; empty for none.
 
     Raises:
-        ConfigError: as in `base_url_of`.
+        ConfigError: as in `base_url_of`, or the client does not take the URL.
     """
 
     def __init__(self, config: EngineConfig, key: str) -> None:
@@ -108,9 +109,15 @@ class Endpoint:
             # The limit counts bytes as they arrive, and a packed body would grow after that.
             headers={"accept-encoding": "identity"},
         )
-        self._client = openai.AsyncOpenAI(
-            base_url=self.url, api_key=key or _NO_KEY, max_retries=0, http_client=client
-        )
+        try:
+            self._client = openai.AsyncOpenAI(
+                base_url=self.url, api_key=key or _NO_KEY, max_retries=0, http_client=client
+            )
+        except library.InvalidURL as error:
+            raise ConfigError(
+                f"--base-url: is no URL of an endpoint: {error}",
+                hint="give it as in --base-url http://127.0.0.1:8000/v1",
+            ) from error
         self._response_class = library.Response
 
     async def close(self) -> None:
@@ -150,7 +157,7 @@ class Endpoint:
                     async for part in parts:
                         if isinstance(part, dict):
                             yield part
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise Cut("a part of an answer that is no JSON") from error
 
     async def model_names(self, timeout_seconds: float) -> list[str] | None:
@@ -240,7 +247,7 @@ def _detail(body: Any) -> str:
     """Return what the body of an error says, for people."""
     if isinstance(body, dict):
         found = body.get("message") or body.get("detail") or body.get("error") or body
-        return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
     return " ".join(str(body or "no message").split())
 
 

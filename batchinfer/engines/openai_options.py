@@ -122,16 +122,18 @@ def base_url_of(text: str) -> str:
             "--base-url: holds a user, a password, a query or a fragment, which may be secret",
             hint=f"give the plain URL, and the key in the environment variable {KEY_VARIABLE}",
         )
+    # What is no URL may still hold a password.
+    shown = "" if any(mark in text for mark in "@?#") else f" {text}"
     if parts.scheme not in ("http", "https") or not has_host:
         raise ConfigError(
-            f"--base-url {text}: is no URL of an endpoint",
+            f"--base-url{shown}: is no URL of an endpoint",
             hint="give it as in --base-url http://127.0.0.1:8000/v1",
         )
     path = parts.path.rstrip("/")
     for end in ("/chat/completions", "/completions"):
         if path.endswith(end):
             raise ConfigError(
-                f"--base-url {text}: is the address of one kind of requests, expected that of the endpoint",
+                f"--base-url{shown}: is the address of one kind of requests, expected that of the endpoint",
                 hint=f"leave out {end} at its end",
             )
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"

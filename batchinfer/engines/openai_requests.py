@@ -40,6 +40,8 @@ _SHARED = (
 )
 # Flags of our Sampling that are vLLM's additions to the API, with the default of both.
 _FLAGS = {"include_stop_str_in_output": False, "ignore_eos": False, "skip_special_tokens": True}
+# Largest number of tokens that an answer's usage may report.
+_MOST_TOKENS = 1_000_000_000
 
 
 class BrokenAnswer(Exception):
@@ -211,7 +213,7 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
     usage = answer.usage or _AnswerUsage()
     details = usage.prompt_tokens_details or _CachedTokens()
     num_reasoning = (usage.completion_tokens_details or _ReasoningTokens()).reasoning_tokens
-    num_answered = usage.completion_tokens or 0
+    num_answered = _count(usage.completion_tokens)
     wanted, sampling = request.sampling.n, request.sampling
     if len(choices) == 1 < wanted and num_generated(sampling, _temperature(sampling)) == 1:
         # At temperature 0 all answers would be equal, so one was asked for.
@@ -227,14 +229,19 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
         key=request.key,
         choices=[] if failure else choices[:wanted],
         failure=failure,
-        prompt_tokens=usage.prompt_tokens or 0,
-        cached_tokens=details.cached_tokens or 0,
+        prompt_tokens=_count(usage.prompt_tokens),
+        cached_tokens=_count(details.cached_tokens),
         completion_tokens=num_answered,
         prompt_logprobs=prompt_logprobs,
-        reasoning_tokens=num_reasoning,
+        reasoning_tokens=None if num_reasoning is None else _count(num_reasoning),
         queue_seconds=seconds[0],
         generation_seconds=seconds[1],
     )
+
+
+def _count(reported: int | None) -> int:
+    """Return a number of tokens as the endpoint reports it; 0 for a number that cannot be true."""
+    return reported if reported is not None and 0 < reported <= _MOST_TOKENS else 0
 
 
 def _temperature(sampling: Sampling) -> dict[str, Any]:
@@ -243,7 +250,7 @@ def _temperature(sampling: Sampling) -> dict[str, Any]:
 
 def _choices_of(sampling: Sampling, answer: Answer) -> list[Choice]:
     usage = answer.usage or _AnswerUsage()
-    alone = usage.completion_tokens or 0 if len(answer.choices) == 1 else 0
+    alone = _count(usage.completion_tokens) if len(answer.choices) == 1 else 0
     choices = [
         _choice_of(each, sampling, alone)
         for each in sorted(answer.choices, key=lambda each: each.index)

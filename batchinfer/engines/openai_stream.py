@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,8 @@ class AnswerParts:
         choices = list(self._choices.values())
         if not choices or not all(choice["finish_reason"] for choice in choices):
             return b""
-        return msgspec.json.encode({"choices": choices, "usage": self._usage})
+        # The two halves of a character may have come in two parts. Only as escapes they make one character again.
+        return json.dumps({"choices": choices, "usage": self._usage}).encode()
 
     def settle(self, completion: Completion) -> Completion:
         """Make the numbers of tokens in pieces and in choices equal. An endpoint may send several tokens in a part."""

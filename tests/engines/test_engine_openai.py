@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ from batchinfer.core.errors import (
     Interrupted,
 )
 from batchinfer.core.records import Request, Sampling
-from batchinfer.engines import create_engine, openai_calls, openai_engine, openai_pace
+from batchinfer.engines import (
+    create_engine,
+    openai_calls,
+    openai_client,
+    openai_engine,
+    openai_pace,
+    openai_requests,
+)
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_engine import OpenAIEngine
 from engine_contract import EngineContract, Flag, ListSource, drive, requests, stream
@@ -306,6 +314,98 @@ def test_parameters_that_every_request_would_be_refused_for_are_told_apart(engin
     assert sum(endpoint.text_of(body) == PROBE for body in endpoint.bodies) == 1
 
 
+@pytest.mark.parametrize("status", [503, 500, 404])
+def test_parameters_are_told_apart_during_an_outage_too(engine, endpoint, status):
+    lost = [0]
+
+    def rule(text, body):
+        if text == PROBE and lost[0] < 2:
+            lost[0] += 1
+            return refusal(status, "lost", retry_after="0")
+        return refusal(400, "too hot") if body.get("temperature") == 9 else None
+
+    assert codes(drive(engine, ListSource(requests(1)))) == [None]
+    endpoint.rule = rule
+    assert codes(drive(engine, ListSource(requests(3, temperature=9)))) == ["invalid_parameter"] * 3
+
+
+def test_parameters_that_a_probe_always_fails_with_are_not_called_refused(engine, endpoint):
+    endpoint.rule = lambda text, body: (
+        None
+        if body.get("temperature") != 9
+        else refusal(500, "lost")
+        if text == PROBE
+        else refusal(400, "too hot")
+    )
+    assert codes(drive(engine, ListSource(requests(3, temperature=9)))) == ["engine_rejected"] * 3
+
+
+def test_parameters_of_chats_and_completions_are_told_apart(engine, endpoint):
+    endpoint.rule = lambda text, body: (
+        refusal(400, "no") if "messages" in body or text != PROBE else None
+    )
+    sampling = Sampling(temperature=9, max_tokens=5)
+    messages = [{"role": "user", "content": "a b"}]
+    plain = Request(key=("c", 0), text="a b", sampling=sampling)
+    chat = Request(key=("c", 0), messages=messages, sampling=sampling)
+    assert codes(drive(engine, ListSource([plain]))) == ["engine_rejected"]
+    assert codes(drive(engine, ListSource([chat]))) == ["invalid_parameter"]
+
+
+def test_chats_and_completions_do_not_share_a_probe(endpoint):
+    endpoint.rule = lambda _text, body: None if "messages" in body else refusal(404, "no such page")
+    config = EngineConfig(engine="openai", base_url=endpoint.url, model="echo-model")
+
+    async def probe() -> list[openai_client.CallError | None]:
+        there = openai_client.Endpoint(config, "")
+        calls = openai_calls.Calls(config, there, end=print, show=print)
+        paths = (openai_requests.CHAT_PATH, openai_requests.COMPLETIONS_PATH)
+        try:
+            async with calls._probing:  # both wait for the end of an earlier probe
+                both = asyncio.gather(*map(calls._probe, paths))
+                await asyncio.sleep(0)
+            return await both
+        finally:
+            await there.close()
+
+    of_chats, of_completions = asyncio.run(probe())
+    assert of_chats is None
+    assert isinstance(of_completions, openai_client.Refusal)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"error": {"reason": "bad \\ud800"}}',
+        '{"error": {"message": "bad \\ud800"}}',
+        '{"error": {"message": null, "big": ' + "9" * 5000 + "}}",
+        '{"error": {"big": ' + "9" * 400 + "}}",
+        '{"error": {"x": ' + "[" * 3000 + "]" * 3000 + "}}",
+    ],
+    ids=["half a character", "half in the message", "5000 digits", "400 digits", "deep"],
+)
+def test_a_refusal_that_is_hard_to_write_fails_its_row_alone(engine, endpoint, body):
+    fault = reply(400, body)
+    endpoint.rule = lambda text, _body: fault if text.startswith("row 1 ") else None
+    found = drive(engine, ListSource(requests(3)))
+    assert codes(found) == [None, "engine_rejected", None]
+    assert msgspec.json.encode(found["c", 1].failure)
+
+
+@pytest.mark.parametrize("count", [10**400, 10**30, -5], ids=["10**400", "10**30", "-5"])
+def test_a_usage_that_cannot_be_true_is_not_counted(engine, endpoint, count):
+    usage = {
+        "prompt_tokens": count,
+        "completion_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": count},
+    }
+    body = {"choices": [{"text": "x", "finish_reason": "stop"}], "usage": usage}
+    endpoint.rule = lambda _text, _body: reply(200, body)
+    found = drive(engine, ListSource(requests(1)))["c", 0]
+    assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (0, 0, 0)
+    assert found.choices[0].text == "x"
+
+
 @pytest.mark.parametrize("given", [1, 3])
 def test_the_number_of_answers_is_checked(engine, endpoint, given):
     choices = [{"index": i, "text": f"t{i}"} for i in range(given)]
@@ -361,6 +461,24 @@ def test_a_header_without_a_real_limit_of_tokens_fails_no_row(engine, endpoint, 
     assert codes(drive(engine, ListSource(requests(2)))) == [None, None]
 
 
+def test_a_character_that_comes_in_two_parts_of_a_stream_is_one(engine, endpoint):
+    halves = [b'"text": "a \\ud83d"', b'"text": "\\ude00", "finish_reason": "stop"']
+    parts = [b'data: {"choices": [{"index": 0, ' + half + b"}]}\n\n" for half in halves]
+    endpoint.rule = lambda _text, _body: raw(EVENTS + b"".join(parts) + b"data: [DONE]\n\n")
+    [row] = requests(1)
+    row = msgspec.structs.replace(row, is_streamed=True)
+    found, _ = stream(engine, ListSource([row]))
+    assert found[row.key].choices[0].text == "a \N{GRINNING FACE}"
+
+
+def test_half_a_character_in_a_stream_fails_its_row_alone(engine, endpoint):
+    part = b'data: {"choices": [{"index": 0, "text": "a \\ud83d", "finish_reason": "stop"}]}\n\n'
+    endpoint.rule = lambda _text, _body: raw(EVENTS + part + b"data: [DONE]\n\n")
+    [row] = requests(1)
+    row = msgspec.structs.replace(row, is_streamed=True)
+    assert codes(stream(engine, ListSource([row]))[0]) == ["engine_error"]
+
+
 def test_an_endpoint_that_answers_everything_with_a_page_fails_no_row(endpoint):
     engine = opened(endpoint, stall_seconds=1.5)
     endpoint.rule = lambda _text, _body: reply(200, "<html>log in</html>", "text/html")
@@ -380,8 +498,6 @@ def test_a_newer_name_of_max_tokens_is_found_out(engine, endpoint):
 
 
 def test_an_answer_without_end_is_cut_off(engine, endpoint, monkeypatch):
-    from batchinfer.engines import openai_client
-
     monkeypatch.setattr(openai_client, "MOST_BYTES", 10_000)
     huge = reply(200, {"choices": [{"text": "x" * 20_000}]})
     endpoint.rule = lambda text, _body: huge if text.startswith("row 1 ") else None
@@ -532,6 +648,27 @@ def test_a_bug_in_the_loop_ends_the_engine_and_hangs_nothing(engine, monkeypatch
     monkeypatch.setattr(openai_calls, "completion_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(engine, ListSource(requests(2)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:pass-word@host:port/v1", "http://me:pass/word@host/", "me:pass-word@host", "http://[me:pass-word@host",
+     "http://host:port?key=pass-word", "http://host:port#pass-word"],
+)  # fmt: skip
+def test_a_bad_url_with_a_password_is_refused_without_it(url):
+    config = EngineConfig(engine="openai", base_url=url, model="m")
+    with pytest.raises(ConfigError, match="--base-url") as caught:
+        create_engine(config)
+    assert "word" not in f"{caught.value}{caught.value.hint}".replace("a password", "")
+
+
+@pytest.mark.parametrize("host", ["a\x01b", "[v1.x]", "-\N{LATIN SMALL LETTER U WITH DIAERESIS}"])
+def test_a_url_that_the_client_does_not_take_is_refused(host):
+    engine = OpenAIEngine(EngineConfig(engine="openai", base_url=f"http://{host}/v1", model="m"))
+    OPENED.append(engine)
+    with pytest.raises(ConfigError, match="--base-url: is no URL of an endpoint") as caught:
+        engine.open(Flag())
+    assert caught.value.exit_status == 2
 
 
 def test_options_of_a_loaded_model_are_refused():
