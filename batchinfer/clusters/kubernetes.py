@@ -70,7 +70,7 @@ class Kubernetes:
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
         run_client(
-            ["kubectl", "create", "-f", "-", *_in_namespace(plan.options)], text=self.describe(plan)
+            ["kubectl", "apply", "-f", "-", *_in_namespace(plan.options)], text=self.describe(plan)
         )
         handle = {"job": job_name(plan)}
         if namespace := plan.options.get("namespace"):

@@ -122,5 +122,5 @@ def _client(address: str) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"ray: no cluster answers at {address} ({error})",
-            hint="give --cluster-option address=http://HOST:8265",
+            hint="give --address http://HOST:8265",
         ) from error

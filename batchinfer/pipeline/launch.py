@@ -35,7 +35,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 
 
 @click.command("launch", cls=SectionCommand)
-@click.argument("source", metavar="JOB")
+@click.argument("sources", metavar="JOB|SOURCE...", nargs=-1, required=True)
 @click.option(
     "--run",
     cls=SectionOption,
@@ -43,6 +43,13 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     metavar="URL",
     required=True,
     help="Place of the run, as in JOB/runs/llama.",
+)
+@click.option(
+    "--job",
+    cls=SectionOption,
+    section=FIRST,
+    metavar="URL",
+    help="With SOURCE: place for its job.  [default: JOB, if the run is at JOB/runs/NAME]",
 )
 @click.option(
     "--on",
@@ -76,6 +83,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 )
 @click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
 @click.option("--pool", metavar="NAME", help="Machines of this pool (skypilot).")
+@click.option("--address", metavar="URL", help="Address of the cluster's dashboard (ray).")
 @click.option(
     "--cluster-option",
     "cluster_options",
@@ -106,12 +114,17 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     default=True,
     help="Run `batchinfer check` first.  [default: check]",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and stop.")
+@click.option(
+    "--dry-run/--submit",
+    help="Print what would be submitted, and stop; or submit it.  [default: submit]",
+)
 @price_options
 @run_options(with_look=False, without=_NOT_TAKEN)
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Start workers for JOB on a cluster. Everything is checked first, and the run keeps a record of the launch.
+
+    In place of a job it takes a data set (files, folders or URLs of parquet, JSON Lines or CSV), and splits it first.
 
     \b
       batchinfer launch s3://my-bucket/job --run s3://my-bucket/job/runs/llama --on skypilot --workers 16 --gpu L4 \\
@@ -129,6 +142,8 @@ def command(**options: Any) -> dict[str, Any]:
     from batchinfer.storage.opening import check_writable, open_store, probe
 
     check_writable(options["run"], option="--run")
+    if options["job"]:
+        check_writable(options["job"], option="--job")
     clock = SystemClock()
     world = CheckWorld(
         open_store=open_store,
@@ -140,7 +155,8 @@ def command(**options: Any) -> dict[str, Any]:
         clock=clock,
     )
     config = LaunchConfig(
-        source=options["source"],
+        sources=list(options["sources"]),
+        job=options.pop("job") or "",
         run=options["run"],
         cluster=options["cluster"],
         workers=options["workers"],
@@ -150,7 +166,7 @@ def command(**options: Any) -> dict[str, Any]:
         name=options["name"],
         environment=_environment(options["environment"]),
         secrets=list(options["secrets"]),
-        options=_cluster_options(options["cluster_options"], options["pool"]),
+        options=_cluster_options(options),
         is_checked=options["is_checked"],
     )
     launch = Launch(config, options, open_store=open_store, world=world, clock=clock)
@@ -158,6 +174,8 @@ def command(**options: Any) -> dict[str, Any]:
     known = {"run": plan.run, "launch": plan.id, "cluster": config.cluster, "workers": plan.workers}
     known |= {"replaces": plan.replaces} if plan.replaces else {}
     if options["dry_run"]:
+        for line in filter(None, [launch.splits()]):
+            say(line)
         text = launch.cluster.describe(plan)
         for line in text.splitlines():
             say(line)
@@ -180,11 +198,11 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _cluster_options(pairs: tuple[str, ...], pool: str | None) -> dict[str, str]:
+def _cluster_options(options: dict[str, Any]) -> dict[str, str]:
     found = {}
-    for pair in pairs:
+    for pair in options["cluster_options"]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"--cluster-option {pair!r}: expected NAME=VALUE")
         found[name.replace("_", "-")] = value
-    return found | ({"pool": pool} if pool else {})
+    return found | {name: options[name] for name in ("pool", "address") if options[name]}

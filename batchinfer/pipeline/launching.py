@@ -28,9 +28,10 @@ from batchinfer.core import layout, units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
 from batchinfer.core.prices import accelerator_count
-from batchinfer.core.records import Record
+from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.ledger.spending import describe_machine
+from batchinfer.pipeline.splitting import DataSet
 from batchinfer.runs.status import Status, StatusConfig
 from batchinfer.storage import Store
 from batchinfer.storage.opening import join_url, local_path, split_url
@@ -42,6 +43,7 @@ LAUNCHING_SECONDS = 900.0
 
 
 _SHOWN = 5
+_UNITS = {"job": "worker manifest", "data set": "row"}
 
 
 class LaunchConfig(Record, frozen=True, kw_only=True):
@@ -50,8 +52,11 @@ class LaunchConfig(Record, frozen=True, kw_only=True):
     `workers` is the number of new workers. If it is None, the estimate says how many to start.
     """
 
-    source: str
+    sources: list[str]
+    """The job; or a data set, whose job is made at `job`."""
     run: str
+    job: str = ""
+    """Place for the job of a data set. If it is empty, the job goes above the run, if that is at JOB/runs/NAME."""
     cluster: str
     workers: int | None = None
     hours: float | None = None
@@ -109,31 +114,28 @@ class Launch:
         self._open_store = open_store
         self._world = world
         self._clock = clock
+        self._job_url = ""
+        self._job: Job | None = None
+        self._data: DataSet | None = None
 
     def plan(self) -> Plan:
         """Check everything, and return what to submit. Only a probe object is written, and removed again.
 
         Raises:
             ConfigError: It would not work. What `batchinfer check` finds is printed before.
-            InputError: There is no job.
+            InputError: There is neither a job nor a data set, or another data set's job is at its place.
         """
         config = self.config
         check_cluster_options(config.cluster, config.options)
-        self._refuse_local_places()
-        found = load_job(config.source, self._open_store)
-        if found is None:
-            raise InputError(
-                f"{config.source}: no job.json there",
-                hint=f"make the job first: batchinfer split SOURCE --output {config.source}",
-            )
+        self._find_job()
         words = worker_options(self._options | self._price())
         failed = self._failed()
-        workers = self._number(failed, most=found[0].num_workers)
+        workers = self._number(failed)
         plan = Plan(
             id=new_id(self._clock.now()),
             name=config.name,
             workers=workers,
-            job=_absolute(config.source),
+            job=_absolute(self._job_url),
             run=_absolute(config.run),
             model=self._options["model"] or "",
             words=words,
@@ -148,13 +150,26 @@ class Launch:
         self._refuse_second()
         return plan
 
+    def splits(self) -> str:
+        """Return a sentence that says what `submit` will split before anything else; empty if that is nothing."""
+        if self._data is None or (self._job and not self._data.has_new_rows(self._job)):
+            return ""
+        rows = units.many(self._data.counted.rows, "row")
+        names = " ".join(self._data.sources)
+        if self._job is not None:
+            return f"{names}: new files are appended to the job {self._job_url} first"
+        return f"{names}: {rows}, split into the job {self._job_url} first"
+
     def submit(self, plan: Plan) -> dict[str, Any]:
-        """Record the launch below the run, submit it, and record what was submitted.
+        """Split the data set, if there is one. Record the launch, submit it, and record what was submitted.
 
         Raises:
+            InputError: The data set has changed since `plan`.
             OutcomeUnknown: The cluster may have got the workers or not. The record of the launch stays.
             ConfigError: The cluster refuses. The record of the launch is removed again.
         """
+        if self._data is not None:
+            self._data.split(plan.workers)
         store = self._open_store(plan.run)
         record_launch(store, self.config.cluster, plan, self._clock.now())
         try:
@@ -181,7 +196,7 @@ class Launch:
         if not launches:
             return []
         status = Status(
-            StatusConfig(run=self.config.run, job=self.config.source),
+            StatusConfig(run=self.config.run, job=self._job_url),
             open_store=self._open_store,
             clock=self._clock,
         )
@@ -190,11 +205,11 @@ class Launch:
             logger.warning("%s", note)
         return [name for launch in seen.launches for name in launch.failed]
 
-    def _number(self, failed: list[str], *, most: int) -> int:
+    def _number(self, failed: list[str]) -> int:
         """Check everything, and return the number of workers: new ones, and one for each that failed.
 
         Raises:
-            ConfigError: There are more than `most`, or none, or the check found errors.
+            ConfigError: There are more than the job can use, or none, or the check found errors.
         """
         config = self.config
         asked = config.workers + len(failed) if config.workers is not None else None
@@ -206,13 +221,15 @@ class Launch:
                 "--workers: is missing, and the estimate lacks a rate",
                 hint="say --workers N, or --hours H with --rate or --rate-from RUN",
             )
+        most, what = self._most()
         again = f", and {len(failed)} that failed are started again" if failed else ""
         if workers > most:
             raise ConfigError(
-                f"--workers {workers - len(failed)}: the job has {units.many(most, 'worker manifest')}{again}",
+                f"--workers {workers - len(failed)}: the {what} has {units.many(most, _UNITS[what])}{again}",
                 hint="leave --workers out to start only those again"
                 if failed
-                else f"launch at most {most}, or split again with --num-workers {workers}",
+                else f"launch at most {most}"
+                + (f", or split again with --num-workers {workers}" if what == "job" else ""),
             )
         if failed:
             shown = ", ".join(failed[:_SHOWN]) + (", …" if len(failed) > _SHOWN else "")
@@ -221,6 +238,13 @@ class Launch:
                 *(units.many(workers, "worker"), min(workers, len(failed)), shown),
             )
         return workers
+
+    def _most(self) -> tuple[int, str]:
+        """Return the largest number of workers, and whether the job or the data set has it."""
+        if self._job is not None:
+            return self._job.num_workers, "job"
+        assert self._data is not None
+        return self._data.counted.rows, "data set"
 
     # -- money
 
@@ -261,10 +285,49 @@ class Launch:
 
     # -- checks
 
+    def _find_job(self) -> None:
+        """Find the job, or the data set and the place of its job. Nothing is written."""
+        config = self.config
+        source = config.sources[0]
+        if len(config.sources) == 1 and (found := self._load(source)):
+            if config.job and _absolute(config.job) != _absolute(source):
+                raise ConfigError(
+                    f"--job: {source} is a job already", hint="leave --job out, or name a data set"
+                )
+            self._job_url, self._job = source, found
+            self._refuse_local_places()
+            return
+        self._job_url = config.job or layout.job_above(config.run)
+        if not self._job_url:
+            raise InputError(
+                f"{source}: no job.json there",
+                hint=f"make the job first: batchinfer split SOURCE --output {source}; "
+                "or, if this is a data set, say where its job goes: --job URL",
+            )
+        self._refuse_local_places()
+        try:
+            self._data = DataSet(config.sources, self._job_url, self._open_store)
+        except InputError as error:
+            raise InputError(
+                f"{source}: no job.json there, and no data set either: {error.message}",
+                hint=error.hint,
+            ) from error
+        self._job = self._load(self._job_url)
+        if self._job is not None:
+            self._data.refuse_other_job(self._job)
+
+    def _load(self, url: str) -> Job | None:
+        """Return the job at a URL, or None if there is none, because it is a file or a data set on the Hub, say."""
+        scheme = split_url(url)[0]
+        if scheme == "hf" or (scheme == "file" and not local_path(url).is_dir()):
+            return None
+        found = load_job(url, self._open_store)
+        return found[0] if found else None
+
     def _refuse_local_places(self) -> None:
         if not self.cluster.is_remote:
             return
-        for what, url in (("the job", self.config.source), ("--run", self.config.run)):
+        for what, url in (("the job", self._job_url), ("--run", self.config.run)):
             if split_url(url)[0] in ("file", "memory"):
                 raise ConfigError(
                     f"{what} {url}: workers on {self.config.cluster} cannot reach a folder of this machine",
@@ -281,9 +344,9 @@ class Launch:
         config = self.config
         options = {
             **self._options,
-            "sources": (),
+            "sources": () if self._job else tuple(config.sources),
             "manifests": (),
-            "job": config.source,
+            "job": self._job_url if self._job else None,
             "output": config.run,
             "task_files": (),
             "gpu": "" if config.gpu.lower() in ("none", "cpu") else config.gpu,

@@ -38,13 +38,8 @@ from batchinfer.engines import find_engine
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.running import running_alone
 from batchinfer.pipeline.sources import recognise
-from batchinfer.split.append import (
-    complete_manifests,
-    has_files_of,
-    new_files,
-    refuse_other_columns,
-)
-from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.pipeline.splitting import split_or_append
+from batchinfer.split.command import SplitConfig
 from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources
 from batchinfer.storage.hub_data_set import open_hub
 from batchinfer.storage.opening import is_inside, join_url, local_path, split_url
@@ -146,23 +141,11 @@ class WorkFolder:
             delimiter=config.delimiter,
             first_rows=limit if limit is not None and limit < counted.rows else None,
         )
-        found = load_job(self.job_url, self._open_store)
+        is_there = load_job(self.job_url, self._open_store) is not None
         try:
-            if found is not None and has_files_of(found[0], counted):
-                new = new_files(counted, found[0])
-                if new.rows:
-                    logger.info(
-                        "%s of new files: appended to the %d that are there",
-                        *(units.many(new.rows, "row"), found[0].rows),
-                    )
-                    split = msgspec.structs.replace(split, append=True, first_rows=None)
-                elif found[0].appends:
-                    refuse_other_columns(found[0], counted)
-                    complete_manifests(self._open_store(self.job_url))
-                    return
-            run_split(split, store=self._open_store(self.job_url))
+            split_or_append(split, counted, self._open_store)
         except InputError as error:
-            if found is None:
+            if not is_there:
                 raise
             raise InputError(
                 error.message, hint=f"name another DEST, or remove {config.work}"

@@ -44,7 +44,7 @@ def fake_client(folder: Path, name: str, script: str) -> None:
     path = folder / name
     path.write_text(
         f'#!/bin/bash\nprintf "%s\\n" "$*" >>{folder}/{name}.calls\n'
-        f'case "$1" in --parsable | create) cat >{folder}/{name}.stdin ;; esac\n{script}\n'
+        f'case "$1" in --parsable | apply) cat >{folder}/{name}.stdin ;; esac\n{script}\n'
     )
     path.chmod(0o755)
 

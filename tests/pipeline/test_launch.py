@@ -167,6 +167,76 @@ def test_status_shows_workers_that_failed_before_they_could_say_so(
     assert "2 never seen: failed (ended with exit status 2)" in shown.err
 
 
+def rows_file(path: Path, first: int, count: int) -> str:
+    lines = (json.dumps({"prompt": f"row {first + number}"}) for number in range(count))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_data_set_is_split_first_and_its_job_grows_with_it(
+    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = [rows_file(tmp_path / "a.jsonl", 0, 30)]
+    job, run = tmp_path / "job", tmp_path / "job/runs/a"
+
+    def launch(*options: str) -> Outcome:
+        common = ("--run", str(run), "--workers", "2", *ECHO)
+        return call("launch", *data, *common, *(options or ("--on", "local")))
+
+    shown = launch("--on", "local", "--dry-run")
+    assert "a.jsonl: 30 rows, split into the job" in shown.err
+    assert not (job / "job.json").exists()
+    # The cluster refuses, when the data set is split already. The next command takes the job that is there.
+    program = tmp_path / "bin/sbatch"
+    program.parent.mkdir()
+    program.write_text("#!/bin/bash\necho refused >&2; exit 1\n")
+    program.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+        assert launch("--on", "slurm").status == 2
+    made = (job / "job.json").read_bytes()
+    first = launch()
+    assert first.status == 0, first.err
+    wait_for(lambda: is_done(first))
+    assert (job / "job.json").read_bytes() == made
+    assert len(list(job.glob("manifests/worker-*"))) == 2
+
+    data.append(rows_file(tmp_path / "b.jsonl", 30, 20))
+    assert "new files are appended" in launch("--on", "local", "--dry-run").err
+    second = launch()
+    wait_for(lambda: is_done(second))
+    verified = call("verify", str(run))
+    assert (verified.status, verified.result["rows_ok"]) == (0, 50)
+
+    data[:] = [rows_file(tmp_path / "c.jsonl", 7, 9)]
+    other = launch("--on", "local", "--dry-run")
+    assert other.status == 2
+    assert "holds a finished job that differs in the source's files" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl", "--run", "job/runs/b"], "no job.json there, and no data set either"),
+        (["missing", "--run", "answers"], "no job.json there"),
+        (["data.jsonl", "--run", "answers"], "say where its job goes: --job URL"),
+        (["job", "--job", "other", "--run", "answers"], "is a job already"),
+        (["data.jsonl", "--run", "new/runs/a", "--workers", "9"], "the data set has 3 rows"),
+        (["data.jsonl", "--run", "new/runs/a", "--on", "skypilot"], "cannot reach a folder"),
+        (["data.jsonl", "--run", "new/runs/a", "--prompt-column", "text"], "would not work"),
+    ],
+)
+def test_a_data_set_that_cannot_be_launched_is_refused_before_it_is_split(
+    arguments: list[str], message: str, job: Path, call: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    rows_file(tmp_path / "data.jsonl", 0, 3)
+    done = call("launch", "--on", "local", "--workers", "1", *ECHO, *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert not (tmp_path / "new/job.json").exists()
+
+
 def test_a_second_launch_starts_the_workers_that_failed_again(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
@@ -257,7 +327,7 @@ def test_the_price_of_a_machine_is_looked_up_where_skypilot_is_to_start_it(
 
     launch = Launch(
         LaunchConfig(
-            source="s3://b/j",
+            sources=["s3://b/j"],
             run="s3://b/r",
             cluster="skypilot",
             gpu="L4:2",
