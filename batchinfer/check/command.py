@@ -19,6 +19,7 @@ from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import run_options, value_of
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
+from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import BatchinferError, ConfigError
@@ -134,14 +135,12 @@ def tell(result: dict[str, Any]) -> None:
 @click.option(
     "--gpu", metavar="NAME[:N]", help="GPUs of one worker, for the memory sums: L4, H100:8."
 )
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Rows per second of one worker."
-)
+@click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
 @click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
 @click.option("--workers", type=click.IntRange(1), help="How many there will be.")
 @click.option(
     "--hours",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Advise how many workers finish in so long.",
 )
 @click.option(

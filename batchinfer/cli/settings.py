@@ -17,6 +17,7 @@ import click
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
 from batchinfer.cli.terminal import say
+from batchinfer.cli.values import NumberRange
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import redact
 
@@ -98,7 +99,7 @@ def price_options(function: F) -> F:
         ),
         click.option(
             "--price-per-hour",
-            type=click.FloatRange(0),
+            type=NumberRange(0),
             help="Dollars an hour for one worker's machine. Default: SkyPilot's catalog if this machine "
             "has it, else list prices by GPU.",
         ),

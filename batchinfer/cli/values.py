@@ -58,13 +58,13 @@ FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
 FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
 
 
-class _NumberRange(click.FloatRange):
-    """As click's own, but refuses "nan", which click takes for a number within every range."""
+class NumberRange(click.FloatRange):
+    """As click's own, but refuses "nan", which click takes for a number within every range, and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See click.ParamType."""
         number = super().convert(value, param, ctx)
-        if math.isnan(number):
+        if not math.isfinite(number):
             self.fail(f"{value!r} is not a number.", param, ctx)
         return number
 
@@ -76,7 +76,7 @@ def at_least(least: int, most: int | None = None) -> Kind:
 
 def number_from(least: float, most: float | None = None, *, is_open: bool = False) -> Kind:
     """Return the kind of numbers from `least` to `most`. If `is_open`, `least` itself is excluded."""
-    return _plain(_NumberRange(least, most, min_open=is_open))
+    return _plain(NumberRange(least, most, min_open=is_open))
 
 
 def one_of(*names: str) -> Kind:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from batchinfer import __version__
 from batchinfer.cli.settings import common_options
@@ -150,7 +151,7 @@ def check_options(config: CollectConfig) -> str:
         raise ConfigError(f"--csv-safe: DEST is {kind}", hint="add --format csv, or leave it out")
     if kind == LINES:
         _check_lines(config)
-    if config.seed and config.sample is None:
+    if config.seed is not None and config.sample is None:
         raise ConfigError("--seed: needs --sample", hint="add --sample N, or leave --seed out")
     config.picking  # noqa: B018 - refuses conditions that cannot be read
     return kind
@@ -419,13 +420,15 @@ def command(**options: Any) -> dict[str, Any]:
             f"{dest}: is the only place that is named, expected a run and a DEST",
             hint="batchinfer collect RUN answers.parquet",
         )
+    source = click.get_current_context().get_parameter_source("seed")
+    is_default_seed = source is ParameterSource.DEFAULT
     config = CollectConfig(
         run=layout.without_slash(runs[0]),
         more_runs=list(map(layout.without_slash, runs[1:])),
         dest=layout.without_slash(dest),
         where=list(options["where"]),
         sample=options["sample"],
-        seed=options["seed"],
+        seed=None if is_default_seed else options["seed"],
         format=options["format"] or "",
         with_source=options["with_source"],
         columns=[name.strip() for name in columns.split(",")] if columns else None,

@@ -18,7 +18,7 @@ _VALUES: dict[str, Callable[[OutputLine], list[str]]] = {
 """Functions that return a row's values of each column that --where takes. A row with several answers has several finish
 reasons; a failed row has none."""
 _STATUSES = ("ok", "error")
-_CONDITION = re.compile(r"\s*(\w+)\s*(!?=)(.*)", re.DOTALL)
+_CONDITION = re.compile(r"\s*(\w+)\s*(!?=)(?!=)(.*)", re.DOTALL)
 
 
 class Condition(Record, frozen=True, kw_only=True):

@@ -62,7 +62,8 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     """Conditions of --where. Rows that do not fulfil all of them are left out."""
     sample: int | None = None
     """Number of rows of each run to draw from those that fulfil the conditions; None takes them all."""
-    seed: int = 0
+    seed: int | None = None
+    """Number that decides which rows are drawn; None is 0. Only for `sample`."""
 
     @property
     def runs(self) -> list[str]:
@@ -77,7 +78,7 @@ class CollectConfig(Record, frozen=True, kw_only=True):
             ConfigError: a condition of `where` cannot be read.
         """
         conditions = list(map(parse_condition, self.where))
-        return Picking(conditions=conditions, sample=self.sample, seed=self.seed)
+        return Picking(conditions=conditions, sample=self.sample, seed=self.seed or 0)
 
 
 class Collecting(Protocol):

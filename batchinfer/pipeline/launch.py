@@ -10,6 +10,7 @@ from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
 from batchinfer.cli.run_options import run_options
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
+from batchinfer.cli.values import NumberRange
 from batchinfer.clusters import CLUSTERS
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
@@ -75,12 +76,10 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 )
 @click.option(
     "--hours",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Start as many workers as finish in so many hours, by --rate or --rate-from.",
 )
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Rows per second of one worker."
-)
+@click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
 @click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
 @click.option("--pool", metavar="NAME", help="Machines of this pool (skypilot).")
 @click.option("--address", metavar="URL", help="Address of the cluster's dashboard (ray).")

@@ -20,6 +20,7 @@ import click
 
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
+from batchinfer.cli.values import NumberRange
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import InputError, ObjectNotFound, PreconditionFailed
@@ -329,7 +330,7 @@ def _remove_temps(store: Store, older_than_seconds: float) -> int:
 @click.option(
     "--older-than",
     "older_than_seconds",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     default=DEFAULT_AGE_SECONDS,
     show_default=True,
     metavar="SECONDS",

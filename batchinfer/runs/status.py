@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinfer.cli.settings import common_options, price_options
+from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
@@ -353,7 +354,7 @@ _WORKER_COLUMNS = (
 )
 @click.option(
     "--refresh-seconds",
-    type=click.FloatRange(0.5),
+    type=NumberRange(0.5),
     default=10.0,
     show_default=True,
     help="Seconds between two looks of --watch.",

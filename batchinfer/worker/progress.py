@@ -12,6 +12,8 @@ import warnings
 from functools import cached_property
 from typing import Any, Protocol, TextIO
 
+import msgspec
+
 from batchinfer.cli.logs import event
 from batchinfer.core import units
 from batchinfer.worker.telemetry import Telemetry
@@ -24,6 +26,7 @@ MARKED_LINES = "BATCHINFER_PROGRESS_LINES"
 """Name of the environment variable that asks for marked lines, if it is set."""
 _MARK = "\x1eprogress "
 """Beginning of a marked line. Log lines never hold this control character."""
+_shown_decoder = msgspec.json.Decoder(tuple[int, int | None, str])
 _BAR_FORMAT = "{percentage:3.0f}% |{bar}| {desc}"
 
 
@@ -179,10 +182,16 @@ class BarOfLines:
         self._bar: Any = None
 
     def take(self, line: str) -> bool:
-        """Show the progress that a line tells. Returns whether it is a marked line; others are for people to read."""
+        """Show the progress that a line tells. Returns whether it is a marked line; others are for people to read.
+
+        A marked line that is not whole is no marked line. It may hold the beginning of another text.
+        """
         if not line.startswith(_MARK):
             return False
-        done, rows, text = json.loads(line.removeprefix(_MARK))
+        try:
+            done, rows, text = _shown_decoder.decode(line.removeprefix(_MARK))
+        except (msgspec.DecodeError, UnicodeError):
+            return False
         if self._bar is None:
             self._bar = _bar_class()(total=rows, bar_format=_BAR_FORMAT, dynamic_ncols=True)
         self._bar.total = rows

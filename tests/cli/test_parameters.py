@@ -53,6 +53,18 @@ def test_a_commands_parameters_are_those_that_were_recorded(name: str) -> None:
     assert json.loads(json.dumps(parameters()[name], default=str)) == recorded
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
+def test_no_range_of_numbers_holds_one_that_is_none_or_infinite(text: str) -> None:
+    checked = []
+    for name, command in _commands(group):
+        for parameter in command.params:
+            if isinstance(parameter.type, click.FloatRange):
+                checked.append(f"{name} {parameter.name}")
+                with pytest.raises(click.BadParameter):
+                    parameter.type.convert(text, parameter, None)
+    assert {"report price_per_hour", "worker lease_seconds", "launch hours"} <= set(checked)
+
+
 if __name__ == "__main__":
     blocks = []
     for name, entries in parameters().items():

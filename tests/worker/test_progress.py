@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.core.clock import SystemClock
-from batchinfer.worker.progress import describe
+from batchinfer.worker.progress import BarOfLines, describe
 from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.workload import Workload
 from making import make_job, run_worker_here, worker_arguments
@@ -175,3 +175,16 @@ def test_done_never_exceeds_the_total(is_own: bool) -> None:
         assert work.rows_done <= (work.rows or 0)
     work.done("a")
     assert (work.rows_done, work.rows) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "[3, 10", '[3, 10, "3/10 ro', "[3, 10]", "5", '["a", 10, "b"]', "[3, 10, Traceback", "\ud800"],
+)  # fmt: skip
+def test_a_marked_line_that_is_cut_is_for_people_to_read(rest: str) -> None:
+    bar = BarOfLines()
+    assert not bar.take(f"\x1eprogress {rest}")
+    assert bar.take('\x1eprogress [3, null, "3 rows"]')
+    assert bar.take('\x1eprogress [4, 10, "4/10 rows"]')
+    assert not bar.take("an ordinary line")
+    bar.close()
