@@ -21,12 +21,20 @@ def answer(output: Any) -> dict[str, Any]:
         "prompt_logprobs": None
         if output.prompt_logprobs is None
         else positions(output.prompt_token_ids, output.prompt_logprobs),
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "prompt_ranks": [
+            None
+            if each is None
+            else {str(key): [one.rank, one.decoded_token] for key, one in each.items()}
+            for each in output.prompt_logprobs or ()
+        ],
         "choices": [
             {
                 "text": choice.text,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "num_tokens": len(choice.token_ids),
+                "token_ids": list(choice.token_ids),
                 "mean_logprob": (choice.cumulative_logprob or 0.0) / len(choice.token_ids),
                 "logprobs": None
                 if choice.logprobs is None
@@ -57,7 +65,7 @@ def main() -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     work = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     llm = LLM(**work["engine"])
     answers = []
@@ -66,6 +74,9 @@ def main() -> None:
         if "logit_bias" in given_params:  # JSON has no numbers as keys
             bias = given_params["logit_bias"]
             given_params["logit_bias"] = {int(token): value for token, value in bias.items()}
+        if "repetition_detection" in given_params:
+            detection = RepetitionDetectionParams(**given_params["repetition_detection"])
+            given_params["repetition_detection"] = detection
         params = SamplingParams(**given_params)
         if "structured" in job:
             params.structured_outputs = StructuredOutputsParams(**job["structured"])

@@ -177,6 +177,10 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     `chat_template_kwargs`. None for what the model's own chat template does."""
     is_streamed: bool = False
     """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
+    returns_token_ids: bool = False
+    """Whether the completion holds the token ids of prompt and answers."""
+    priority: int = 0
+    """Place in the queue of an engine that has one by priority: lower comes first. It changes no answer."""
 
 
 class TextPiece(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -199,6 +203,10 @@ class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
     logprob: float
     token_id: int = -1
     top: list[tuple[str, float]] = []
+    rank: int = 0
+    """Place of the token among all tokens by probability, from 1; 0 if unknown. Only tokens of a prompt have it."""
+    top_ids: list[int] = []
+    """Token ids of the alternatives, in the order of `top`. Only tokens of a prompt have them."""
 
 
 class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -216,6 +224,8 @@ class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The model's reasoning before its answer, if the engine separates the two."""
     tool_calls: list[dict[str, Any]] | None = None
     """Calls of tools in the form of the OpenAI API. A call without an `id` gets one when its output line is written."""
+    token_ids: list[int] | None = None
+    """Ids of the answer's tokens; None unless the request asked for them."""
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -247,6 +257,8 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
     prompt_logprobs: list[TokenLogprob | None] | None = None
     reasoning_tokens: int | None = None
     """Number of those tokens of `completion_tokens` that are reasoning; None if nobody counts them."""
+    prompt_token_ids: list[int] | None = None
+    """Ids of the prompt's tokens; None unless the request asked for them."""
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
 

@@ -42,6 +42,7 @@ PASSED_NAMES = frozenset(
         "mm_processor_kwargs",
         "priority",
         "repetition_detection",
+        "return_token_ids",
         "spaces_between_special_tokens",
         "structured_outputs",
         "thinking_token_budget",

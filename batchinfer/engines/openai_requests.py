@@ -149,6 +149,8 @@ class _AnswerChoice(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _CachedTokens(msgspec.Struct, gc=False):
@@ -172,6 +174,7 @@ class Answer(msgspec.Struct, gc=False):
     choices: list[_AnswerChoice]
     usage: _AnswerUsage | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 _decoder = msgspec.json.Decoder(Answer)
@@ -234,6 +237,7 @@ def completion_of(request: Request, data: bytes, seconds: tuple[float, float]) -
         completion_tokens=num_answered,
         prompt_logprobs=prompt_logprobs,
         reasoning_tokens=None if num_reasoning is None else _count(num_reasoning),
+        prompt_token_ids=_prompt_token_ids(answer),
         queue_seconds=seconds[0],
         generation_seconds=seconds[1],
     )
@@ -283,6 +287,7 @@ def _choice_of(found: _AnswerChoice, sampling: Sampling, num_tokens: int) -> Cho
         num_tokens=num_tokens or len(positions or ()),
         reasoning=_reasoning_of(found),
         tool_calls=(found.message.tool_calls or None) if found.message else None,
+        token_ids=found.token_ids,
     )
 
 
@@ -339,6 +344,12 @@ def _positions(logprobs: dict[str, Any]) -> list[TokenLogprob] | None:
     ]
 
 
+def _prompt_token_ids(answer: Answer) -> list[int] | None:
+    """Return the prompt's token ids, which vLLM adds to the answer if `return_token_ids` asks for them."""
+    in_choice = answer.choices[0].prompt_token_ids if answer.choices else None
+    return answer.prompt_token_ids or in_choice
+
+
 def _prompt_positions(request: Request, answer: Answer) -> list[TokenLogprob | None] | None:
     """Return the prompt's log-probabilities, which vLLM adds to the API; None if there are none."""
     if request.sampling.prompt_logprobs is None:
@@ -356,11 +367,14 @@ def _prompt_position(found: dict[str, Any] | None, most: int) -> TokenLogprob | 
         return None
     # vLLM puts the prompt's own token first, and then the likeliest ones.
     token_id, own = next(iter(found.items()))
-    ranked = sorted(found.values(), key=lambda each: each.get("rank") or 0)
-    top = [(str(each["decoded_token"]), float(each["logprob"])) for each in ranked]
+    ranked = sorted(found.items(), key=lambda item: item[1].get("rank") or 0)
+    if most >= 0:
+        ranked = ranked[:most]
     return TokenLogprob(
         token=str(own["decoded_token"]),
         logprob=float(own["logprob"]),
         token_id=int(token_id),
-        top=top[:most] if most >= 0 else top,
+        top=[(str(each["decoded_token"]), float(each["logprob"])) for _, each in ranked],
+        rank=int(own.get("rank") or 0),
+        top_ids=[int(each) for each, _ in ranked],
     )

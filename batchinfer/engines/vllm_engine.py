@@ -249,7 +249,9 @@ class VllmEngine:
             return Failure(code=error.code, message=error.message)
         request_id = str(next(self._ids))
         try:
-            self._engine.add_request(request_id, prompt, params, lora_request=adapter)
+            self._engine.add_request(
+                request_id, prompt, params, lora_request=adapter, priority=request.priority
+            )
         except client_errors() as error:
             return self._refusal(prompt, params, error)
         except Exception as error:
@@ -344,8 +346,8 @@ class StepRecorder:
     class only uses the scheduler's counters and the requests' events, which vLLM returns at every step anyway.
 
     Requests start in the order in which they were added. So if the scheduler counts fewer requests as waiting than
-    this class does, the oldest waiting requests have started. The scheduler also counts a preempted request as waiting;
-    the small error from this is accepted.
+    this class does, the oldest waiting requests have started. The scheduler also counts a preempted request as waiting,
+    and takes requests with a priority in another order; the small errors from this are accepted.
     """
 
     def __init__(self) -> None:

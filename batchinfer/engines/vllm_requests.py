@@ -209,11 +209,12 @@ def completion_of(request: Request, output: Any, seconds: tuple[float, float]) -
         outputs = sorted(outputs, key=mean_logprob, reverse=True)[: sampling.n]
     return Completion(
         key=request.key,
-        choices=[choice_of(index, each, sampling) for index, each in enumerate(outputs)],
+        choices=[choice_of(index, each, request) for index, each in enumerate(outputs)],
         prompt_tokens=len(prompt_ids),
         cached_tokens=output.num_cached_tokens or 0,
         completion_tokens=num_tokens,
         prompt_logprobs=prompt_logprobs_of(output, sampling),
+        prompt_token_ids=list(prompt_ids) if request.returns_token_ids else None,
         queue_seconds=seconds[0],
         generation_seconds=seconds[1],
     )
@@ -256,8 +257,9 @@ def mean_logprob(output: Any) -> float:
     return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
 
 
-def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
-    """Convert one of vLLM's CompletionOutputs to a choice."""
+def choice_of(index: int, output: Any, request: Request) -> Choice:
+    """Convert one of vLLM's CompletionOutputs to a choice of this request's completion."""
+    sampling = request.sampling
     logprobs = None
     if sampling.logprobs is not None and output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=False)
@@ -270,6 +272,7 @@ def choice_of(index: int, output: Any, sampling: Sampling) -> Choice:
         logprobs=logprobs,
         cumulative_logprob=output.cumulative_logprob if sampling.logprobs is not None else None,
         num_tokens=len(output.token_ids),
+        token_ids=list(output.token_ids) if request.returns_token_ids else None,
     )
 
 
@@ -302,5 +305,16 @@ def prompt_logprobs_of(output: Any, sampling: Sampling) -> list[TokenLogprob | N
         zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
     )
     return [
-        position_of(token_id, each, most) if each is not None else None for token_id, each in pairs
+        prompt_position_of(token_id, each, most) if each is not None else None
+        for token_id, each in pairs
     ]
+
+
+def prompt_position_of(token_id: int, alternatives: Mapping[int, Any], most: int) -> TokenLogprob:
+    """Return `position_of` for a token of the prompt, with its rank and the ids of its alternatives."""
+    ranked = sorted(alternatives, key=lambda each: alternatives[each].rank or 0)
+    return msgspec.structs.replace(
+        position_of(token_id, alternatives, most),
+        rank=alternatives[token_id].rank or 0,
+        top_ids=ranked[:most] if most >= 0 else ranked,
+    )

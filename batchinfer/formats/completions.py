@@ -17,7 +17,12 @@ from batchinfer.formats.lines import (
     shown_choices,
     to_line,
 )
-from batchinfer.formats.openai import completion_logprobs, error_object, parts_beside_text
+from batchinfer.formats.openai import (
+    completion_logprobs,
+    error_object,
+    parts_beside_text,
+    prompt_fields,
+)
 from batchinfer.prompts import Prepared
 
 
@@ -43,8 +48,10 @@ class CompletionsEncoder:
             line["request"] = {} if prepared.prompt is None else {"prompt": prepared.prompt}
         failure = failure_of(prepared, completion)
         if failure is None and completion is not None:
+            of_prompt = prompt_fields(prepared, completion)
+            choices = shown_choices(prepared, completion)
             result: dict[str, Any] = {
-                "choices": list(map(self._choice, shown_choices(prepared, completion)))
+                "choices": [self._choice(choice) | of_prompt for choice in choices]
             }
             if self._model:
                 result["model"] = answering_model(prepared, self._model)
@@ -65,6 +72,7 @@ class CompletionsEncoder:
             "index": choice.index,
             "logprobs": completion_logprobs(choice),
             "finish_reason": choice.finish_reason,
+            **({} if choice.token_ids is None else {"token_ids": choice.token_ids}),
         }
         return found | parts_beside_text(choice)
 

@@ -176,6 +176,12 @@ def shown_choices(prepared: Prepared, completion: Completion) -> Sequence[Choice
         return [_with_call_ids(prepared.key, choice) for choice in completion.choices]
     prefix = prepared.prompt if isinstance(prepared.prompt, str) else ""
     positions = completion.prompt_logprobs
+    most = prepared.request.sampling.logprobs if prepared.request is not None else None
+    if positions is not None and most is not None and most >= 0:
+        # A request may ask for more alternatives of the prompt's tokens than `echo` shows, by `prompt_logprobs`.
+        positions = [
+            each and msgspec.structs.replace(each, top=each.top[:most]) for each in positions
+        ]
     return [
         _with_prompt(choice, prefix, positions, is_prompt_only=view.is_prompt_only)
         for choice in completion.choices
@@ -196,6 +202,19 @@ def _with_call_ids(key: RowKey, choice: Choice) -> Choice:
         for place, call in enumerate(choice.tool_calls)
     ]
     return msgspec.structs.replace(choice, tool_calls=calls)
+
+
+def asked_prompt_logprobs(
+    prepared: Prepared, completion: Completion
+) -> list[TokenLogprob | None] | None:
+    """Return the log-probabilities of the prompt if the request or the run asked for them.
+
+    None if only `echo` with `logprobs` needs them, which shows them in another place (`shown_choices`).
+    """
+    has_echo = prepared.view is not None and prepared.view.echo
+    if has_echo and (prepared.body or {}).get("prompt_logprobs") is None:
+        return None
+    return completion.prompt_logprobs
 
 
 def answering_model(prepared: Prepared, model: str) -> str:

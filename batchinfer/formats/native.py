@@ -45,6 +45,7 @@ class _ChoiceLine(msgspec.Struct, gc=False):
     logprobs: list[_LogprobLine] | msgspec.UnsetType = _UNSET
     reasoning: str | msgspec.UnsetType = _UNSET
     tool_calls: list[dict[str, Any]] | msgspec.UnsetType = _UNSET
+    token_ids: list[int] | msgspec.UnsetType = _UNSET
 
 
 class _Timing(msgspec.Struct, gc=False):
@@ -62,6 +63,7 @@ class _NativeLine(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_i
     error: OutputError | None
     prompt: Any = _UNSET
     prompt_logprobs: list[_LogprobLine | None] | msgspec.UnsetType = _UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = _UNSET
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
     model: str | msgspec.UnsetType = _UNSET
 
@@ -124,6 +126,8 @@ class NativeEncoder:
                 None if position is None else _logprob(position)
                 for position in completion.prompt_logprobs
             ]
+        if completion.prompt_token_ids is not None:
+            line.prompt_token_ids = completion.prompt_token_ids
 
     def _choice(self, choice: Choice, has_several: bool) -> _ChoiceLine:
         line = _ChoiceLine(
@@ -141,6 +145,8 @@ class NativeEncoder:
             line.num_tokens = choice.num_tokens
         if choice.logprobs is not None:
             line.logprobs = [_logprob(position) for position in choice.logprobs]
+        if choice.token_ids is not None:
+            line.token_ids = choice.token_ids
         return line
 
 

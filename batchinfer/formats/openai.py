@@ -15,6 +15,7 @@ from batchinfer.formats.lines import (
     OutputLine,
     OutputUsage,
     answering_model,
+    asked_prompt_logprobs,
     digest_of,
     failure_of,
     finite,
@@ -83,13 +84,16 @@ class OpenAIBatchEncoder:
         if completion.reasoning_tokens is not None:
             details = {"reasoning_tokens": completion.reasoning_tokens}
             usage["completion_tokens_details"] = details
+        of_prompt = prompt_fields(prepared, completion)
+        of_choice, of_body = (of_prompt, {}) if is_completion else ({}, of_prompt)
         return {
             "id": f"{'cmpl' if is_completion else 'chatcmpl'}-{digest}",
             "object": "text_completion" if is_completion else "chat.completion",
             "created": self._created,
             "model": answering_model(prepared, self._model),
-            "choices": [make(choice) for choice in choices],
+            "choices": [make(choice) | of_choice for choice in choices],
             "usage": usage,
+            **of_body,
         }
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
@@ -105,6 +109,7 @@ class OpenAIBatchEncoder:
             "message": message,
             "logprobs": logprobs,
             "finish_reason": _reason(choice, _CHAT_REASONS),
+            **_additions(choice),
         }
 
     def _completion_choice(self, choice: Choice) -> dict[str, Any]:
@@ -114,6 +119,7 @@ class OpenAIBatchEncoder:
             "logprobs": completion_logprobs(choice),
             "finish_reason": _reason(choice, _COMPLETION_REASONS),
             **parts_beside_text(choice),
+            **_additions(choice),
         }
 
     def _text(self, choice: Choice) -> str:
@@ -124,6 +130,41 @@ def parts_beside_text(choice: Choice) -> dict[str, Any]:
     """Return an answer's reasoning and its calls of tools, as far as it has them."""
     parts = {"reasoning": choice.reasoning, "tool_calls": choice.tool_calls}
     return {name: part for name, part in parts.items() if part}
+
+
+def _additions(choice: Choice) -> dict[str, Any]:
+    """Return the fields that vLLM adds to a choice of the API, as far as they have a value."""
+    added = {"stop_reason": choice.stop_reason, "token_ids": choice.token_ids}
+    return {name: value for name, value in added.items() if value is not None}
+
+
+def prompt_fields(prepared: Prepared, completion: Completion) -> dict[str, Any]:
+    """Return what vLLM adds to the API about the prompt, if it was asked for: log-probabilities and token ids.
+
+    vLLM writes both into the body of a chat, and into each choice of a completion.
+    """
+    fields: dict[str, Any] = {}
+    positions = asked_prompt_logprobs(prepared, completion)
+    if positions is not None:
+        fields["prompt_logprobs"] = [
+            None if position is None else _prompt_position(position) for position in positions
+        ]
+    if completion.prompt_token_ids is not None:
+        fields["prompt_token_ids"] = completion.prompt_token_ids
+    return fields
+
+
+def _prompt_position(position: TokenLogprob) -> dict[str, Any]:
+    """Return a token of the prompt and its alternatives by token id, the token itself first."""
+    found = {str(position.token_id): _ranked(position.token, position.logprob, position.rank)}
+    alternatives = zip(position.top_ids, position.top, strict=False)
+    for rank, (token_id, (token, logprob)) in enumerate(alternatives, 1):
+        found.setdefault(str(token_id), _ranked(token, logprob, rank))
+    return found
+
+
+def _ranked(token: str, logprob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": finite(logprob), "rank": rank or None, "decoded_token": token}
 
 
 def error_object(failure: Failure, param: str | None) -> dict[str, Any]:

@@ -205,6 +205,8 @@ class PromptBuilder:
                 adapter=draft.adapter,
                 task=self._config.task,
                 chat_options=None if messages is None else self._chat_options(draft),
+                returns_token_ids=draft.returns_token_ids,
+                priority=draft.priority,
             ),
             source=draft.source,
             body=draft.body,
@@ -323,7 +325,8 @@ class PromptBuilder:
         # Tokenizing a prompt of megabytes would delay all other rows. A prompt with more characters than the longest
         # allowed prompt can have is therefore refused without being tokenized.
         longest = tokenizer.longest_token
-        if self._max_model_len is None or not longest or self._config.truncate_prompt != "error":
+        is_cut = self._config.truncate_prompt != "error" or draft.most_prompt_tokens is not None
+        if self._max_model_len is None or not longest or is_cut:
             return False
         num_chars = len(draft.text or "")
         if num_chars <= self._max_model_len * longest:
@@ -338,7 +341,12 @@ class PromptBuilder:
         sampling = draft.sampling or self._sampling
         try:
             draft.token_ids = fit_prompt(
-                token_ids,
+                cut_prompt(
+                    token_ids,
+                    draft.most_prompt_tokens,
+                    max_model_len=max_model_len,
+                    side=draft.truncation_side,
+                ),
                 max_model_len=max_model_len,
                 max_tokens=sampling.max_tokens,
                 mode=self._config.truncate_prompt,
@@ -453,6 +461,40 @@ def fit_prompt(
     head = (room + 1) // 2
     tail = room - head
     return token_ids[:head] + (token_ids[-tail:] if tail else [])
+
+
+def cut_prompt(
+    token_ids: list[int], most: int | None, *, max_model_len: int, side: str
+) -> list[int]:
+    """Return the prompt's tokens, cut as vLLM does by a request's `truncate_prompt_tokens`.
+
+    Args:
+        token_ids: The prompt's tokens.
+        most: Number of tokens to keep; -1 for as many as leave room for one token of the answer, None for all.
+        max_model_len: Largest number of tokens of prompt and answer together.
+        side: Side that loses tokens: ``left`` or ``right``.
+
+    Raises:
+        RowProblem: more tokens are asked for than the model takes, or none.
+
+    >>> (
+    ...     cut_prompt([1, 2, 3], 2, max_model_len=5, side="left"),
+    ...     cut_prompt([1, 2, 3], -1, max_model_len=3, side="right"),
+    ... )
+    ([2, 3], [1, 2])
+    """
+    if most is None:
+        return token_ids
+    name = "truncate_prompt_tokens"
+    if most > max_model_len:
+        finding = f"{name}: {most}, expected at most the model's {max_model_len}"
+        raise RowProblem(Code.INVALID_PARAMETER, finding, param=name)
+    kept = max_model_len - 1 if most < 0 else most
+    if kept == 0:
+        raise RowProblem(Code.EMPTY_PROMPT, f"{name}: 0 leaves no token", param=name)
+    if len(token_ids) <= kept:
+        return token_ids
+    return token_ids[-kept:] if side == "left" else token_ids[:kept]
 
 
 def _too_long(length: str, max_model_len: int) -> RowProblem:

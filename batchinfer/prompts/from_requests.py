@@ -235,6 +235,10 @@ class RequestsReader:
         draft.continue_final = options.continue_final
         draft.chat_template_kwargs = options.chat_template_kwargs
         draft.is_open_ended = options.is_open_ended
+        draft.most_prompt_tokens = options.most_prompt_tokens
+        draft.truncation_side = options.truncation_side
+        draft.returns_token_ids = options.returns_token_ids
+        draft.priority = options.priority
         if options.constraint_name:
             draft.constraint = draft.sampling.structured
             draft.constraint_param = options.constraint_name

@@ -14,6 +14,7 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record, Sampling
+from batchinfer.prompts.additions import ADDITIONS
 from batchinfer.prompts.constraints import (
     ConstraintProblem,
     read_response_format,
@@ -108,6 +109,14 @@ class RequestOptions(msgspec.Struct):
     """Whether the answer may fill the rest of the model's length, because neither request nor run set `max_tokens`."""
     constraint_name: str = ""
     """Parameter that states the request's own constraint; empty if it states none."""
+    most_prompt_tokens: int | None = None
+    """Number of tokens to which a longer prompt is cut; -1 for as many as the model takes, None for no cut."""
+    truncation_side: str = "left"
+    """Side at which a prompt loses tokens by `most_prompt_tokens`: ``left`` or ``right``."""
+    returns_token_ids: bool = False
+    """Whether the output line shows the token ids of prompt and answers."""
+    priority: int = 0
+    """Place in the engine's queue: lower comes first."""
 
 
 def read_parameters(
@@ -134,12 +143,8 @@ def read_parameters(
             if value not in _EMPTY:
                 found["extra"] = {**(found.get("extra") or base.extra or {}), name: value}
             continue
-        if name in _NUMBERS:
-            found[name] = _number(name, value)
-        elif name in _INTEGERS:
-            found[name] = _integer(name, value)
-        elif name in _BOOLEANS:
-            found[name] = _boolean(name, value)
+        if name in _PLAIN:
+            found[name] = _PLAIN[name](name, value)
         elif name == "logprobs":
             found[name] = _boolean(name, value) if is_chat else _integer(name, value, 0)
         elif name in _READERS:
@@ -147,6 +152,8 @@ def read_parameters(
         elif name in _CONSTRAINT_READERS:
             _read_constraint(name, value, found)
             options.constraint_name = name if "structured" in found else ""
+        elif name in ADDITIONS:
+            _read_addition(name, value, found, options, base)
         elif name == "chat_template_kwargs" and is_chat:
             options.chat_template_kwargs = _object(name, value)
         elif name == "continue_final_message" and is_chat:
@@ -317,15 +324,48 @@ _CONSTRAINT_READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]
     "response_format": read_response_format,
     "structured_outputs": read_structured,
 }
+
+
+def _read_length_penalty(value: Any, _found: dict[str, Any]) -> None:
+    # It only weighs the answers of a beam search. vLLM, too, takes it in requests that ask for none.
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _invalid("length_penalty", f"{_show(value)}, expected a number")
+
+
+def _read_addition(
+    name: str, value: Any, found: dict[str, Any], options: RequestOptions, base: Sampling
+) -> None:
+    addition = ADDITIONS[name]
+    try:
+        read = msgspec.convert(value, addition.kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(name, f"{_show(value)}, expected {addition.expected}") from error
+    if addition.is_sampling:
+        found["extra"] = {**(found.get("extra") or base.extra or {}), addition.target: read}
+    else:
+        setattr(options, addition.target, read)
+
+
+_PLAIN: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_NUMBERS, _number),
+    **dict.fromkeys(_INTEGERS, _integer),
+    **dict.fromkeys(_BOOLEANS, _boolean),
+}
 _READERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+    "length_penalty": _read_length_penalty,
     "stop": _read_stop,
     "stop_token_ids": _read_stop_ids,
     "logit_bias": _read_bias,
 }
 KNOWN = sorted(
-    {*_NUMBERS, *_INTEGERS, *_BOOLEANS, *_READERS, *_CONSTRAINT_READERS, *HARMLESS}
-    | {"logprobs", "echo"}
+    {*_PLAIN, *_READERS, *_CONSTRAINT_READERS, *HARMLESS} | {*ADDITIONS, "logprobs", "echo"}
 )
+_INSTEAD = {
+    "echo": "for a chat, --keep-prompt repeats the messages; /v1/completions has echo",
+    "use_beam_search": "`n` and `best_of` draw several answers; with --engine openai a vLLM server "
+    "does beam search",
+}
+"""Advice for parameters that are not supported. Requests for completions may have `echo`."""
 
 
 def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
@@ -336,9 +376,10 @@ def _asks_for_nothing(name: str, value: Any, body: dict[str, Any]) -> bool:
 
 
 def _unsupported(name: str) -> RowProblem:
+    advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else near(name, KNOWN)
     return RowProblem(
         Code.UNSUPPORTED_PARAMETER,
-        f"{name}: not supported, expected the request without it{near(name, KNOWN)}",
+        f"{name}: not supported, expected the request without it{advice}",
         param=name,
     )
 

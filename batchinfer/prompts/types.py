@@ -207,6 +207,12 @@ class Draft(msgspec.Struct, gc=False):
     """Constraint that the row itself states, in place of the run's."""
     constraint_param: str | None = None
     """Request parameter that states the constraint; None if a column does."""
+    most_prompt_tokens: int | None = None
+    """Number of tokens to which the request itself cuts a longer prompt; -1 for as many as the model takes."""
+    truncation_side: str = "left"
+    """Side at which a prompt loses tokens by `most_prompt_tokens`."""
+    returns_token_ids: bool = False
+    priority: int = 0
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
     failure: Failure | None = None

@@ -32,7 +32,8 @@ def repeat_key(prepared: Prepared) -> bytes | None:
     if prepared.request is None or not prepared.is_repeatable:
         return None
     try:
-        data = msgspec.msgpack.encode(msgspec.structs.replace(prepared.request, key=_NO_ROW))
+        plain = msgspec.structs.replace(prepared.request, key=_NO_ROW, priority=0)
+        data = msgspec.msgpack.encode(plain)
     except (OverflowError, RecursionError, TypeError, ValueError):
         return None
     return hashlib.blake2b(data, digest_size=16).digest()

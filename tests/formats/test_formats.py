@@ -228,6 +228,54 @@ def test_prompt_logprobs_are_written_where_they_were_asked_for():
     assert line["prompt_logprobs"][1]["token"] == " north"
 
 
+RANKED = TokenLogprob(
+    token=" a",
+    logprob=-3.0,
+    token_id=9,
+    top=[(" b", -0.5), (" c", -math.inf)],
+    rank=5,
+    top_ids=[4, 7],
+)
+OF_PROMPT = {
+    "prompt_logprobs": [
+        None,
+        {
+            "9": {"logprob": -3.0, "rank": 5, "decoded_token": " a"},
+            "4": {"logprob": -0.5, "rank": 1, "decoded_token": " b"},
+            "7": {"logprob": -9999.0, "rank": 2, "decoded_token": " c"},
+        },
+    ],
+    "prompt_token_ids": [8, 9],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "output_format", "find"),
+    [
+        (CHAT_LINE, "openai-batch", lambda line: line["response"]["body"]),
+        (COMPLETION_LINE, "openai-batch", lambda line: line["response"]["body"]["choices"][0]),
+        (COMPLETION_LINE["body"], "completions", lambda line: line["result"]["choices"][0]),
+    ],
+)
+def test_what_vllm_adds_about_the_prompt_is_where_its_server_writes_it(line, output_format, find):
+    request_format = "completions" if output_format == "completions" else "openai-batch"
+    prepared = prepare(line, request_format=request_format, output_format=output_format)
+    choice = Choice(index=0, text="x", stop_reason="y", token_ids=[3])
+    given = {"prompt_logprobs": [None, RANKED], "prompt_token_ids": [8, 9]}
+    written = encode(prepared, answer(prepared, choice, **given), output_format)
+    holder = find(written)
+    assert {name: holder[name] for name in OF_PROMPT} == OF_PROMPT
+    plain = encode(prepared, answer(prepared), output_format)
+    assert not set(find(plain)) & {*OF_PROMPT, "token_ids", "stop_reason"}
+
+
+def test_token_ids_are_in_native_lines_that_asked_for_them():
+    prepared = prepare({"text": "x"}, prompt_column="text")
+    choice = Choice(index=0, text="x", token_ids=[3, 4])
+    line = encode(prepared, answer(prepared, choice, prompt_token_ids=[8, 9]), "native")
+    assert (line["prompt_token_ids"], line["choices"][0]["token_ids"]) == ([8, 9], [3, 4])
+
+
 def test_an_error_line_keeps_id_and_columns():
     prepared = prepare({"_id": "abc", "k": 1, "p": ""}, prompt_column="p", keep=["k"])
     line = encode(prepared, None, "native")

@@ -140,8 +140,110 @@ def test_an_engines_own_parameters_reach_it_unread_and_empty_ones_are_left_out()
 
 
 @pytest.mark.parametrize(
+    ("parameters", "extra"),
+    [
+        ({"bad_words": ["x", "y z"]}, {"bad_words": ["x", "y z"]}),
+        ({"allowed_token_ids": [5, 0]}, {"allowed_token_ids": [5, 0]}),
+        ({"vllm_xargs": {"a": 1, "b": ["x", 2.5]}}, {"extra_args": {"a": 1, "b": ["x", 2.5]}}),
+        ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
+        (
+            {"repetition_detection": {"min_count": 3}, "bad_words": ["x"]},
+            {"repetition_detection": {"min_count": 3}, "bad_words": ["x"]},
+        ),
+        ({"length_penalty": 0.5, "use_beam_search": False}, None),
+    ],
+)
+def test_vllms_additions_to_the_api_reach_its_sampling_parameters(parameters, extra):
+    assert sampling_of(completion(**parameters)).extra == extra
+    assert sampling_of(chat(**parameters)).extra == extra
+
+
+def test_a_requests_additions_stand_beside_the_runs():
+    run = Sampling(extra={"bad_words": ["x"], "logprob_token_ids": [1]})
+    found = prepare({"prompt": "x", "bad_words": ["y"]}, "completions", sampling=run)
+    assert sampling_of(found).extra == {"bad_words": ["y"], "logprob_token_ids": [1]}
+
+
+def test_a_request_says_its_priority_and_whether_it_wants_token_ids():
+    request = chat(priority=-3, return_token_ids=True).request
+    assert (request.priority, request.returns_token_ids) == (-3, True)
+    assert (chat().request.priority, chat().request.returns_token_ids) == (0, False)
+
+
+class Numbers:
+    """A tokenizer whose tokens are the words of a text, each a number."""
+
+    eos_token = ""
+    has_chat_template = True
+    longest_token = 2
+
+    def apply_chat_template(self, messages, **_):
+        return messages[-1]["content"]
+
+    def encode(self, texts, *, add_special_tokens):
+        return [list(map(int, text.split())) for text in texts]
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"truncate_prompt_tokens": 3}, [5, 6, 7]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [1, 2, 3]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"truncation_side": "right"}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"truncate_prompt_tokens": -1, "prompt": "1 2 3 4 5 6 7 8 9 10 11 12 13 14"}, [*range(6, 15)]),
+        ({"truncate_prompt_tokens": 2, "prompt": [1, 2, 3]}, [2, 3]),
+        ({"truncate_prompt_tokens": 2, "prompt": "1 " * 500}, [1, 1]),
+        ({"prompt": "1 " * 500}, "prompt_too_long"),
+        ({"truncate_prompt_tokens": 10, "prompt": "1 " * 500}, "prompt_too_long"),
+        ({"truncate_prompt_tokens": 11}, "invalid_parameter"),
+        ({"truncate_prompt_tokens": 0}, "empty_prompt"),
+    ],
+)  # fmt: skip
+def test_a_request_may_cut_its_own_prompt(body, found):
+    config = PromptConfig(request_format="completions")
+    builder = PromptBuilder(config, Sampling(), None, Numbers(), 10)
+    row = json.dumps({"prompt": "1 2 3 4 5 6 7", **body}).encode()
+    [prepared] = builder.build("c", 0, [RawRow(0, row)])
+    if prepared.failure is not None:
+        assert prepared.failure.code == found
+    else:
+        assert prepared.request.token_ids == found
+
+
+@pytest.mark.parametrize(
+    ("prepared", "advice"),
+    [
+        (lambda: chat(echo=True), "--keep-prompt repeats the messages"),
+        (lambda: chat(use_beam_search=True), "best_of"),
+        (lambda: completion(use_beam_search=True, n=4), "a vLLM server does beam search"),
+    ],
+)
+def test_a_parameter_that_is_not_supported_comes_with_what_to_do_instead(prepared, advice):
+    failure = prepared().failure
+    assert failure.code == "unsupported_parameter"
+    assert advice in failure.message
+    assert "did you mean" not in failure.message
+
+
+@pytest.mark.parametrize(
     ("parameters", "code", "param"),
     [
+        ({"bad_words": "x"}, "invalid_parameter", "bad_words"),
+        ({"bad_words": ["x", ""]}, "invalid_parameter", "bad_words"),
+        ({"allowed_token_ids": [-1]}, "invalid_parameter", "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "invalid_parameter", "allowed_token_ids"),
+        ({"vllm_xargs": {"a": {"b": 1}}}, "invalid_parameter", "vllm_xargs"),
+        ({"repetition_detection": []}, "invalid_parameter", "repetition_detection"),
+        ({"priority": 1.5}, "invalid_parameter", "priority"),
+        ({"priority": 2**63}, "invalid_parameter", "priority"),
+        ({"return_token_ids": 1}, "invalid_parameter", "return_token_ids"),
+        ({"truncate_prompt_tokens": -2}, "invalid_parameter", "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "invalid_parameter", "truncation_side"),
+        ({"length_penalty": "x"}, "invalid_parameter", "length_penalty"),
         ({"temperature": -0.1}, "invalid_parameter", "temperature"),
         ({"temperature": "hot"}, "invalid_parameter", "temperature"),
         ({"temperature": True}, "invalid_parameter", "temperature"),

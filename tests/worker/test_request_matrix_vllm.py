@@ -116,6 +116,8 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 SAMPLED = {"temperature": 1.0, "seed": 11}
 REGEX = {"regex": "[A-Z][a-z]{3,8}"}
 CHOICE = {"choice": ["La Paz", "Sucre"]}
+REPETITION = {"max_pattern_size": 2, "min_count": 3}
+CUT_RIGHT = {"truncate_prompt_tokens": 9, "truncation_side": "right"}
 CASES = [
     completion("greedy", {}),
     completion("one token", {"max_tokens": 1}),
@@ -175,6 +177,27 @@ CASES = [
     chat("chat, json_object", {"max_tokens": 60}, messages=[{"role": "user", "content": ORDER}],
          structured={"json_object": True}, body={"response_format": {"type": "json_object"}}),
     chat("chat, plain text", {}, body={"response_format": {"type": "text"}}),
+    completion("bad words", {"bad_words": ["Lopez", " wants"]}, prompt=ORDER),
+    completion("allowed tokens", {**SAMPLED, "allowed_token_ids": list(range(40, 60))}),
+    completion("no spaces", {"spaces_between_special_tokens": False, "skip_special_tokens": False}),
+    completion("repetition ends it", {"repetition_detection": REPETITION, "ignore_eos": True, "max_tokens": 60}),
+    completion("extra arguments", {}, body={"vllm_xargs": {"a": 1, "b": ["x", 2.5]}}),
+    completion("token ids returned", {**SAMPLED, "n": 2}, body={"return_token_ids": True}),
+    completion("prompt logprobs", {"prompt_logprobs": 2}),
+    completion("prompt logprobs without alternatives", {"prompt_logprobs": 0}),
+    completion("prompt logprobs with echo", {"logprobs": 1, "prompt_logprobs": 3}, body={"echo": True}),
+    completion("a weight of no beam search", {}, body={"length_penalty": 1.4, "use_beam_search": False}),
+    completion("a priority", {}, body={"priority": 7}),
+    chat("chat, bad words", {"bad_words": ["Berlin", "er"]}),
+    chat("chat, token ids returned", SAMPLED, body={"return_token_ids": True}),
+    chat("chat, prompt logprobs", {"prompt_logprobs": 1, "logprobs": 2},
+         body={"logprobs": True, "top_logprobs": 2}),
+    chat("chat, cut", {}, body={"truncate_prompt_tokens": 9, "return_token_ids": True},
+         chat={"tokenization_kwargs": {"truncate_prompt_tokens": 9}}),
+    chat("chat, cut at the end", {}, chat={"tokenization_kwargs": CUT_RIGHT}, body=CUT_RIGHT),
+    chat("chat, cut to the model", {}, messages=[{"role": "user", "content": "What is 2 plus 7? " * 60}],
+         body={"truncate_prompt_tokens": -1},
+         chat={"tokenization_kwargs": {"truncate_prompt_tokens": MODEL_LENGTH - 1}}),
 ]  # fmt: skip
 
 BAD_BODIES = [
@@ -192,6 +215,13 @@ BAD_BODIES = [
     (COMPLETIONS, {"prompt": PROMPT, "suffix": "x"}, "unsupported_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "use_beam_search": True}, "unsupported_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "max_token": 8}, "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "bad_words": "Paris"}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "bad_words": [""]}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "allowed_token_ids": []}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "allowed_token_ids": [99999]}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "repetition_detection": {"min_count": "two"}}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "truncate_prompt_tokens": MODEL_LENGTH + 1}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "truncate_prompt_tokens": 0}, "empty_prompt"),
     (COMPLETIONS, {"prompt": [PROMPT, PROMPT]}, "unsupported_parameter"),
     (COMPLETIONS, {"prompt": [99999]}, "engine_rejected"),
     (COMPLETIONS, {"prompt": ""}, "empty_prompt"),
@@ -210,6 +240,9 @@ BAD_BODIES = [
     (CHAT, {"messages": TALK, "logprobs": True, "top_logprobs": 21}, "invalid_parameter"),
     (CHAT, {"messages": TALK, "tools": [{"type": "function"}]}, "unsupported_parameter"),
     (CHAT, {"messages": TALK, "stream": True}, "unsupported_parameter"),
+    (CHAT, {"messages": TALK, "echo": True}, "unsupported_parameter"),
+    (CHAT, {"messages": TALK, "use_beam_search": True, "n": 2}, "unsupported_parameter"),
+    (CHAT, {"messages": TALK, "priority": "high"}, "invalid_parameter"),
     *(
         (CHAT, {"messages": TALK, **schema_format(schema)}, code)
         for schema, code in [
@@ -361,9 +394,10 @@ def assert_same(case: Case, direct: dict[str, Any], choices: list[Any], usage: A
     assert [text_of(choice) for choice in choices] == texts, case.name
     assert [choice["index"] for choice in choices] == list(range(len(wanted))), case.name
     if not is_scoring:
-        assert [choice["finish_reason"] for choice in choices] == [
-            each["finish_reason"] for each in wanted
-        ], case.name
+        reasons = [each["finish_reason"] for each in wanted]
+        # The API's own types do not know this reason, so batch lines have `stop` and vLLM's `stop_reason`.
+        known = ["stop" if reason == "repetition" else reason for reason in reasons]
+        assert [choice["finish_reason"] for choice in choices] in (reasons, known), case.name
     if usage is not None:
         assert usage["prompt_tokens"] == direct["prompt_tokens"], case.name
         generated = sum(each["num_tokens"] for each in case.choices(direct["choices"]))
@@ -379,6 +413,50 @@ def assert_same(case: Case, direct: dict[str, Any], choices: list[Any], usage: A
         if prefix and direct["prompt_logprobs"]:
             positions = [*direct["prompt_logprobs"], *positions]
         assert_same_logprobs(case.name, choice, positions, most)
+
+
+def assert_additions(
+    case: Case, direct: dict[str, Any], holders: list[dict[str, Any]], choices: list[Any]
+) -> None:
+    """What vLLM adds to the API is there if it was asked for, with vLLM's values.
+
+    `holders` are the parts of the answer that tell of the prompt: the body of a chat, each choice of a completion.
+    """
+    wanted = case.choices(direct["choices"])
+    ids = [each["token_ids"] for each in wanted] if "return_token_ids" in case.body else []
+    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == ids, case.name
+    for holder in holders:
+        has_ids = "return_token_ids" in case.body
+        assert holder.get("prompt_token_ids") == (direct["prompt_token_ids"] if has_ids else None)
+        if "prompt_logprobs" not in case.body:
+            assert "prompt_logprobs" not in holder, case.name
+            continue
+        found = [
+            each and {key: [one["rank"], one["decoded_token"]] for key, one in each.items()}
+            for each in holder["prompt_logprobs"]
+        ]
+        assert found == direct["prompt_ranks"], case.name
+        for each, position in zip(
+            holder["prompt_logprobs"], direct["prompt_logprobs"], strict=True
+        ):
+            if each is not None:
+                first = next(iter(each.values()))
+                assert first["logprob"] == pytest.approx(position["logprob"], abs=LOGPROB_TOLERANCE)
+
+
+def assert_fields_of_vllm(body: dict[str, Any], url: str) -> None:
+    """Every field of a body is one of vLLM's own answers, with a value of its type."""
+    from vllm.entrypoints.openai.chat_completion import protocol as chats
+    from vllm.entrypoints.openai.completion import protocol as completions
+
+    if url == CHAT:
+        whole, one = chats.ChatCompletionResponse, chats.ChatCompletionResponseChoice
+    else:
+        whole, one = completions.CompletionResponse, completions.CompletionResponseChoice
+    whole.model_validate(body)
+    assert set(body) <= set(whole.model_fields)
+    for choice in body["choices"]:
+        assert set(choice) <= set(one.model_fields)
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -450,6 +528,11 @@ def test_a_batch_file_of_every_kind_answers_as_vllm_does(
             shape = ChatCompletion if case.url == CHAT else OpenAICompletion
             shape.model_validate(body, strict=True)
         assert_same(case, direct[case.name], body["choices"], body["usage"])
+        holders = [body] if case.url == CHAT else body["choices"]
+        assert_additions(case, direct[case.name], holders, body["choices"])
+        assert_fields_of_vllm(body, case.url)
+        reasons = [each["stop_reason"] for each in case.choices(direct[case.name]["choices"])]
+        assert [choice.get("stop_reason") for choice in body["choices"]] == reasons, case.name
     for index in range(len(good)):
         line, code = found[line_of(index) + 1], bad[index % len(bad)][1]
         error = line["error"] or line["response"]["body"].get("error", {"code": "answered"})
@@ -481,7 +564,9 @@ def test_completions_requests_answer_as_vllm_does(
         line = found[line_of(index)]
         assert line["request"] == {**case.body, "engine": "some-model"}
         assert line["result"] is not None, line
-        assert_same(case, direct[case.name], line["result"]["choices"])
+        choices = line["result"]["choices"]
+        assert_same(case, direct[case.name], choices)
+        assert_additions(case, direct[case.name], choices, choices)
         assert line["result"]["request_time"]["batch_time"] > 0
         assert [found[line_of(index) + 1]["result"]] == [None]
         assert found[line_of(index) + 1]["error"]["code"] == bad[index % len(bad)][1]
