@@ -6,9 +6,9 @@ another process, `skypilot_client.py`, by this Python if it has SkyPilot, else b
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
@@ -29,8 +29,11 @@ from batchinfer.clusters import (
 )
 from batchinfer.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _CLIENT = Path(__file__).with_name("skypilot_client.py")
 _CLIENT_SECONDS = 600.0
+_EXAMPLES = {"envs": "worker.yaml", "pool": "examples/skypilot/pool.yaml"}
 _STATES = {
     "PENDING": WAITING,
     "SUBMITTED": WAITING,
@@ -52,6 +55,8 @@ class SkyPilot:
     options = {
         "template": "task file of the workers (default: worker.yaml; with a pool, examples/skypilot/pool-job.yaml)",
         "pool": "run on the machines of this pool",
+        "pool-workers": "make the pool first, of so many machines; `stop --cancel` takes it down again",
+        "pool-template": "task file of a pool that is made (default: examples/skypilot/pool.yaml)",
         "infra": "where, as in aws/us-east-1 or k8s/context",
         "extra": "what to install on the machines: vllm (default), cpu, or vllm,gcs for a bucket on Google",
     }
@@ -64,25 +69,22 @@ class SkyPilot:
                 f"--secret {missing[0]}: has no value in this environment",
                 hint=f"export {missing[0]}=…",
             )
-        if plan.options.get("pool") and plan.options.get("extra"):
-            raise ConfigError(
-                "--cluster-option extra: a pool's machines are set up already", hint="leave it out"
-            )
+        _check_pool(plan.options)
         task_of(plan)
+        pool_of(plan)
         _python()
 
     def describe(self, plan: Plan) -> str:
         """See `Cluster`."""
-        import yaml
-
-        task = task_of(plan)
+        task, pool = task_of(plan), pool_of(plan)
         shown = {
             **task,
             "secrets": {**task.get("secrets", {}), **dict.fromkeys(plan.secrets, "***")},
         }
-        text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=120)
-        pool = f", pool {plan.options['pool']}" if plan.options.get("pool") else ""
-        return f"# sky jobs launch: {plan.name}-{plan.id}, {plan.workers} jobs{pool}\n{text}"
+        name = plan.options.get("pool", "")
+        where = f", pool {name}" if name else ""
+        text = f"# sky jobs launch: {plan.name}-{plan.id}, {plan.workers} jobs{where}\n{_as_yaml(shown)}"
+        return f"# sky jobs pool apply: {name}\n{_as_yaml(pool)}---\n{text}" if pool else text
 
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
@@ -92,9 +94,13 @@ class SkyPilot:
             "secrets": {key: os.environ[key] for key in plan.secrets},
             "name": name,
             "pool": plan.options.get("pool"),
+            "pool_task": pool_of(plan),
             "workers": plan.workers,
         }
-        return {"name": name, "jobs": _call("launch", asked)}
+        handle = {"name": name, **_call("launch", asked)}
+        if asked["pool_task"] and not handle["made_pool"]:
+            logger.info("the pool %s was there already, and is used as it is", asked["pool"])
+        return handle
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
         """See `Cluster`. Ranks follow the order of the jobs' ids."""
@@ -110,7 +116,7 @@ class SkyPilot:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        _call("cancel", {"jobs": handle["jobs"]})
+        _call("cancel", {"jobs": handle["jobs"], "made_pool": handle.get("made_pool", "")})
 
 
 CLUSTER = SkyPilot()
@@ -122,23 +128,9 @@ def task_of(plan: Plan) -> dict[str, Any]:
     Raises:
         ConfigError: The template cannot be read, or has no `envs`.
     """
-    import yaml
-
     is_pool = bool(plan.options.get("pool"))
     default = "examples/skypilot/pool-job.yaml" if is_pool else "worker.yaml"
-    path = Path(plan.options.get("template", default))
-    try:
-        task = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"skypilot: the template {path} cannot be read ({error})",
-            hint="run this in a checkout of batchinfer, or give --cluster-option template=FILE",
-        ) from error
-    if not isinstance(task, dict) or not isinstance(task.get("envs"), dict):
-        raise ConfigError(
-            f"skypilot: {path} has no envs, expected the task of a worker, as in worker.yaml"
-        )
-    task = copy.deepcopy(task)
+    task = _read_template(plan.options.get("template", default), "envs", "template")
     task["envs"] |= {
         "MODEL_NAME": plan.model,
         "OUTPUT_BUCKET": plan.run,
@@ -146,8 +138,71 @@ def task_of(plan: Plan) -> dict[str, Any]:
         "WORKER_WORDS": plan.words,
         **plan.variables(),
     }
+    return _with_machine(task, plan)
+
+
+def pool_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the task of the pool that is made for this plan, of the same machines as `task_of` asks for; None if none.
+
+    Raises:
+        ConfigError: The template cannot be read, or has no `pool`.
+    """
+    workers = plan.options.get("pool-workers")
+    if not workers:
+        return None
+    template = plan.options.get("pool-template", "examples/skypilot/pool.yaml")
+    task = _read_template(template, "pool", "pool-template")
+    task["pool"] = {"workers": int(workers)}
+    return _with_machine(task, plan)
+
+
+def _check_pool(options: dict[str, str]) -> None:
+    """Refuse options of pools that contradict each other."""
+    workers = options.get("pool-workers")
+    if options.get("pool") and options.get("extra") and not workers:
+        raise ConfigError(
+            "--cluster-option extra: a pool's machines are set up already",
+            hint="leave it out, or make the pool: --cluster-option pool-workers=N",
+        )
+    if options.get("pool-template") and not workers:
+        raise ConfigError("--cluster-option pool-template: needs --cluster-option pool-workers=N")
+    if workers and not options.get("pool"):
+        raise ConfigError("--cluster-option pool-workers: needs the pool's name, --pool NAME")
+    if workers and not (workers.isdecimal() and int(workers)):
+        raise ConfigError(f"--cluster-option pool-workers={workers}: expected a number from 1")
+
+
+def _read_template(path: str, key: str, option: str) -> dict[str, Any]:
+    """Return the task in a file, which has a dictionary at `key`.
+
+    Raises:
+        ConfigError: The file cannot be read, or lacks the key.
+    """
+    import yaml
+
+    try:
+        task = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"skypilot: the template {path} cannot be read ({error})",
+            hint=f"run this in a checkout of batchinfer, or give --cluster-option {option}=FILE",
+        ) from error
+    if not isinstance(task, dict) or not isinstance(task.get(key), dict):
+        raise ConfigError(f"skypilot: {path} has no {key}, expected a task as in {_EXAMPLES[key]}")
+    return task
+
+
+def _as_yaml(task: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _with_machine(task: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the task with the plan's machine: what is installed, its GPUs, place and market."""
     if extra := plan.options.get("extra"):
-        task["envs"]["BATCHINFER_EXTRA"] = extra
+        task.setdefault("envs", {})["BATCHINFER_EXTRA"] = extra
     resources = task.setdefault("resources", {})
     if plan.is_cpu_only:
         resources.pop("accelerators", None)

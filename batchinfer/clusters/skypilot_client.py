@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
+
+_POOL_SECONDS, _POLL_SECONDS = 300.0, 5.0
+"""Most seconds to wait until the jobs of a pool have ended, and seconds between two looks."""
 
 os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
 
@@ -18,12 +22,26 @@ class AnswerLost(Exception):
     """It is not known whether the jobs were submitted."""
 
 
-def launch(asked: dict[str, Any]) -> list[int]:
-    """Submit the jobs and return their ids. After an error, the queue says whether they were submitted all the same."""
+def launch(asked: dict[str, Any]) -> dict[str, Any]:
+    """Make the pool if asked, submit the jobs, and return their ids and the name of the pool that was made, or "".
+
+    After an error, the queue says whether the jobs were submitted all the same. If not, the pool is taken down again.
+    """
+    pool = _make_pool(asked["pool"], asked["pool_task"]) if asked["pool_task"] else ""
+    try:
+        return {"jobs": sorted(_submit(asked)), "made_pool": pool}
+    except AnswerLost as error:
+        also = f"; the pool {pool} was made (sky jobs pool down {pool})" if pool else ""
+        raise AnswerLost(f"{error}{also}") from error
+    except Exception:
+        if pool:
+            _take_down(pool)
+        raise
+
+
+def _submit(asked: dict[str, Any]) -> list[int]:
     import sky  # type: ignore[import-not-found]
 
-    envs = sorted(asked["task"].pop("envs").items())
-    asked["task"]["envs"] = dict(envs)
     task = sky.Task.from_yaml_config(
         asked["task"], secrets_overrides=sorted(asked["secrets"].items())
     )
@@ -43,7 +61,42 @@ def launch(asked: dict[str, Any]) -> list[int]:
         if len(jobs) < asked["workers"]:
             text = f"{error}; {len(jobs)} of {asked['workers']} jobs are there"
             raise AnswerLost(text) from error
-    return sorted(jobs)
+    return list(jobs)
+
+
+def _make_pool(name: str, config: dict[str, Any]) -> str:
+    """Make a pool and return its name; "" if it is there already, which is then left as it is."""
+    import sky
+
+    if _pool_status(name):
+        return ""
+    task = sky.Task.from_yaml_config(config)
+    request = sky.jobs.pool_apply(task, name, sky.serve.UpdateMode.ROLLING)
+    sky.stream_and_get(request, output_stream=sys.stderr)
+    return name
+
+
+def _pool_status(name: str) -> str:
+    """Return the status of a pool; "" if there is none."""
+    import sky
+
+    try:
+        records = sky.get(sky.jobs.pool_status([name]))
+    except sky.exceptions.ClusterNotUpError:
+        return ""
+    return str(getattr(records[0]["status"], "value", records[0]["status"])) if records else ""
+
+
+def _take_down(name: str) -> None:
+    """Take a pool down. SkyPilot only does so once its jobs have ended, so it is asked repeatedly."""
+    import sky
+
+    until = time.monotonic() + _POOL_SECONDS
+    while _pool_status(name) not in ("", "SHUTTING_DOWN"):
+        if time.monotonic() > until:
+            raise RuntimeError(f"the pool {name} has jobs that do not end, and stays up")
+        sky.get(sky.jobs.pool_down([name]))
+        time.sleep(_POLL_SECONDS)
 
 
 def queue(asked: dict[str, Any]) -> dict[str, list[str]]:
@@ -58,10 +111,12 @@ def queue(asked: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def cancel(asked: dict[str, Any]) -> list[int]:
-    """Cancel the jobs. Jobs that have ended are left as they are."""
+    """Cancel the jobs, and take the pool down that was made for them. Jobs that have ended are left as they are."""
     import sky
 
     sky.get(sky.jobs.cancel(job_ids=asked["jobs"]))
+    if asked["made_pool"]:
+        _take_down(asked["made_pool"])
     jobs: list[int] = asked["jobs"]
     return jobs
 

@@ -39,11 +39,16 @@ _SCRIPT = """\
 
 export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
 {exports}
+worker= is_ending= is_out_of_time=
+end() {{
+  is_ending=yes
+  [ -z "$worker" ] || kill -TERM $worker
+}}
+trap 'is_out_of_time=yes; end' USR1
+trap end TERM
 {command} &
 worker=$!
-is_out_of_time=
-trap 'is_out_of_time=yes; kill -TERM $worker' USR1
-trap 'kill -TERM $worker' TERM
+[ -z "$is_ending" ] || kill -TERM $worker
 wait $worker
 status=$?
 while kill -0 $worker 2>/dev/null; do

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +18,14 @@ import msgspec
 import pytest
 import yaml
 
-from batchinfer.clusters import CLUSTERS, STATES, Plan, check_cluster_options, find_cluster
+from batchinfer.clusters import (
+    CLUSTERS,
+    STATES,
+    OutcomeUnknown,
+    Plan,
+    check_cluster_options,
+    find_cluster,
+)
 from batchinfer.clusters.kubernetes import job_name
 from batchinfer.core.errors import ConfigError
 
@@ -345,6 +353,105 @@ def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_pat
     assert words[-6:-2] == ["--engine", "echo", "--system-prompt", 'Say "it"\nin $HOME']
     assert words[-2] == "--examples"
     assert words[-1].startswith("/dev/fd/")
+
+
+@pytest.fixture
+def fake_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[Any]]]:
+    """Put `fake_sky.py` in the place of SkyPilot's SDK. Returns a function that takes the calls since the last time."""
+    from batchinfer.clusters import skypilot, skypilot_client
+
+    (tmp_path / "sky.py").write_text((ROOT / "tests/fake_sky.py").read_text())
+    client = tmp_path / "client.py"
+    code = Path(skypilot_client.__file__).read_text()
+    assert "= 300.0, 5.0" in code
+    client.write_text(code.replace("= 300.0, 5.0", "= 5.0, 0.0"))
+    monkeypatch.setattr(skypilot, "_CLIENT", client)
+    monkeypatch.setattr(skypilot, "_python", lambda: sys.executable)
+    monkeypatch.setenv("FAKE_SKY", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+
+    def calls() -> list[list[Any]]:
+        path = tmp_path / "state.json"
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps({**state, "calls": []}))
+        return list(state["calls"])
+
+    return calls
+
+
+def test_jobs_of_skypilot_are_submitted_seen_and_cancelled(
+    fake_sky: Callable[[], list[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hush")
+    cluster, asked = find_cluster("skypilot"), plan(secrets=["MY_TOKEN"])
+    cluster.check(asked)
+    handle = cluster.submit(asked)
+    assert handle["jobs"] == [4, 5, 6]
+    name = f"{PLAN.name}-{PLAN.id}"
+    assert fake_sky() == [["launch", name, None, 3, PLAN.id, [["MY_TOKEN", "hush"]]]]
+    assert {seen.state for seen in cluster.look(handle, 3).values()} == {"running"}
+    cluster.cancel(handle)
+    assert fake_sky() == [["cancel", [4, 5, 6]]]
+    assert {seen.state for seen in cluster.look(handle, 3).values()} == {"cancelled"}
+
+
+def test_a_pool_of_skypilot_is_made_if_asked_and_taken_down_with_the_jobs(
+    fake_sky: Callable[[], list[list[Any]]],
+) -> None:
+    cluster = find_cluster("skypilot")
+    asked = plan(gpu="H100:2", options={"pool": "warm", "pool-workers": "2"})
+    cluster.check(asked)
+    made, jobs = yaml.safe_load_all(cluster.describe(asked))
+    template = yaml.safe_load((ROOT / "examples/skypilot/pool.yaml").read_text())
+    assert made["pool"] == {"workers": 2}
+    assert made["setup"] == template["setup"]
+    assert made["resources"]["accelerators"] == jobs["resources"]["accelerators"] == "H100:2"
+    handle = cluster.submit(asked)
+    apply, launch = fake_sky()
+    assert apply == ["pool_apply", "warm", {"workers": 2}, "H100:2"]
+    assert launch[:4] == ["launch", f"{PLAN.name}-{PLAN.id}", "warm", 3]
+    second = cluster.submit(asked)
+    assert [call[0] for call in fake_sky()] == ["launch"]
+    cluster.cancel(second)
+    assert [call[0] for call in fake_sky()] == ["cancel"]
+    cluster.cancel(handle)
+    assert [call[0] for call in fake_sky()] == ["cancel", "pool_down"]
+
+
+def test_a_pool_is_taken_down_again_if_its_jobs_are_refused(
+    fake_sky: Callable[[], list[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FATE", "refused")
+    asked = plan(gpu="L4", options={"pool": "warm", "pool-workers": "2"})
+    with pytest.raises(ConfigError, match="launch failed: ValueError: no such GPU") as raised:
+        find_cluster("skypilot").submit(asked)
+    assert not isinstance(raised.value, OutcomeUnknown)
+    assert [call[0] for call in fake_sky()] == ["pool_apply", "launch", "pool_down"]
+
+
+def test_jobs_whose_submission_lost_its_answer_are_found_in_the_queue(
+    fake_sky: Callable[[], list[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FATE", "lost")
+    assert find_cluster("skypilot").submit(plan())["jobs"] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool": "warm", "extra": "cpu"}, "a pool's machines are set up already"),
+        ({"pool-workers": "2"}, "needs the pool's name"),
+        ({"pool": "warm", "pool-workers": "two"}, "expected a number from 1"),
+        ({"pool": "warm", "pool-template": "x.yaml"}, "needs --cluster-option pool-workers"),
+        ({"pool": "warm", "pool-workers": "2", "pool-template": "worker.yaml"}, "has no pool"),
+    ],
+)
+def test_options_of_pools_that_cannot_work_are_refused(
+    options: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=message):
+        find_cluster("skypilot").check(plan(options=options))
 
 
 def test_skypilot_says_what_is_missing(clients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
