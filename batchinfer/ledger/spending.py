@@ -151,10 +151,26 @@ class _Tracked(NamedTuple):
     price_per_hour: float
 
 
+class _Seen(NamedTuple):
+    """What a look has found.
+
+    `sighted`: records by their keys. `replaced`: records that were lost and begun anew by their worker, as they were
+    before. `live`: the records of workers that are alive. `looked_at`: monotonic seconds. `spans_seconds`: seconds in
+    which at least one worker was up.
+    """
+
+    sighted: dict[str, _Tracked]
+    replaced: list[_Tracked]
+    live: list[_Tracked]
+    looked_at: float
+    spans_seconds: float
+
+
 class Spending:
     """Follows what a run costs and for how long it has run. Only `look` sends requests.
 
-    Between two looks each live worker is assumed to go on, so its cost grows with time.
+    Between two looks each live worker is assumed to go on, so its cost grows with time. A look that fails changes
+    nothing. Other threads may ask for the cost during a look.
 
     Args:
         store: The run's store.
@@ -167,13 +183,8 @@ class Spending:
         self._clock = clock
         self._prices = Prices()
         self._own_price = price_per_hour or 0.0
-        self._sighted: dict[str, _Tracked] = {}
-        self._replaced: list[_Tracked] = []
-        """Records that were lost and begun anew by their worker, as they were before."""
         self._damaged: set[str] = set()
-        self._looked_at = clock.monotonic()
-        self._live: list[_Tracked] = []
-        self._spans_seconds = 0.0
+        self._seen = _Seen({}, [], [], clock.monotonic(), 0.0)
 
     def look(self, *, is_exact: bool = True) -> None:
         """Read the records of all workers that have changed. Costs one listing and a request for each record.
@@ -187,78 +198,82 @@ class Spending:
         infos = [info for info in self._store.list(layout.WORKERS) if info.key.endswith(".json")]
         time, now = self._clock.now(), self._clock.monotonic()
         newest = max((info.modified for info in infos), default=0.0)
-        sighted = dict(self._sighted)  # a copy, since another thread may be adding up the costs
+        sighted, replaced = dict(self._seen.sighted), list(self._seen.replaced)
         changed = {info.key: info for info in infos if self._has_changed(info)}
-        again = [key for key in self._sighted if key in changed]  # the longest ago comes first
+        again = [key for key in sighted if key in changed]  # the longest ago comes first
         skipped = set() if is_exact else set(again[_MOST_READ:])
         for key, info in changed.items():
             if key not in skipped:
-                self._read(info, max(0.0, max(time, newest) - info.modified), sighted)
+                age = max(0.0, max(time, newest) - info.modified)
+                if (before := self._read(info, age, sighted)) is not None:
+                    replaced.append(before)
         # A record that has changed is of a live worker, even if it is read only later.
-        self._live = [
+        live = [
             seen
             for key, seen in sighted.items()
             if seen.record.state not in ENDED_STATES
             and (key in skipped or not has_lapsed(now - seen.beaten_at, seen.record.lease_seconds))
         ]
-        self._sighted, self._looked_at = sighted, now
-        self._spans_seconds = joined_seconds(self._spans())
+        spans = _spans(sighted, replaced, live, now)
+        self._seen = _Seen(sighted, replaced, live, now, joined_seconds(spans))
 
     @property
     def cost(self) -> float:
         """Dollars that the run has cost until now."""
-        now = self._clock.monotonic()
+        now, last = self._clock.monotonic(), self._seen
         sum_read = sum(
             cost_of(seen.record, self._prices, Price(seen.price_per_hour, "")) or 0.0
-            for seen in (*self._sighted.values(), *self._replaced)
+            for seen in (*last.sighted.values(), *last.replaced)
         )
-        since = sum((now - seen.beaten_at) * seen.price_per_hour for seen in self._live)
+        since = sum((now - seen.beaten_at) * seen.price_per_hour for seen in last.live)
         return sum_read + since / 3600
 
     @property
     def cost_per_hour(self) -> float:
         """Dollars an hour for the workers that are alive. This worker counts even if it has no record yet."""
-        return max(self._own_price, sum(seen.price_per_hour for seen in self._live))
+        return max(self._own_price, sum(seen.price_per_hour for seen in self._seen.live))
 
     @property
     def num_live(self) -> int:
         """Number of workers that are alive."""
-        return len(self._live)
+        return len(self._seen.live)
 
     @property
     def hours(self) -> float:
         """Hours in which at least one worker was up, until now."""
-        since = self._clock.monotonic() - self._looked_at if self._live else 0.0
-        return (self._spans_seconds + since) / 3600
+        last = self._seen
+        since = self._clock.monotonic() - last.looked_at if last.live else 0.0
+        return (last.spans_seconds + since) / 3600
 
     @property
     def look_seconds(self) -> float:
         """Seconds since the last look."""
-        return self._clock.monotonic() - self._looked_at
+        return self._clock.monotonic() - self._seen.looked_at
 
     def _has_changed(self, info: ObjectInfo) -> bool:
-        seen = self._sighted.get(info.key)
+        seen = self._seen.sighted.get(info.key)
         return seen is None or not info.etag or seen.etag != info.etag
 
-    def _read(self, info: ObjectInfo, age: float, sighted: dict[str, _Tracked]) -> None:
-        """Read a worker's record into `sighted`. It was written `age` seconds ago, by storage's clock."""
+    def _read(self, info: ObjectInfo, age: float, sighted: dict[str, _Tracked]) -> _Tracked | None:
+        """Read a worker's record into `sighted`. It was written `age` seconds ago, by storage's clock.
+
+        Returns the record as it was before, if the worker has begun it anew.
+        """
         try:
             data, etag = self._store.get(info.key)
             record = codec.decode(data, Worker, name=info.key)
         except ObjectNotFound:
-            return
+            return None
         except InputError as error:
             if info.key not in self._damaged:
                 self._damaged.add(info.key)
                 logger.warning("%s; what its worker has cost since is not counted", error)
-            return
+            return None
         now, before = self._clock.monotonic(), sighted.pop(info.key, None)
         beaten_at = now - age if info.modified else now
         if before is not None:
             # The clocks of this machine and of storage may differ, and the record was changed after the last look.
-            beaten_at = min(now, max(beaten_at, self._looked_at))
-            if up_seconds_of(record) < up_seconds_of(before.record):
-                self._replaced.append(before)
+            beaten_at = min(now, max(beaten_at, self._seen.looked_at))
         price = price_of(record, self._prices, machine_of(record))
         sighted[info.key] = _Tracked(
             record,
@@ -267,15 +282,20 @@ class Spending:
             offset_of(record, info.modified),
             self._own_price if price is None else price.per_hour,
         )
+        is_anew = before is not None and up_seconds_of(record) < up_seconds_of(before.record)
+        return before if is_anew else None
 
-    def _spans(self) -> Iterator[tuple[float, float]]:
-        """Yield begin and end of all starts, in seconds by storage's clock.
 
-        The last start of a live worker ends at the last look.
-        """
-        live = {id(seen) for seen in self._live}
-        for seen in (*self._sighted.values(), *self._replaced):
-            spans = starts_of(seen.record, seen.offset)
-            begin, end = spans.pop()
-            yield from spans
-            yield begin, end + (self._looked_at - seen.beaten_at if id(seen) in live else 0.0)
+def _spans(
+    sighted: dict[str, _Tracked], replaced: list[_Tracked], live: list[_Tracked], looked_at: float
+) -> Iterator[tuple[float, float]]:
+    """Yield begin and end of all starts, in seconds by storage's clock.
+
+    The last start of a live worker ends at the look, `looked_at` in monotonic seconds.
+    """
+    live_ids = {id(seen) for seen in live}
+    for seen in (*sighted.values(), *replaced):
+        spans = starts_of(seen.record, seen.offset)
+        begin, end = spans.pop()
+        yield from spans
+        yield begin, end + (looked_at - seen.beaten_at if id(seen) in live_ids else 0.0)
