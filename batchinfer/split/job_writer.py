@@ -7,6 +7,7 @@ chunks that a manifest lacks from job.json.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from batchinfer.core.errors import AlreadyExists, InputError, ObjectNotFound, Pr
 from batchinfer.core.records import Chunk, Job
 from batchinfer.ledger.jobs import chunk_key, load_job, manifest_chunks
 from batchinfer.split.chunk_files import BuiltChunk
-from batchinfer.storage import Store
+from batchinfer.storage import Object, Store
 
 _THREADS = 4
 _NONCE_DIGITS = 12
@@ -51,24 +52,32 @@ def remove_job(store: Store) -> None:
 def replace_manifests(store: Store, job: Job, etag: str) -> None:
     """Make the manifests list the chunks of `job`, unless job.json has another etag than `etag` by now.
 
-    The command that has replaced job.json writes its manifests itself.
+    The command that has replaced job.json writes its manifests itself. A command that replaced job.json before may
+    still write older manifests meanwhile, so a write that fails is tried again.
     """
-    for key, text in _manifests(job).items():
-        try:
-            there = store.get(key)
-        except ObjectNotFound:
-            there = None
+    waiting = deque(_manifests(job).items())
+    while waiting:
+        key, text = waiting[0]
+        there = _get_or_none(store, key)
         if there is not None and there.data == text:
-            continue
-        try:
-            if there is None:
-                store.create(key, text)
-            elif store.stat(layout.JOB_KEY).etag == etag:
-                store.replace(key, text, there.etag)
-            else:
-                return
-        except (AlreadyExists, PreconditionFailed):
+            waiting.popleft()
+        # Only a look at job.json after the look at the manifest shows that no later command has written the manifest.
+        elif store.stat(layout.JOB_KEY).etag != etag:
             return
+        else:
+            with contextlib.suppress(AlreadyExists, PreconditionFailed):
+                if there is None:
+                    store.create(key, text)
+                else:
+                    store.replace(key, text, there.etag)
+                waiting.popleft()
+
+
+def _get_or_none(store: Store, key: str) -> Object | None:
+    try:
+        return store.get(key)
+    except ObjectNotFound:
+        return None
 
 
 def _manifests(job: Job) -> dict[str, bytes]:

@@ -23,12 +23,19 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError, InputError, StorageError
 from batchinfer.core.records import Append, Chunk, Job
 from batchinfer.ledger.inventory import RunReader
-from batchinfer.ledger.jobs import load_job, manifest_chunks, read_assignment
+from batchinfer.ledger.jobs import chunk_key, load_job, manifest_chunks, read_assignment
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import Object, Store
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from making import finish_process, run_process, run_worker_here, start_process, worker_arguments
+from making import (
+    finish_process,
+    overwrite,
+    run_process,
+    run_worker_here,
+    start_process,
+    worker_arguments,
+)
 from tiny_model import DEMO_MODEL
 
 Rows = list[dict[str, Any]]
@@ -448,6 +455,42 @@ class TestKilledOrTwoAtOnce:
         self.check(job, [*rows_of("old", 40), *rows_of("third", 30)])
         append(new, to=job)
         self.check(job, [*rows_of("old", 40), *rows_of("third", 30), *rows_of("new", 23)])
+
+    @pytest.mark.parametrize("is_lost", [False, True])
+    def test_a_slower_append_leaves_no_older_manifest(
+        self, old: Path, new: Path, tmp_path: Path, is_lost: bool
+    ) -> None:
+        """The first append writes its manifest while the second is about to write its own."""
+        third = parquet(tmp_path / "third.parquet", rows_of("third", 30))
+        job = tmp_path / "job"
+        split(old, job, num_chunks=4)
+        store = LocalStore(job)
+        with pytest.raises(StorageError):
+            append(new, to=job, store=Dying(job, 4, after=False))  # before its first manifest
+        keys = [chunk_key(read_job(job), chunk) for chunk in read_job(job).chunks]
+        older = "".join(f"{key}\n" for key in keys).encode()
+        if is_lost:
+            store.delete([layout.ALL_MANIFEST])
+
+        class Overtaken(LocalStore):
+            is_over = False
+
+            def _overtake(self, key: str) -> None:
+                """The first append has looked at job.json before it was replaced, and writes only now."""
+                if key == layout.ALL_MANIFEST and not self.is_over:
+                    self.is_over = True
+                    overwrite(store, key, older)
+
+            def create(self, key: str, data: bytes) -> str:
+                self._overtake(key)
+                return super().create(key, data)
+
+            def replace(self, key: str, data: bytes, etag: str) -> str:
+                self._overtake(key)
+                return super().replace(key, data, etag)
+
+        append(third, to=job, store=Overtaken(job))
+        self.check(job, [*rows_of("old", 40), *rows_of("new", 23), *rows_of("third", 30)])
 
     def test_leftovers_of_another_are_neither_used_nor_touched(
         self, old: Path, new: Path, tmp_path: Path
