@@ -151,7 +151,7 @@ class _Tracked(NamedTuple):
     price_per_hour: float
 
 
-class _Seen(NamedTuple):
+class _LookResult(NamedTuple):
     """What a look has found.
 
     `sighted`: records by their keys. `replaced`: records that were lost and begun anew by their worker, as they were
@@ -184,7 +184,7 @@ class Spending:
         self._prices = Prices()
         self._own_price = price_per_hour or 0.0
         self._damaged: set[str] = set()
-        self._seen = _Seen({}, [], [], clock.monotonic(), 0.0)
+        self._seen = _LookResult({}, [], [], clock.monotonic(), 0.0)
 
     def look(self, *, is_exact: bool = True) -> None:
         """Read the records of all workers that have changed. Costs one listing and a request for each record.
@@ -215,7 +215,7 @@ class Spending:
             and (key in skipped or not has_lapsed(now - seen.beaten_at, seen.record.lease_seconds))
         ]
         spans = _spans(sighted, replaced, live, now)
-        self._seen = _Seen(sighted, replaced, live, now, joined_seconds(spans))
+        self._seen = _LookResult(sighted, replaced, live, now, joined_seconds(spans))
 
     @property
     def cost(self) -> float:

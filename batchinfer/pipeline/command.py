@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -19,9 +20,11 @@ from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.clusters import RESTART_STATUSES
 from batchinfer.core import units
-from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.errors import BatchinferError, ConfigError, LimitReached
 from batchinfer.pipeline.running import WORKER_ID
 from batchinfer.split.command import parse_delimiter
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from batchinfer.pipeline.steps import PipelineConfig, WorkFolder
@@ -208,6 +211,12 @@ def _generate(work: WorkFolder, options: dict[str, Any]) -> dict[str, Any]:
     try:
         with _handlers_put_back():
             answered = run_worker(options, dict(os.environ))
+    except LimitReached as error:
+        if options["retry_errors"] or not work.is_answered():
+            raise
+        work.refuse_other_options(options)
+        logger.warning("%s, and every row is answered", error)
+        answered = error.result or {}
     except BatchinferError as error:
         if error.exit_status in RESTART_STATUSES and not error.hint:
             error.hint = "run the same command again: finished rows are kept"

@@ -20,7 +20,7 @@ from batchinfer.cli.run_options import value_of
 from batchinfer.collect.command import check_options, run_collect
 from batchinfer.collect.destinations import suffix_of
 from batchinfer.collect.hub_destination import data_files
-from batchinfer.collect.selection import select
+from batchinfer.collect.selection import Selection, select
 from batchinfer.collect.table import CollectConfig
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock
@@ -262,14 +262,34 @@ class WorkFolder:
         Raises:
             ErrorRateExceeded: A larger share failed.
         """
-        store = self._open_store(self.run_url)
-        found = select(store, self._open_store, now=self._clock.now(), job_url=self.job_url)
+        found = self._select()
         failed, done = sum(marker.rows_error for _, marker in found.sound), found.num_rows
         if failed >= at_least and failed > rate * done:
             raise ErrorRateExceeded(
                 f"{failed / done:.1%} of {done} rows failed, --max-error-rate allows {rate:.1%}; DEST was not written",
                 hint="raise --max-error-rate to take these answers, or answer the failed rows again: --retry-errors",
             )
+
+    def is_answered(self) -> bool:
+        """Whether every chunk that this command is to answer is published, with an answer at least.
+
+        Read-only. False if the run cannot be read.
+        """
+        found, limit = load_job(self.job_url, self._open_store), self.config.limit
+        assert found is not None
+        wanted = {
+            chunk.name for chunk in found[0].chunks if limit is None or chunk.first_row < limit
+        }
+        try:
+            there = self._select().sound
+        except BatchinferError:
+            return False
+        markers = [marker for ref, marker in there if ref.name in wanted]
+        return len(markers) == len(wanted) and any(marker.rows_ok for marker in markers)
+
+    def _select(self) -> Selection:
+        store = self._open_store(self.run_url)
+        return select(store, self._open_store, now=self._clock.now(), job_url=self.job_url)
 
     # -- collect
 
