@@ -106,6 +106,9 @@ def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tupl
             "hf_config_path": engine.hf_config_path or "",
             "engine_args": engine.answer_arguments,
             "trust_remote_code": engine.trust_remote_code,
+            "pooling": engine.pooling,
+            "dimensions": engine.dimensions,
+            "normalize": engine.normalize,
         }
         # The key is missing if the run does not trust the model's code, and in runs of earlier versions, which only
         # recorded the value.

@@ -35,8 +35,10 @@ from batchinfer.cli.values import (
     at_least,
     number_from,
     one_of,
+    or_unset,
     whole_or,
 )
+from batchinfer.core.tasks import GENERATE, POOLINGS, TASKS
 
 _CONTINUED = Kind(
     {"type": str},
@@ -91,6 +93,38 @@ OPTIONS: tuple[Option, ...] = (
             default="",
             section="model",
             is_first=True,
+            recorded="config",
+        ),
+        Option(
+            "--task",
+            one_of(*TASKS),
+            "What the model makes of a row: a text (generate), a vector (embed, token-embed), the probabilities of "
+            "classes (classify), or a number (score, reward); see docs/embeddings.md.",
+            default=GENERATE,
+            struct="PromptConfig",
+            section="model",
+            metavar="TASK",
+        ),
+        Option(
+            "--pooling",
+            one_of(*POOLINGS),
+            "How the vectors of a text's tokens become one. Default: as the model says.",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--dimensions",
+            at_least(1),
+            "Numbers to keep of each embedding, for models made for it (Matryoshka).",
+            section="model",
+            recorded="config",
+        ),
+        Option(
+            "--normalize/--no-normalize",
+            FLAG_OR_UNSET,
+            "Scale embeddings to length 1, and make classes and scores probabilities. Default: as the model says; raw "
+            "numbers for rewards.",
+            section="model",
             recorded="config",
         ),
         Option(
@@ -278,6 +312,12 @@ OPTIONS: tuple[Option, ...] = (
         ),
         Option("--turns", TEXT, "first, all, or how many user turns.", default="first"),
         Option("--prompt-column", TEXT, "Column with the prompt: text or token ids.", default=""),
+        Option(
+            "--pair-columns",
+            or_unset(NAMES),
+            "Columns with the two texts of a pair, for --task score: the query's and the document's.",
+            metavar="A,B",
+        ),
         Option("--prompt-template", FILE, "Jinja file over the row's columns."),
         Option(
             "--template",
@@ -435,6 +475,12 @@ OPTIONS: tuple[Option, ...] = (
             "Write each row's seconds. Without them equal answers are equal bytes.",
             default=True,
             name="has_timing",
+        ),
+        Option(
+            "--embedding-format",
+            or_unset(one_of("float", "base64")),
+            "Vectors in output lines: lists of numbers, or base64 of their float32 bytes, which is half as long and "
+            "much faster. Default: float.",
         ),
         Option("--keep-prompt", FLAG, "Repeat the prompt in the output."),
         Option("--strip", FLAG, "Remove white space around every answer."),

@@ -50,6 +50,15 @@ def _plain(kind: click.ParamType[Any] | type) -> Kind:
 
 
 TEXT = _plain(str)
+
+
+def or_unset(kind: Kind) -> Kind:
+    """Return a kind like another one. The configuration has UNSET in place of a value that is not given."""
+    return kind._replace(
+        read=lambda flag, given: msgspec.UNSET if given is None else kind.read(flag, given)
+    )
+
+
 TEXT_OR_UNSET = TEXT._replace(read=lambda _flag, given: given or msgspec.UNSET)
 """A text. The configuration has UNSET in place of an empty one."""
 WHOLE = _plain(int)

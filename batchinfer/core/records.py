@@ -158,12 +158,29 @@ class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     extra: dict[str, Any] | None = None
 
 
+class Pooling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a request itself asks of a pooling model. None means what the run's options say."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class RequestInput(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One of the texts of a request to a pooling model. Exactly one of text, token_ids and messages is set."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    second_start: int | None = None
+    """Index of the first token of a pair's second text, for models that tell the two texts apart; else None."""
+
+
 RowKey = tuple[str, int]
 """(chunk name, line index from 0), which identifies a row of a run."""
 
 
 class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One row on its way to the engine. Exactly one of text, token_ids and messages is set."""
+    """One row on its way to the engine. Exactly one of text, token_ids, messages and inputs is set."""
 
     key: RowKey
     sampling: Sampling
@@ -181,6 +198,13 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Whether the completion holds the token ids of prompt and answers."""
     priority: int = 0
     """Place in the queue of an engine that has one by priority: lower comes first. It changes no answer."""
+    inputs: list[RequestInput] = []
+    """Texts of a request to a pooling model that has several, or a pair of texts. Each gets an answer of its own."""
+    num_queries: int = 0
+    """For the task "score": number of inputs, counted from the first, that are compared with the other inputs. A single
+    query is compared with all others, several queries with one other input each. With 0, each input is scored by
+    itself."""
+    pooling: Pooling | None = None
 
 
 class TextPiece(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -228,6 +252,16 @@ class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Ids of the answer's tokens; None unless the request asked for them."""
 
 
+class Pooled(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a pooling model made of one input: a vector of `width` numbers, or one such vector for each token."""
+
+    data: bytes
+    """The numbers as little-endian float32, one vector after the other."""
+    width: int
+    label: str = ""
+    """Name of the class with the highest probability; empty for other tasks than "classify"."""
+
+
 class Failure(Record, frozen=True, kw_only=True):
     """The reason why a row has no answer. If `transient` is true, the same worker may try the row again."""
 
@@ -242,7 +276,7 @@ class Failure(Record, frozen=True, kw_only=True):
 
 
 class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The engine's answer to one request: choices, or a failure.
+    """The engine's answer to one request: choices, numbers of a pooling model, or a failure.
 
     `prompt_logprobs` has one entry for each prompt token. Its first entry is None, because no token precedes the first.
     The engine measures the seconds: `queue_seconds` until it began with the request, `generation_seconds` from then on.
@@ -261,6 +295,8 @@ class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False
     """Ids of the prompt's tokens; None unless the request asked for them."""
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
+    pooled: list[Pooled] = []
+    """Numbers of a pooling model: one entry for each input, or for each pair of inputs that were compared."""
 
 
 class EngineInfo(Record, frozen=True, kw_only=True):

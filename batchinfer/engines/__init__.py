@@ -22,6 +22,7 @@ from batchinfer.core.records import (
     Sampling,
     TextPiece,
 )
+from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.engines import openai_options
 from batchinfer.engines.config import EngineConfig, check_config
 
@@ -301,6 +302,15 @@ def is_remote(config: EngineConfig) -> bool:
     """Return `EngineKind.is_remote` of the configuration's engine; False if the engine is unknown."""
     kind = ENGINES.get(config.engine)
     return kind is not None and kind.is_remote
+
+
+def pair_form_of(config: EngineConfig) -> PairForm:
+    """Return how the model reads a pair of texts. Reads the model's config if the task needs a pooling model."""
+    if not is_pooling(config.task) or not has_model(config):
+        return PairForm.APART
+    from batchinfer.engines.models import describe_model
+
+    return describe_model(config).pairs
 
 
 def own_parameters_of(config: EngineConfig) -> frozenset[str]:

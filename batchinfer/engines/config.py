@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
+from batchinfer.core.tasks import EMBED, GENERATE, TOKEN_EMBED, is_pooling
 
 CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Our default of vLLM's `structured_outputs_config`.
@@ -27,6 +28,15 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     engine: str = "vllm"
+    task: str = GENERATE
+    """One of `core.tasks.TASKS`."""
+    pooling: str | None = None
+    """How the vectors of the tokens become one: an entry of `core.tasks.POOLINGS`. None: as the model says."""
+    dimensions: int | None = None
+    """Numbers to keep of each embedding, for models that allow to cut them (Matryoshka)."""
+    normalize: bool | None = None
+    """Whether embeddings are scaled to length 1, and classes and scores are probabilities instead of raw numbers. None:
+    as the model says, which is yes for most models; raw numbers for rewards."""
     model: str = ""
     tokenizer: str | None = None
     revision: str | None = None
@@ -79,6 +89,12 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     echo_hang_marker: str | None = None
 
     @property
+    def pooling_options(self) -> dict[str, Any]:
+        """The options about vectors that were given, by field. They may change answers."""
+        names = ("pooling", "dimensions", "normalize")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
     def constraint_backend(self) -> str:
         """Name of vLLM's backend that keeps answers to their constraints."""
         options = self.engine_args.get("structured_outputs_config", CONSTRAINTS)
@@ -112,6 +128,7 @@ def check_config(config: EngineConfig) -> None:
             own.
     """
     _check_arguments(config)
+    _check_pooling(config)
     if config.hf_config_path and "://" in config.hf_config_path:
         raise ConfigError(
             f"--hf-config-path: {config.hf_config_path} is a URL, expected a folder or a name on the Hub",
@@ -154,6 +171,28 @@ def check_config(config: EngineConfig) -> None:
         )
 
 
+def _check_pooling(config: EngineConfig) -> None:
+    """Refuse options that mean nothing for the run's task."""
+    given = {
+        "--pooling": config.pooling,
+        "--dimensions": config.dimensions,
+        "--normalize": config.normalize,
+    }
+    for option, value in given.items():
+        if value is None:
+            continue
+        if not is_pooling(config.task):
+            raise ConfigError(
+                f"{option} with --task {config.task}: is about vectors, and this task makes texts",
+                hint="add --task embed, or another task of docs/embeddings.md",
+            )
+        if option == "--dimensions" and config.task not in (EMBED, TOKEN_EMBED):
+            raise ConfigError(
+                f"{option} with --task {config.task}: only embeddings can be cut",
+                hint="leave it out",
+            )
+
+
 def _check_arguments(config: EngineConfig) -> None:
     """Refuse an engine argument that has an option of its own.
 
@@ -165,6 +204,8 @@ def _check_arguments(config: EngineConfig) -> None:
             hint = "use --seed, from which every row gets its own"
         elif name == "tokenizer_revision":
             hint = "--revision is the tokenizer's too; --tokenizer takes a folder with the files of another one"
+        elif name == "runner":
+            hint = "--task decides it"
         elif name not in EngineConfig.__struct_fields__:
             continue
         raise ConfigError(f"--engine-arg {name}: has an option of its own", hint=hint)

@@ -7,7 +7,8 @@ measures the pipeline and not the engine. Use it with::
     batchinfer worker --engine echo …
 
 A token is a word: the text between two single spaces. (Spaces are quick to count.) `max_tokens` cuts the answer after
-that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. Options:
+that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. With a task
+for pooling models, the answer is numbers that depend on nothing but the text (`echo_pooling`). Options:
 
 * `echo_latency_seconds`: mean number of seconds that a request runs. The seconds of each request are random, with an
   exponential distribution. They depend only on the request's key and on `echo_seed`, so they are the same in every
@@ -37,13 +38,17 @@ from batchinfer.core.records import (
     EngineInfo,
     EngineStats,
     Failure,
+    Pooling,
     Request,
+    RequestInput,
     RowKey,
     TextPiece,
     TokenLogprob,
 )
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import UNLIMITED_LENGTH, RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo_pooling import pooled_of
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +284,8 @@ class EchoEngine:
         failure = self._refusal(request, text, num_prompt)
         if failure:
             return Completion(key=request.key, failure=failure, prompt_tokens=num_prompt)
+        if is_pooling(request.task):
+            return self._pool(request)
         answer, num_words, reason = text, num_prompt, "stop"
         if config.echo_tokens:
             least, most = config.echo_tokens
@@ -312,14 +319,31 @@ class EchoEngine:
             prompt_logprobs=prompt_logprobs,
         )
 
+    def _pool(self, request: Request) -> Completion:
+        inputs: list[RequestInput] | list[Request] = request.inputs or [request]
+        texts = [prompt_text(each) for each in inputs]
+        own = request.pooling or Pooling()
+        config = self.config
+        pooled = pooled_of(
+            texts,
+            request.task,
+            num_queries=request.num_queries,
+            dimensions=config.dimensions if own.dimensions is None else own.dimensions,
+            normalize=config.normalize if own.normalize is None else own.normalize,
+        )
+        return Completion(
+            key=request.key, pooled=pooled, prompt_tokens=sum(map(num_words_of, texts))
+        )
+
     def _refusal(self, request: Request, text: str, num_words: int) -> Failure | None:
         config = self.config
         if not num_words:
             return Failure(code="empty_prompt", message="the prompt holds no word")
-        if config.max_model_len and num_words >= config.max_model_len:
+        most = (config.max_model_len or UNLIMITED_LENGTH) - (not is_pooling(config.task))
+        if num_words > most:
             return Failure(
                 code="prompt_too_long",
-                message=f"the prompt has {num_words} words, the engine takes fewer than {config.max_model_len}",
+                message=f"the prompt has {num_words} words, the engine takes at most {most}",
             )
         if config.echo_fail_marker and config.echo_fail_marker in text:
             return Failure(
@@ -329,15 +353,21 @@ class EchoEngine:
             return Failure(
                 code="model_not_found", message=f"the engine has no adapter {request.adapter!r}"
             )
-        if request.task != "generate":
+        if is_pooling(request.task) != is_pooling(config.task):
             return Failure(
-                code="engine_rejected", message=f"echo does not do the task {request.task!r}"
+                code="wrong_task",
+                message=f"the engine was loaded for the task {config.task!r}, not {request.task!r}",
             )
         return None
 
 
-def prompt_text(request: Request) -> str:
-    """Return a request's prompt as a text: its text, its token ids as words, or its last message of a user."""
+def prompt_text(request: Request | RequestInput) -> str:
+    """Return a request's prompt as a text: its text, its token ids as words, or its last message of a user.
+
+    The texts of a request that has several become one line each.
+    """
+    if isinstance(request, Request) and request.inputs:
+        return "\n".join(map(prompt_text, request.inputs))
     if request.text is not None:
         return request.text
     if request.token_ids is not None:

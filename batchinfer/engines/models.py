@@ -20,6 +20,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Record
+from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.engines.bucket_models import (
     BucketModel,
     cache_folder,
@@ -29,6 +30,12 @@ from batchinfer.engines.bucket_models import (
     plain_path,
 )
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.pooling_models import (
+    check_task,
+    keeps_no_cache,
+    pair_form,
+    with_overrides,
+)
 from batchinfer.engines.weights import (
     ANSWER_SUFFIXES,
     WEIGHT_SUFFIXES,
@@ -96,6 +103,10 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     adapter_bytes_per_rank: int = 0
     """Bytes of a LoRA adapter of rank 1 that changes all layers. This is an estimate, for dense models."""
     vocab_size: int = 0
+    pairs: PairForm = PairForm.APART
+    """How the model reads a pair of texts (--task score)."""
+    is_encoder: bool = False
+    """Whether the model keeps no KV cache."""
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
@@ -341,6 +352,8 @@ def build_info(
 
     `identity` holds the fields of `ModelInfo` that say which model it is.
     """
+    task_values = with_overrides(config, values)
+    check_task(config, task_values)
     stored = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
     # If the user's dtype is "auto", vLLM runs weights that are stored as float32 in 16 bits.
     automatic = "bfloat16" if stored in {"float32", "float"} else stored
@@ -371,6 +384,8 @@ def build_info(
         hidden_size=number(values, *HIDDEN_SIZES),
         adapter_bytes_per_rank=adapter_bytes_per_rank(values, heads, kv_heads, dtype),
         vocab_size=number(values, "vocab_size"),
+        pairs=pair_form(task_values),
+        is_encoder=is_pooling(config.task) and keeps_no_cache(task_values),
         **identity,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -105,8 +105,9 @@ class HfTokenizer:
         template: str,
         continue_final: bool,
         kwargs: dict[str, Any],
+        is_whole: bool = False,
     ) -> str:
-        """Render a conversation as one text.
+        """Render a conversation as one text. See `Tokenizer.apply_chat_template`.
 
         Raises:
             RowError: the template refuses the conversation.
@@ -119,7 +120,7 @@ class HfTokenizer:
                 conversation,
                 chat_template=source or None,
                 tokenize=False,
-                add_generation_prompt=not continue_final,
+                add_generation_prompt=not (continue_final or is_whole),
                 continue_final_message=continue_final,
                 **options,
             )
@@ -144,6 +145,44 @@ class HfTokenizer:
         )
         token_ids: list[list[int]] = encoded["input_ids"]
         return token_ids
+
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int | None
+    ) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts that the model reads together. See `Tokenizer.encode_pair`.
+
+        Raises:
+            RowError: the first text alone has more than `max_tokens` tokens.
+        """
+        limits = (
+            {} if max_tokens is None else {"truncation": "only_second", "max_length": max_tokens}
+        )
+        if max_tokens is not None:
+            least = self._tokenizer(first, "", verbose=False)["input_ids"]
+            if len(least) > max_tokens:
+                raise RowProblem(
+                    Code.PROMPT_TOO_LONG,
+                    f"the pair's first text has {len(least)} tokens with special ones, expected at most {max_tokens}",
+                )
+        encoded = self._tokenizer(
+            first, second, return_attention_mask=False, verbose=False, **limits
+        )
+        token_ids: list[int] = encoded["input_ids"]
+        types = encoded.get("token_type_ids")
+        if types is None:
+            return token_ids, None
+        return token_ids, types.index(1) if 1 in types else len(types)
+
+    @cached_property
+    def special_tokens(self) -> tuple[int, int]:
+        """Number of special tokens before and after a text. See `Tokenizer.special_tokens`."""
+        [plain] = self.encode(["a"], add_special_tokens=False)
+        [whole] = self.encode(["a"], add_special_tokens=True)
+        num_added = len(whole) - len(plain)
+        before = next(
+            (i for i in range(num_added + 1) if whole[i : i + len(plain)] == plain), num_added
+        )
+        return before, num_added - before
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. The text contains the names of special tokens."""

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from batchinfer.core.errors import EngineDied, RowError
@@ -24,11 +24,14 @@ from batchinfer.core.records import (
     EngineStats,
     Failure,
     Request,
+    RequestInput,
     TextPiece,
 )
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import last_line, load_adapters, load_engine, prepare_process
+from batchinfer.engines.vllm_pooling import Gathering, Pooler, inputs_of
 from batchinfer.engines.vllm_requests import (
     AnswerStream,
     client_errors,
@@ -60,6 +63,11 @@ class VllmEngine:
         self._defaults: dict[str, Any] = {}
         self._max_model_len = 0
         self._in_flight: dict[str, Request] = {}
+        """Requests in flight by vLLM's request id. A request to a pooling model has an id for each of its texts."""
+        self._gatherings: dict[str, tuple[Gathering, int]] = {}
+        """For the id of each text of a request to a pooling model: the request's outputs, and the text's index."""
+        self._pooler: Pooler | None = None
+        """What the model does, if it is a pooling model."""
         # Streamed requests in flight, by vLLM's request id.
         self._streams: dict[str, AnswerStream] = {}
         self._pieces: list[TextPiece] = []
@@ -85,7 +93,10 @@ class VllmEngine:
         vllm_config = self._engine.vllm_config
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self._tokenizer = self._engine.get_tokenizer()
-        self._defaults = model.get_diff_sampling_param()
+        if is_pooling(self.config.task):
+            self._pooler = Pooler(self._engine, self.config)
+        else:
+            self._defaults = model.get_diff_sampling_param()
         self._max_model_len = int(model.max_model_len)
         self.max_in_flight = math.ceil(scheduler.max_num_seqs * IN_FLIGHT_FACTOR)
         self._closed.clear()
@@ -207,20 +218,29 @@ class VllmEngine:
             if stream is not None:
                 del self._streams[output.request_id]
                 output.outputs = stream.all_outputs()
-            seconds = self._recorder.seconds_of(output.request_id)
-            completion = completion_of(request, output, seconds)
+            completion = self._completion(request, output)
+            if completion is None:
+                continue
             self._prompt_tokens += completion.prompt_tokens
             self._cached_tokens += completion.cached_tokens
             self._completion_tokens += completion.completion_tokens
             finished.append(completion)
         return finished
 
+    def _completion(self, request: Request, output: Any) -> Completion | None:
+        """Return the completion of a finished request; None while other texts of it are not finished."""
+        seconds = self._recorder.seconds_of(output.request_id)
+        gathering, index = self._gatherings.pop(output.request_id, (None, 0))
+        if gathering is None:
+            return completion_of(request, output, seconds)
+        return gathering.add(index, output, seconds)
+
     def _death(self, error: Exception) -> EngineDied:
         """Return an EngineDied for an exception that vLLM raised. The error lists the rows in flight."""
         resources = getattr(self._engine.engine_core, "resources", None)
         what = "the engine core's process ended" if getattr(resources, "engine_dead", False) else ""
         reason = what or f"{type(error).__name__}: {last_line(error)}"
-        keys = [request.key for request in self._in_flight.values()]
+        keys = list(dict.fromkeys(request.key for request in self._in_flight.values()))
         return EngineDied(f"vLLM: {reason}", in_flight=keys)
 
     def _abandon(self) -> None:
@@ -230,6 +250,7 @@ class VllmEngine:
             return
         ids = list(self._in_flight)
         self._in_flight.clear()
+        self._gatherings.clear()
         self._recorder.forget_all()
         # If the engine core is dead, aborting raises. The error is ignored, since nothing is left to abort.
         with contextlib.suppress(Exception):
@@ -239,6 +260,8 @@ class VllmEngine:
 
     def _add(self, request: Request) -> Failure | None:
         """Give a request to vLLM. Returns a failure if vLLM refuses it."""
+        if is_pooling(request.task) or self._pooler is not None:
+            return self._add_texts(request)
         try:
             params = sampling_params(
                 request.sampling, self._defaults, is_streamed=request.is_streamed
@@ -262,23 +285,59 @@ class VllmEngine:
         self._recorder.note_added(request_id, params.n)
         return None
 
-    def _prompt(self, request: Request) -> Any:
+    def _add_texts(self, request: Request) -> Failure | None:
+        """Give the texts of a request for a pooling model to vLLM. Returns a failure if vLLM refuses one of them."""
+        pooler = self._pooler
+        if pooler is None or not is_pooling(request.task):
+            message = f"this engine does not do the task {request.task!r}"
+            return Failure(code="wrong_task", message=message)
+        gathering = Gathering(request, pooler)
+        added: list[str] = []
+        try:
+            adapter = self._adapter(request.adapter)
+            texts = zip(inputs_of(request), pooler.params_of(request), strict=True)
+            for index, (text, params) in enumerate(texts):
+                prompt, request_id = self._prompt(text), str(next(self._ids))
+                try:
+                    self._engine.add_request(request_id, prompt, params, lora_request=adapter)
+                except client_errors() as error:
+                    self._drop(added)
+                    return self._refusal(prompt, params, error)
+                except Exception as error:
+                    raise self._death(error) from error
+                self._in_flight[request_id] = request
+                self._gatherings[request_id] = (gathering, index)
+                self._recorder.note_added(request_id, 1)
+                added.append(request_id)
+        except RowError as error:
+            self._drop(added)
+            return Failure(code=error.code, message=error.message)
+        return None
+
+    def _drop(self, ids: list[str]) -> None:
+        """Take texts of a request back from vLLM."""
+        if not ids:
+            return
+        self._engine.abort_request(ids)
+        self._recorder.forget(ids)
+        for request_id in ids:
+            del self._in_flight[request_id], self._gatherings[request_id]
+
+    def _prompt(self, request: Request | RequestInput) -> Any:
         """Return a request's prompt in the form that vLLM takes.
 
         Messages are rendered by the tokenizer's chat template and then tokenized.
 
         Raises:
-            RowError: the task is not "generate", or the chat template refuses the messages.
+            RowError: the chat template refuses the messages.
         """
-        if request.task != "generate":
-            raise RowError("engine_rejected", f"this engine does not do the task {request.task!r}")
         if request.token_ids is not None:
             return {"prompt_token_ids": request.token_ids}
         if request.text is not None:
             return request.text
         try:
             text = self._tokenizer.apply_chat_template(
-                request.messages, tokenize=False, add_generation_prompt=True
+                request.messages, tokenize=False, add_generation_prompt=self._pooler is None
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # a chat template can raise an error of any class
@@ -301,9 +360,10 @@ class VllmEngine:
         length = self._length(prompt)
         if length == 0:
             return Failure(code="empty_prompt", message="the prompt has no token")
-        if length is not None and length >= self._max_model_len:
-            text = f"the prompt has {length} tokens or more, the model takes fewer than "
-            return Failure(code="prompt_too_long", message=f"{text}{self._max_model_len}")
+        most = self._max_model_len - (self._pooler is None)
+        if length is not None and length > most:
+            text = f"the prompt has {length} tokens or more, the model takes at most {most}"
+            return Failure(code="prompt_too_long", message=text)
         if self._refuses_parameters(params):
             return Failure(code="invalid_parameter", message=message)
         return Failure(code="engine_rejected", message=message)
@@ -398,6 +458,14 @@ class StepRecorder:
         added = self._added.pop(request_id, now)
         started = self._started.pop(request_id, now)
         return max(0.0, started - added), max(0.0, now - started)
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Forget some requests, after they were aborted."""
+        self._waiting = deque(each for each in self._waiting if each[0] not in ids)
+        self._num_sequences = sum(count for _, count in self._waiting)
+        for request_id in ids:
+            self._added.pop(request_id, None)
+            self._started.pop(request_id, None)
 
     def forget_all(self) -> None:
         """Forget all requests, after they were aborted."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.adapters import (
     asked_slots,
     describe_adapters,
@@ -90,8 +91,11 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager,
         "trust_remote_code": config.trust_remote_code,
         "seed": config.seed,
-        "structured_outputs_config": CONSTRAINTS,
     }
+    if is_pooling(config.task):
+        values["runner"] = "pooling"
+    else:
+        values["structured_outputs_config"] = CONSTRAINTS
     if config.loras:
         values |= adapter_arguments(config, is_cpu=is_cpu)
     if is_cpu:
@@ -100,6 +104,9 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         if config.enforce_eager is None:
             values["enforce_eager"] = True
     values.update(config.engine_args)
+    if config.pooling is not None:
+        given = values.get("pooler_config") or {}
+        values["pooler_config"] = {**given, "pooling_type": config.pooling.upper()}
     return {name: value for name, value in values.items() if value is not None}
 
 

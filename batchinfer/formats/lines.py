@@ -11,6 +11,8 @@ import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Choice, Completion, Failure, Record, RowKey, TokenLogprob
+from batchinfer.core.tasks import GENERATE
+from batchinfer.formats.vectors import OutputVectors, Vector
 from batchinfer.prompts import Prepared, PromptConfig
 
 LOWEST_LOGPROB = -9999.0
@@ -77,7 +79,15 @@ class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
     choices: list[OutputChoice] = []
     usage: OutputUsage = msgspec.field(default_factory=OutputUsage)
     error: OutputError | None = None
-    embedding: list[float] | None = None
+    embedding: Vector | None = None
+    token_embeddings: list[Vector] | None = None
+    label: str | None = None
+    probs: list[float | None] | None = None
+    score: float | None = None
+    reward: float | None = None
+    rewards: list[list[float]] | None = None
+    data: list[OutputVectors] = []
+    """What the line of a request says about each of its texts. Other lines have the fields above instead."""
     prompt: msgspec.Raw = msgspec.Raw()
     source: msgspec.Raw = msgspec.Raw()
     model: str | None = None
@@ -99,6 +109,15 @@ class OutputLine(msgspec.Struct, gc=False, rename={"row": "_row", "id": "_id"}):
     def message(self) -> str:
         """Error message; empty for an answered row."""
         return "" if self.is_ok or self.error is None else self.error.message
+
+    @property
+    def vectors(self) -> list[OutputVectors]:
+        """What the line says about each text; empty if it is not of a pooling model."""
+        if self.data:
+            return self.data
+        names = OutputVectors.__struct_fields__
+        found = OutputVectors(**{name: getattr(self, name) for name in names})
+        return [] if found == OutputVectors() else [found]
 
     @property
     def texts(self) -> list[str]:
@@ -221,6 +240,11 @@ def answering_model(prepared: Prepared, model: str) -> str:
     """Return the name of the adapter that answered a row; `model`, the run's, if none did."""
     adapter = prepared.request.adapter if prepared.request is not None else None
     return adapter or model
+
+
+def task_of(prepared: Prepared) -> str:
+    """Return the task of a row's request."""
+    return prepared.request.task if prepared.request is not None else GENERATE
 
 
 def num_completion_tokens(prepared: Prepared, completion: Completion) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from batchinfer.core.records import Choice, Completion, TokenLogprob
+from batchinfer.core.records import Choice, Completion, Pooled, TokenLogprob
 from batchinfer.formats.lines import (
     OutputError,
     OutputFormat,
@@ -17,8 +18,10 @@ from batchinfer.formats.lines import (
     finite,
     num_completion_tokens,
     shown_choices,
+    task_of,
     to_line,
 )
+from batchinfer.formats.vectors import OutputVectors, Vector, is_base64, shown_vectors
 from batchinfer.prompts import Prepared
 
 _UNSET = msgspec.UNSET
@@ -66,6 +69,14 @@ class _NativeLine(msgspec.Struct, gc=False, rename={"row": "_row", "row_id": "_i
     prompt_token_ids: list[int] | msgspec.UnsetType = _UNSET
     source: dict[str, Any] | msgspec.UnsetType = _UNSET
     model: str | msgspec.UnsetType = _UNSET
+    embedding: Vector | msgspec.UnsetType = _UNSET
+    token_embeddings: list[Vector] | msgspec.UnsetType = _UNSET
+    label: str | msgspec.UnsetType = _UNSET
+    probs: list[float | None] | msgspec.UnsetType = _UNSET
+    score: float | msgspec.UnsetType = _UNSET
+    reward: float | msgspec.UnsetType = _UNSET
+    rewards: list[list[float]] | msgspec.UnsetType = _UNSET
+    data: list[OutputVectors] | msgspec.UnsetType = _UNSET
 
 
 _NO_USAGE = OutputUsage(0, 0, 0)
@@ -78,9 +89,18 @@ class NativeEncoder:
         strip: Remove white space around every answer.
         has_timing: Write the seconds that each row took. Without them, equal answers give equal bytes.
         model: Name of the run's model, to write which model or adapter answered; empty if the run has no adapters.
+        as_base64: Write vectors as base64.
     """
 
-    def __init__(self, *, strip: bool = False, has_timing: bool = True, model: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        strip: bool = False,
+        has_timing: bool = True,
+        model: str = "",
+        as_base64: bool = False,
+    ) -> None:
+        self._as_base64 = as_base64
         self._strip = strip
         self._has_timing = has_timing
         self._model = model
@@ -118,6 +138,8 @@ class NativeEncoder:
             return
         if self._model:
             line.model = answering_model(prepared, self._model)
+        if completion.pooled:
+            self._add_vectors(line, prepared, completion.pooled)
         choices = shown_choices(prepared, completion)
         has_several = len(choices) > 1
         line.choices = [self._choice(choice, has_several) for choice in choices]
@@ -128,6 +150,17 @@ class NativeEncoder:
             ]
         if completion.prompt_token_ids is not None:
             line.prompt_token_ids = completion.prompt_token_ids
+
+    def _add_vectors(self, line: _NativeLine, prepared: Prepared, pooled: Sequence[Pooled]) -> None:
+        task = task_of(prepared)
+        found = [shown_vectors(each, task, as_base64=self._as_base64) for each in pooled]
+        if prepared.body is not None:  # a request may ask about several texts
+            line.data = found
+            return
+        for name in OutputVectors.__struct_fields__:
+            value = getattr(found[0], name)
+            if value is not None:
+                setattr(line, name, value)
 
     def _choice(self, choice: Choice, has_several: bool) -> _ChoiceLine:
         line = _ChoiceLine(
@@ -170,6 +203,7 @@ FORMAT = OutputFormat(
         strip=config.strip,
         has_timing=config.has_timing,
         model=model if config.adapters else "",
+        as_base64=is_base64(config),
     ),
     decoder=msgspec.json.Decoder(OutputLine),
     has_flat_lines=True,

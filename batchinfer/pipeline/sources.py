@@ -26,7 +26,13 @@ TEXT_COLUMN = "prompt"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _CONVERSATIONS = ("messages", "conversation", "conversations")
 _TEXTS = ("prompt", "text")
-_SAYS_THE_PROMPT = ("messages_column", "prompt_column", "prompt_template", "template_name")
+_SAYS_THE_PROMPT = (
+    "messages_column",
+    "prompt_column",
+    "prompt_template",
+    "template_name",
+    "pair_columns",
+)
 _BLOCK = 1 << 20
 
 

@@ -34,6 +34,7 @@ from batchinfer.core.errors import (
     RunMismatch,
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Record
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import find_engine
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.running import running_alone
@@ -157,8 +158,10 @@ class WorkFolder:
             return {}
         reason = "--system-prompt" if options["system_prompt"] else ""
         if find_engine(options["engine"]).is_remote:
-            reason = reason or "endpoints answer chats"
+            reason = reason or ("" if is_pooling(options["task"]) else "endpoints answer chats")
         if not reason:
+            if is_pooling(options["task"]):
+                return {}  # such models are trained on plain texts, whatever template they have
             try:
                 tokenizer = world.load_tokenizer(engine_config(options))
             except BatchinferError:

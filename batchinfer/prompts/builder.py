@@ -10,12 +10,21 @@ import msgspec
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError, near
-from batchinfer.core.records import Request, RowKey, Sampling
+from batchinfer.core.records import Request, RequestInput, RowKey, Sampling
+from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.constraint_process import ConstraintChecker
 from batchinfer.prompts.constraints import problem_of_column
 from batchinfer.prompts.model_names import ANY_NAME, ModelNames
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
+from batchinfer.prompts.pooling import (
+    check_task,
+    encode_pair,
+    fit_text,
+    most_text_tokens,
+    render_pair,
+    too_long_text,
+)
 from batchinfer.prompts.render_process import FEW_ROWS, RenderProcess
 from batchinfer.prompts.types import (
     TRUNCATIONS,
@@ -71,6 +80,8 @@ class EngineRules:
     checker: ConstraintChecker | None = None
     """Object that compiles the constraints that rows state themselves, so that none reaches the engine that does not
     compile. None leaves this to the engine."""
+    pairs: PairForm = PairForm.APART
+    """How the model reads a pair of texts."""
     own_names: Collection[str] = (ANY_NAME,)
     """Names by which rows may ask for the model, beside those in the prompt options."""
 
@@ -107,6 +118,7 @@ class PromptBuilder:
         rules: EngineRules | None = None,
     ) -> None:
         _check_values(config)
+        check_task(config, sampling, run_seed)
         try:
             check_run_sampling(
                 sampling, RequestLimits(max_n=config.max_n, max_logprobs=config.max_logprobs)
@@ -122,8 +134,12 @@ class PromptBuilder:
         self._max_model_len = max_model_len
         self._has_prompt = config.keep_prompt or needs_prompt
         rules = rules or EngineRules()
+        self._is_pooling = is_pooling(config.task)
+        # A pooling model reads the end of its text, also if that is an end-of-sequence token.
+        is_end_removed = tokenizer is not None and not self._is_pooling
         facts = EngineFacts(
-            eos_token=tokenizer.eos_token if tokenizer is not None else "",
+            eos_token=tokenizer.eos_token if tokenizer is not None and is_end_removed else "",
+            pairs=rules.pairs,
             own_parameters=rules.own_parameters,
         )
         self._checker = rules.checker
@@ -160,8 +176,12 @@ class PromptBuilder:
         for draft in drafts:
             if not draft.id:
                 draft.id = str(draft.row)
+        parts = [part for draft in drafts for part in draft.parts]
         if self._tokenizer is not None:
-            self._tokenize(drafts, self._tokenizer)
+            whole = [draft for draft in drafts if not draft.parts] if parts else drafts
+            self._tokenize(whole + parts, self._tokenizer)
+        for draft in drafts:
+            draft.fail_with_parts()
         seed_of = None if self._run_seed is None else codec.row_seeds(self._run_seed, chunk)
         return [
             self._finish((chunk, row.line_index), draft, seed_of)
@@ -181,13 +201,7 @@ class PromptBuilder:
                 is_chat=draft.messages is not None,
                 param=draft.param,
             )
-        token_ids = draft.token_ids
-        text = messages = None
-        if token_ids is None:
-            text = draft.text
-            messages = draft.messages
-            if messages is not None:
-                messages = conversation.with_texts(messages)
+        text, token_ids, messages = _content(draft)
         prompt = None
         view = draft.view
         if self._has_prompt or (view is not None and view.echo):
@@ -203,10 +217,13 @@ class PromptBuilder:
                 token_ids=token_ids,
                 messages=messages,
                 adapter=draft.adapter,
-                task=self._config.task,
+                task=draft.task or self._config.task,
                 chat_options=None if messages is None else self._chat_options(draft),
                 returns_token_ids=draft.returns_token_ids,
                 priority=draft.priority,
+                inputs=list(map(_input_of, draft.parts)),
+                num_queries=draft.num_queries,
+                pooling=draft.pooling,
             ),
             source=draft.source,
             body=draft.body,
@@ -214,7 +231,7 @@ class PromptBuilder:
             url=draft.url,
             is_chat=draft.messages is not None,
             view=view,
-            is_repeatable=is_repeatable(draft.sampling or self._sampling),
+            is_repeatable=self._is_pooling or is_repeatable(draft.sampling or self._sampling),
         )
 
     def _chat_options(self, draft: Draft) -> dict[str, Any] | None:
@@ -263,7 +280,7 @@ class PromptBuilder:
         if draft.is_open_ended and draft.token_ids is not None and self._max_model_len is not None:
             room = self._max_model_len - len(draft.token_ids)
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-        if seed_of is None or sampling.seed is not None:
+        if seed_of is None or sampling.seed is not None or self._is_pooling:
             return sampling
         # At temperature 0 a seed changes nothing, so the row gets none. With temperature None the engine samples at its
         # default temperature, so the row gets a seed.
@@ -274,6 +291,10 @@ class PromptBuilder:
     def _prompt_of(self, draft: Draft) -> Any:
         if draft.is_cut and self._tokenizer is not None and draft.token_ids is not None:
             return self._tokenizer.decode(draft.token_ids)
+        if draft.parts:
+            return [self._prompt_of(part) for part in draft.parts]
+        if draft.second is not None:
+            return [draft.text, draft.second]
         if draft.text is not None:
             return draft.text
         if draft.token_ids is not None:
@@ -288,12 +309,15 @@ class PromptBuilder:
         for draft in drafts:
             if draft.messages is not None and draft.failure is None:
                 self._render(draft, tokenizer)
+            if draft.second is not None and draft.failure is None:
+                self._join(draft, tokenizer)
         for special in (False, True):
             group = [
                 draft
                 for draft in drafts
                 if draft.failure is None
                 and draft.text is not None
+                and draft.second is None
                 and draft.add_special_tokens is special
                 and not self._is_hopeless(draft, tokenizer)
             ]
@@ -302,7 +326,7 @@ class PromptBuilder:
         if self._max_model_len is not None:
             for draft in drafts:
                 if draft.failure is None and draft.token_ids is not None:
-                    self._fit(draft, self._max_model_len)
+                    self._fit(draft, self._max_model_len, tokenizer)
 
     def _render(self, draft: Draft, tokenizer: Tokenizer) -> None:
         kwargs = self._config.chat_template_kwargs
@@ -314,6 +338,7 @@ class PromptBuilder:
                 template=self._config.chat_template,
                 continue_final=draft.continue_final,
                 kwargs=kwargs,
+                **({"is_whole": True} if self._is_pooling else {}),
             )
             draft.add_special_tokens = False
             if not draft.text:
@@ -331,26 +356,53 @@ class PromptBuilder:
         num_chars = len(draft.text or "")
         if num_chars <= self._max_model_len * longest:
             return False
-        draft.fail(
-            _too_long(f"{num_chars} characters, more than that many tokens", self._max_model_len)
-        )
+        make = too_long_text if self._is_pooling else _too_long
+        draft.fail(make(f"{num_chars} characters, more than that many tokens", self._max_model_len))
         return True
 
-    def _fit(self, draft: Draft, max_model_len: int) -> None:
+    def _join(self, draft: Draft, tokenizer: Tokenizer) -> None:
+        """Make a pair that the model reads together one prompt."""
+        config, most = self._config, None
+        if config.chat_template:
+            render_pair(draft, tokenizer, config)
+            return
+        is_cut = config.truncate_prompt != "error" or draft.most_prompt_tokens is not None
+        try:
+            if is_cut and self._max_model_len is not None:
+                most = most_text_tokens(draft, self._max_model_len)
+            encode_pair(draft, tokenizer, most)
+        except RowError as error:
+            draft.fail(error)
+
+    def _special_tokens(self, draft: Draft, tokenizer: Tokenizer) -> tuple[int, int]:
+        """Return the numbers of special tokens at the beginning and the end of a prompt."""
+        has_special = draft.add_special_tokens and draft.text is not None
+        return tokenizer.special_tokens if has_special else (0, 0)
+
+    def _fit(self, draft: Draft, max_model_len: int, tokenizer: Tokenizer) -> None:
         token_ids = draft.token_ids or []
         sampling = draft.sampling or self._sampling
+        mode = self._config.truncate_prompt
         try:
-            draft.token_ids = fit_prompt(
-                cut_prompt(
+            if self._is_pooling:
+                draft.token_ids = fit_text(
                     token_ids,
-                    draft.most_prompt_tokens,
+                    most_text_tokens(draft, max_model_len),
+                    draft.truncation_side if draft.most_prompt_tokens is not None else mode,
+                    self._special_tokens(draft, tokenizer),
+                )
+            else:
+                draft.token_ids = fit_prompt(
+                    cut_prompt(
+                        token_ids,
+                        draft.most_prompt_tokens,
+                        max_model_len=max_model_len,
+                        side=draft.truncation_side,
+                    ),
                     max_model_len=max_model_len,
-                    side=draft.truncation_side,
-                ),
-                max_model_len=max_model_len,
-                max_tokens=sampling.max_tokens,
-                mode=self._config.truncate_prompt,
-            )
+                    max_tokens=sampling.max_tokens,
+                    mode=mode,
+                )
         except RowError as error:
             draft.fail(error)
         draft.is_cut = draft.token_ids is not token_ids
@@ -381,6 +433,24 @@ class PromptBuilder:
                 "the model's tokenizer has no chat template, expected one for a messages column",
                 hint="pass --chat-template @FILE, or make plain text prompts with --prompt-template",
             )
+
+
+def _content(
+    draft: Draft,
+) -> tuple[str | None, list[int] | None, list[dict[str, Any]] | None]:
+    """Return the prompt of a request as its text, its token ids, or its messages; the other two are None."""
+    if draft.token_ids is not None:
+        return None, draft.token_ids, None
+    if draft.messages is None:
+        return draft.text, None, None
+    return draft.text, None, conversation.with_texts(draft.messages)
+
+
+def _input_of(part: Draft) -> RequestInput:
+    text, token_ids, messages = _content(part)
+    return RequestInput(
+        text=text, token_ids=token_ids, messages=messages, second_start=part.second_start
+    )
 
 
 def is_repeatable(sampling: Sampling) -> bool:

@@ -254,6 +254,28 @@ def select_turns(
     return selected
 
 
+def with_answers(messages: list[Message], turns: str | int) -> list[Message]:
+    """Return the beginning of a conversation with the answers in it, for a model that judges or embeds it.
+
+    With ``all`` this is the whole conversation, with a number N the first N user messages and what follows each of
+    them. ``first`` means 1.
+
+    Raises:
+        RowProblem: no returned message has text.
+    """
+    end = len(messages)
+    if turns != "all":
+        starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        most = 1 if turns == "first" else int(turns)
+        end = starts[most] if most < len(starts) else end
+    selected = messages[:end]
+    if not any(text_of(message).strip() for message in selected):
+        raise RowProblem(
+            Code.EMPTY_CONVERSATION, "the conversation has no message with text, expected one"
+        )
+    return selected
+
+
 def with_system(messages: list[Message], system_prompt: str) -> list[Message]:
     """Return the messages with this system prompt first; it replaces a system message at the beginning."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages

@@ -10,6 +10,7 @@ import msgspec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.json_text import flatten_deep
 from batchinfer.core.records import Failure
+from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.constraints import ConstraintProblem, problem_of_column, read_column
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
@@ -40,14 +41,20 @@ class RowsReader:
         config: The prompt options.
         eos_token: Text of the end-of-sequence token. It is removed from the end of text prompts, because a model
             generates nothing useful after it.
+        pairs: How the model reads the texts of --pair-columns.
 
     Raises:
         ConfigError: options contradict each other, or a template or an example cannot be used.
     """
 
-    def __init__(self, config: PromptConfig, *, eos_token: str) -> None:
+    def __init__(
+        self, config: PromptConfig, *, eos_token: str, pairs: PairForm = PairForm.APART
+    ) -> None:
         self._config = config
         self._eos_token = eos_token
+        self._pair_form = pairs
+        self._pair = config.pair_columns or []
+        self._is_judged = is_pooling(config.task)
         self._messages_column = config.messages_column
         self._template: RenderProcess | None = None
         self._prefix = ""
@@ -76,7 +83,8 @@ class RowsReader:
         self._num_user_turns = (
             self._turns if isinstance(self._turns, int) else int(self._turns == "first")
         )
-        self._is_first_only = self._num_user_turns == 1 and config.continue_final is not True
+        is_answer_sent = config.continue_final is True or self._is_judged
+        self._is_first_only = self._num_user_turns == 1 and not is_answer_sent
         self._examples = self._example_messages() if self._messages_column else []
         self._check_chat_options()
         self._keep = [] if config.keep == ["*"] else config.keep
@@ -90,6 +98,7 @@ class RowsReader:
             self._value_position = self._position(self._column or ROW_FIELD)
             self._model_position = self._position(config.lora_column or ROW_FIELD)
             self._constraint_position = self._position(config.constraint_column or ROW_FIELD)
+            self._pair_positions = [self._position(name) for name in self._pair]
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
             # the messages after the first turn need not be decoded.
@@ -111,6 +120,7 @@ class RowsReader:
         needed = {
             "--prompt-column": [config.prompt_column],
             "--messages-column": [config.messages_column],
+            "--pair-columns": list(self._pair),
             "--id-column": [config.id_column],
         }
         if config.template_name:
@@ -167,10 +177,8 @@ class RowsReader:
                 }
             if row != draft.row:
                 json_lines.check_place(draft, row)
-            if self._config.lora_column:
-                draft.model = found[self._model_position]
-            if self._config.constraint_column:
-                self._fill_constraint(draft, found[self._constraint_position])
+            self._fill_choices(draft, found[self._model_position], found[self._constraint_position])
+            pair = [found[position] for position in self._pair_positions]
             if type(value) is list and value and type(value[0]) is msgspec.Raw:
                 first = [json_lines.decode_item(value[0], data)]
                 messages = conversation.first_turn(first)
@@ -182,10 +190,12 @@ class RowsReader:
             columns = json_lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             json_lines.check_place(draft, row)
-            if self._config.lora_column:
-                draft.model = columns.get(self._config.lora_column)
-            if self._config.constraint_column:
-                self._fill_constraint(draft, columns.get(self._config.constraint_column))
+            chosen = (self._config.lora_column, self._config.constraint_column)
+            self._fill_choices(draft, *(columns.get(name or "") for name in chosen))
+            pair = [columns.get(name, _UNSET) for name in self._pair]
+        if pair:
+            self._fill_pair(draft, pair, data)
+            return
         if self._template is not None:
             return
         if value is _UNSET:
@@ -194,6 +204,26 @@ class RowsReader:
             self._fill_messages(draft, value)
         else:
             self._fill_prompt(draft, value)
+
+    def _fill_pair(self, draft: Draft, values: list[Any], data: bytes) -> None:
+        for name, value in zip(self._pair, values, strict=True):
+            if value is _UNSET:
+                raise json_lines.missing_column(name, data)
+            if not isinstance(value, str):
+                raise RowProblem(
+                    Code.INVALID_PROMPT,
+                    f"column {name!r} holds a JSON {json_lines.json_type(value)}, expected a text",
+                )
+            if not value:
+                raise RowProblem(Code.EMPTY_PROMPT, f"column {name!r} is empty, expected text")
+        set_pairs(draft, [(values[0], values[1])], form=self._pair_form)
+
+    def _fill_choices(self, draft: Draft, model: Any, constraint: Any) -> None:
+        """Fill in what columns say about the row beside its prompt."""
+        if self._config.lora_column:
+            draft.model = model
+        if self._config.constraint_column:
+            self._fill_constraint(draft, constraint)
 
     def _fill_constraint(self, draft: Draft, value: Any) -> None:
         try:
@@ -216,6 +246,10 @@ class RowsReader:
 
     def _fill_messages(self, draft: Draft, value: Any) -> None:
         continue_own = self._config.continue_final is True
+        if self._is_judged:
+            whole = conversation.read_conversation(value)
+            self._send(draft, conversation.with_answers(whole, self._turns))
+            return
         messages = conversation.first_turn(value) if self._is_first_only else None
         if messages is None:
             messages = conversation.select_turns(
@@ -298,6 +332,26 @@ class RowsReader:
             )
 
 
+def set_pairs(draft: Draft, pairs: list[tuple[str, str]], *, form: PairForm) -> None:
+    """Make pairs of texts the prompts of a row that asks for a score of each.
+
+    A model that reads each text by itself gets the first texts before the others, and only one first text if all pairs
+    have the same.
+    """
+    if form is PairForm.JOINED:
+        draft.parts = [Draft(draft.row, text=first, second=second) for first, second in pairs]
+        return
+    if form is PairForm.CHAINED:
+        draft.parts = [Draft(draft.row, text=first + second) for first, second in pairs]
+        return
+    firsts = [first for first, _ in pairs]
+    if len(set(firsts)) == 1:
+        firsts = firsts[:1]
+    draft.num_queries = len(firsts)
+    seconds = [second for _, second in pairs]
+    draft.parts = [Draft(draft.row, text=text) for text in [*firsts, *seconds]]
+
+
 def token_ids(value: Any, subject: str) -> list[int]:
     """Return the value if it is a list of token ids. Whether the ids are in the vocabulary is left to the engine.
 
@@ -325,7 +379,9 @@ def token_ids(value: Any, subject: str) -> list[int]:
 
 ROWS = RequestFormat(
     name="rows",
-    make_reader=lambda config, _sampling, facts: RowsReader(config, eos_token=facts.eos_token),
+    make_reader=lambda config, _sampling, facts: RowsReader(
+        config, eos_token=facts.eos_token, pairs=facts.pairs
+    ),
     has_own_parameters=False,
 )
 
@@ -346,6 +402,7 @@ def _check_choice(config: PromptConfig) -> None:
         "--prompt-column": config.prompt_column,
         "--prompt-template": config.prompt_template,
         "--template": config.template_name,
+        "--pair-columns": config.pair_columns,
     }
     given = [name for name, value in options.items() if value]
     if len(given) > 1:

@@ -9,7 +9,8 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from batchinfer.core.errors import RowError
-from batchinfer.core.records import Failure, Record, Request, RowKey, Sampling
+from batchinfer.core.records import Failure, Pooling, Record, Request, RowKey, Sampling
+from batchinfer.core.tasks import GENERATE, PairForm
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 """Values of ``--truncate-prompt``. A prompt too long makes its row fail (``error``) or loses tokens at the
@@ -66,8 +67,8 @@ class Code(StrEnum):
 class PromptConfig(Record, frozen=True, kw_only=True):
     """The options that say how rows become prompts. If an option names a file, the field holds the file's content.
 
-    With the request format ``rows``, exactly one of `messages_column`, `prompt_column`, `prompt_template` and
-    `template_name` is set. With the other request formats, none of the four is set.
+    With the request format ``rows``, exactly one of `messages_column`, `prompt_column`, `prompt_template`,
+    `template_name` and `pair_columns` is set. With the other request formats, none of the five is set.
     """
 
     request_format: str = "rows"
@@ -119,8 +120,12 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Whether white space around every answer is removed."""
     has_timing: bool = True
     """Whether output lines hold the seconds that each row took. Without them, equal answers give equal bytes."""
-    task: str = "generate"
-    """Kind of answer that the engine is asked for. OpenAI requests for another kind are refused."""
+    task: str = GENERATE
+    """One of `core.tasks.TASKS`. OpenAI requests for a task that does not go with it are refused."""
+    pair_columns: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """The two columns with the texts of a pair, for the task "score". Unset if there are none."""
+    embedding_format: str | msgspec.UnsetType = msgspec.UNSET
+    """Form of vectors in output lines: ``float`` or ``base64``. Unset means ``float``."""
     max_n: int = 128
     """Largest number of answers that one request may ask for."""
     max_logprobs: int = 20
@@ -215,8 +220,28 @@ class Draft(msgspec.Struct, gc=False):
     priority: int = 0
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
+    second: str | None = None
+    """Second text of a pair that the model reads together; `text` is the first one."""
+    second_start: int | None = None
+    """Index of the first token of the pair's second text, for models that tell the two texts apart; else None."""
+    parts: list[Draft] = []
+    """Texts of a request to a pooling model that has several. Each is a draft with a prompt and nothing else."""
+    num_queries: int = 0
+    """See the same field of `Request`."""
+    task: str = ""
+    """Task of the request; empty for the run's."""
+    pooling: Pooling | None = None
     failure: Failure | None = None
     param: str | None = None
+
+    def fail_with_parts(self) -> None:
+        """Make this the draft of a bad row if one of its parts is bad."""
+        for index, part in enumerate(self.parts):
+            if part.failure is not None and self.failure is None:
+                message = f"text {index}: {part.failure.message}" if len(self.parts) > 1 else ""
+                self.failure = Failure(
+                    code=part.failure.code, message=message or part.failure.message
+                )
 
     def fail(self, error: RowError) -> None:
         """Make this the draft of a bad row."""
@@ -273,6 +298,8 @@ class EngineFacts(Record, frozen=True, kw_only=True):
     """Text of the end-of-sequence token; empty if there is none, or if only the engine knows it."""
     own_parameters: frozenset[str] = frozenset()
     """Names of request parameters that go to the engine unread."""
+    pairs: PairForm = PairForm.APART
+    """How the model reads a pair of texts."""
 
 
 class RequestFormat(Record, frozen=True, kw_only=True):
@@ -317,8 +344,11 @@ class Tokenizer(Protocol):
         template: str,
         continue_final: bool,
         kwargs: dict[str, Any],
+        is_whole: bool = False,
     ) -> str:
         """Return a conversation as prompt text. `template` is the chat template; if empty, the model's own is used.
+
+        With `is_whole` the text ends with the conversation, and not with the beginning of an answer to come.
 
         Raises:
             RowError: the template fails on these messages.
@@ -327,6 +357,27 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text, in order."""
+        ...
+
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int | None
+    ) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts that the model reads together.
+
+        Args:
+            first: The first text.
+            second: The second text, which loses its end if both have more than `max_tokens` tokens.
+            max_tokens: Most tokens; None for any number.
+
+        Returns:
+            The token ids, and the index of the first token of the second text; None in place of the index if the model
+            does not tell the two texts apart.
+        """
+        ...
+
+    @property
+    def special_tokens(self) -> tuple[int, int]:
+        """Number of special tokens that `encode` adds before a text and after it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

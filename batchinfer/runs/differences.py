@@ -17,6 +17,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, ObjectNotFound
 from batchinfer.core.records import Marker, Record
 from batchinfer.formats import OutputLine, find_format
+from batchinfer.formats.vectors import OutputVectors
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.runs.samples import cut
 from batchinfer.storage import Store
@@ -32,6 +33,8 @@ _MAX_LABEL = 60
 """Largest number of characters of an answer that is counted as a label."""
 _MAX_LABEL_PAIRS = 2000
 """Largest number of different pairs of labels that are counted. With more, the answers do not count as labels."""
+_MOST_NUMBERS = 200
+"""Largest number of a vector's numbers that are shown."""
 _MAX_TEXTS = 8
 """Largest number of a row's answers that are shown."""
 _SEED = 0
@@ -328,11 +331,9 @@ def _lines(path: Path, output_format: str) -> Iterator[OutputLine]:
             yield from read_lines(data)
 
 
-def _answer(line: OutputLine) -> tuple[list[tuple[str, bytes]], list[float] | None]:
+def _answer(line: OutputLine) -> tuple[list[tuple[str, bytes]], list[OutputVectors]]:
     """Return the parts of an answered line that two runs are compared by."""
-    return [
-        (choice.text or "", bytes(choice.tool_calls)) for choice in line.choices
-    ], line.embedding
+    return [(choice.text or "", bytes(choice.tool_calls)) for choice in line.choices], line.vectors
 
 
 def _pair(chunk: ChunkToCompare, line: int, a: OutputLine, b: OutputLine) -> RowPair:
@@ -352,8 +353,8 @@ def _shown(line: OutputLine) -> ShownAnswer:
     texts = [
         choice.text or bytes(choice.tool_calls).decode(errors="replace") for choice in line.choices
     ]
-    if line.embedding is not None:
-        texts = [", ".join(f"{number:.4g}" for number in line.embedding[:200])]
+    if line.vectors:
+        texts = [each.shown(_MOST_NUMBERS) for each in line.vectors]
     return ShownAnswer(
         texts=list(map(cut, texts[:_MAX_TEXTS])),
         finish_reasons=line.finish_reasons,

@@ -90,10 +90,12 @@ class RowCounts:
         failed = [row for row in rows if not row.ok]
         ok = [row for row in rows if row.ok] if failed else rows
         prompt = [row.prompt_tokens for row in ok]
-        completion = [row.completion_tokens for row in ok]
+        # Rows of a pooling model have no text, and so neither a reason for its end nor a length.
+        with_text = [row for row in ok if row.finish_reason]
+        completion = [row.completion_tokens for row in with_text]
         self.ok += len(ok)
         self.errors.update([row.code for row in failed])
-        self.finish_reasons.update([row.finish_reason for row in ok])
+        self.finish_reasons.update([row.finish_reason for row in with_text])
         self._prompt_lengths.update(prompt)
         self._completion_lengths.update(completion)
         self.prompt_tokens += sum(prompt) + sum([row.prompt_tokens for row in failed])

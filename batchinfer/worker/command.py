@@ -20,6 +20,7 @@ from batchinfer.cli.run_options import fields_of, run_options, value_of
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """Make the configuration of the engine from the options."""
-    return EngineConfig(**fields_of("EngineConfig", options))
+    return EngineConfig(**fields_of("EngineConfig", options), task=value_of("task", options))
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
@@ -335,6 +336,7 @@ def sampling_config(options: dict[str, Any]) -> Sampling:
     )
     if (
         options.get("dedupe")
+        and not is_pooling(options["task"])
         and not find_request_format(options["request_format"]).has_own_parameters
         and not is_repeatable(sampling)
     ):

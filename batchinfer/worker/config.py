@@ -10,13 +10,16 @@ from typing import Any
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import EngineInfo, Money, Record, Sampling
+from batchinfer.core.tasks import SCORE, PairForm
 from batchinfer.engines import (
     Engine,
     create_engine,
     find_engine,
+    has_model,
     identify_model,
     is_remote,
     own_parameters_of,
+    pair_form_of,
 )
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.claims import Claims, Lease
@@ -198,6 +201,13 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
             hint="a vLLM server cuts prompts itself: --sampling truncate_prompt_tokens=N",
         )
     check_run_constraint(sampling.structured, checker_for(engine))
+    if prompt.task == SCORE and prompt.request_format == PromptConfig().request_format:
+        is_apart = has_model(engine) and pair_form_of(engine) is PairForm.APART
+        if is_apart and not prompt.pair_columns:
+            raise ConfigError(
+                "--task score: the model embeds texts, so it scores pairs of them",
+                hint="name both columns: --pair-columns query,document",
+            )
 
 
 def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
@@ -205,6 +215,7 @@ def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
     return EngineRules(
         own_parameters=own_parameters_of(engine),
         checker=checker_for(engine),
+        pairs=pair_form_of(engine),
         own_names=[ANY_NAME] if is_remote(engine) else [*own_names(engine), assumed_name],
     )
 

@@ -200,6 +200,7 @@ class Membership:
         return {
             # Most runs trust no remote code. They lack this key, so their fingerprints are those of earlier versions.
             **({"trust_remote_code": trusts} if trusts != trusted else {}),
+            **config.engine.pooling_options,
             "job_sha256": assignment.job_sha256,
             "model": config.engine.model or config.engine.engine,
             "model_identity": self._model_identity,

@@ -100,11 +100,13 @@ class Tally:
         point = self._recent.setdefault(minute, [0, 0, 0, 0])
         for place, number in enumerate((len(rows), prompt_tokens, completion_tokens, len(failed))):
             point[place] += number
-        _count(self._finish_reasons, [row.finish_reason for row in ok])
+        # Rows of a pooling model have no text, and so neither a reason for its end nor a length.
+        with_text = [row for row in ok if row.finish_reason]
+        _count(self._finish_reasons, [row.finish_reason for row in with_text])
         _count(self.errors, failed)
         self._prompt_lengths.update(group_lengths(Counter([row.prompt_tokens for row in ok])))
         self._completion_lengths.update(
-            group_lengths(Counter([row.completion_tokens for row in ok]))
+            group_lengths(Counter([row.completion_tokens for row in with_text]))
         )
 
     def note(self, chunk: str, line: int, failure: Failure) -> ErrorExample | None:
