@@ -19,6 +19,7 @@ CHECKPOINTS = "checkpoints/"
 CLAIMS = "claims/"
 WORKERS = "workers/"
 PROBES = "probes/"
+PARTS = "parts/"
 LAUNCHES = "launches/"
 MARKER_SUFFIX = ".succeed"
 
@@ -178,6 +179,20 @@ def parse_segment(key: str) -> SegmentName | None:
         return None
     rows = None if match["rows"] is None else int(match["rows"])
     return SegmentName(name, int(match["epoch"]), match["writer"], int(match["seq"]), rows)
+
+
+def part_prefix(plan: str) -> str:
+    """Prefix of the records of slices of a job that several processes build."""
+    return f"{PARTS}{plan}/"
+
+
+def part_key(plan: str, index: int, kind: str) -> str:
+    """Key of an object of one slice of a job that several processes build.
+
+    >>> part_key("5e1f", 7, "json")
+    'parts/5e1f/00007.json'
+    """
+    return f"{part_prefix(plan)}{index:05d}.{kind}"
 
 
 def run_above(key: str) -> str | None:

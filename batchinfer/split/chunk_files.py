@@ -185,6 +185,15 @@ def build(settings: BuildSettings, ranges: Sequence[ChunkRange]) -> Iterator[Bui
         yield from _build(settings, ranges)
 
 
+def build_with(
+    settings: BuildSettings, ranges: Sequence[ChunkRange], processes: int
+) -> Iterator[BuiltChunk]:
+    """Build consecutive chunks in so many processes, as far as that makes sense. See `build` for what it raises."""
+    if processes > 1 and len(ranges) > 1 and settings.counted.is_shared:
+        return build_in_processes(settings, ranges, processes)
+    return build(settings, ranges)
+
+
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
     """Turn Python's garbage collector off: it would spend time on searching many row objects, which form no cycles."""

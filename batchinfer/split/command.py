@@ -58,6 +58,9 @@ class SplitConfig(Record, frozen=True, kw_only=True):
     processes: int = 1
     append: bool = False
     overwrite: bool = False
+    rank: int | None = None
+    """Index of this process among `num_ranks` that build the job together. None: it builds the job alone."""
+    num_ranks: int | None = None
     scratch_dir: str | None = None
 
 
@@ -115,9 +118,14 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     if config.group_by:
         starts = chunk_files.group_chunk_starts(counted, config.group_by, starts)
     _check_workers(config, len(starts) - 1)
+    ranges = chunk_files.chunk_ranges(starts)
+    if config.rank is not None:
+        from batchinfer.split.ranks import Shared, run_rank
+
+        return run_rank(Shared(config, store, counted, draft, ranges))
     if config.overwrite:
         remove_job(store)
-    job, odd = _write(config, store, counted, draft, chunk_files.chunk_ranges(starts))
+    job, odd = _write(config, store, counted, draft, ranges)
     warn(odd, job)
     return make_result("done", config, job, odd.nulls, time.monotonic() - started)
 
@@ -176,6 +184,20 @@ def _check_options(config: SplitConfig) -> None:
         raise ConfigError(
             f"{options}: not together with --append", hint="leave it out, or make another job"
         )
+    if (config.rank is None) != (config.num_ranks is None):
+        raise ConfigError("--rank, --of: one is given, expected both or none")
+    if config.rank is not None and config.num_ranks is not None:
+        if config.rank >= config.num_ranks:
+            raise ConfigError(
+                f"--rank {config.rank}: expected less than --of {config.num_ranks}",
+                hint=f"ranks are 0 to {config.num_ranks - 1}",
+            )
+        if config.append or config.overwrite:
+            option = "--append" if config.append else "--overwrite"
+            raise ConfigError(
+                f"{option}: not together with --rank, since ranks replace nothing",
+                hint="name another --output, or let one process do it, without --rank and --of",
+            )
     if not all(source.strip() for source in config.sources):
         raise ConfigError(
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
@@ -252,7 +274,13 @@ def _made_anew(config: SplitConfig) -> str:
     plain = SplitConfig(sources=[], output="")
     words = ["batchinfer split", *map(shlex.quote, config.sources)]
     for name, value in msgspec.structs.asdict(config).items():
-        if name not in ("sources", "overwrite", "first_rows") and value != getattr(plain, name):
+        if name not in (
+            "sources",
+            "overwrite",
+            "first_rows",
+            "rank",
+            "num_ranks",
+        ) and value != getattr(plain, name):
             text = ",".join(value) if isinstance(value, list) else str(value).replace("\t", "tab")
             words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
     return " ".join([*words, "--overwrite"])
@@ -310,16 +338,23 @@ def _write(
     with progress(counted.rows) as advance:
         writer = JobWriter(store, config.compression, advance)
         chunks, odd, duplicates = publish_chunks(config, writer, counted, ranges, draft.compression)
-        job = msgspec.structs.replace(
-            draft,
-            chunks=chunks,
-            null_floats=odd.nulls.total(),
-            broken_lines=odd.broken_lines,
-            duplicate_ids=duplicates,
-            renamed=renamed_columns(odd, counted),
-        )
+        job = completed(draft, counted, chunks, odd, duplicates)
         writer.finish(job)
     return job, odd
+
+
+def completed(
+    draft: Job, counted: CountedSources, chunks: list[Chunk], odd: Oddities, duplicates: int
+) -> Job:
+    """Return job.json: the draft with its chunks and what was counted while they were built."""
+    return msgspec.structs.replace(
+        draft,
+        chunks=chunks,
+        null_floats=odd.nulls.total(),
+        broken_lines=odd.broken_lines,
+        duplicate_ids=duplicates,
+        renamed=renamed_columns(odd, counted),
+    )
 
 
 def publish_chunks(
@@ -340,10 +375,7 @@ def publish_chunks(
     folder = Path(config.scratch_dir) if config.scratch_dir else None
     with contextlib.closing(Scratch(folder)) as scratch:
         settings = chunk_files.BuildSettings(counted, scratch.folder, compression)
-        if config.processes > 1 and len(ranges) > 1 and counted.is_shared:
-            built = chunk_files.build_in_processes(settings, ranges, config.processes)
-        else:
-            built = chunk_files.build(settings, ranges)
+        built = chunk_files.build_with(settings, ranges, config.processes)
         for item in writer.publish(built):
             chunks.append(item.chunk)
             odd.add(item.odd)
@@ -489,6 +521,13 @@ def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value:
     "--overwrite", is_flag=True, help="Replace the job that is there, unless a run is below it."
 )
 @click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    metavar="I",
+    help="Build only the I-th part of the chunks, from 0; the last of --of N such processes completes the job.",
+)
+@click.option("--of", "num_ranks", type=click.IntRange(min=1), metavar="N", help="See --rank.")
+@click.option(
     "--scratch-dir",
     metavar="DIR",
     help="Local folder to build chunks in. Default: the system's temporary one.",
@@ -499,6 +538,9 @@ def command(**options: Any) -> dict[str, Any]:
 
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
     JSON Lines or CSV. Running the same command again is safe: a finished job is left alone, a killed one is completed.
+
+    Several machines can split a large data set together: each runs the command with --rank I --of N, in any order. The
+    job is the same as that of one process.
 
     With --append, runs of the job stay as they are, and the workers' next start does the new chunks.
     """

@@ -99,6 +99,8 @@ class JobWriter:
         advance: A function that is called after each chunk is durable, with the number of the chunk's rows.
         appends: Whether the chunks are appended to a job. No object is then replaced: a chunk whose key holds other
             bytes, which another command that appends has written, gets a key with a nonce.
+        is_shared: Whether several processes write the same job. No object is then replaced either: an object with other
+            bytes is an error.
     """
 
     def __init__(
@@ -108,11 +110,13 @@ class JobWriter:
         advance: Callable[[int], object],
         *,
         appends: bool = False,
+        is_shared: bool = False,
     ) -> None:
         self._store = store
         self._compression = compression
         self._advance = advance
         self._appends = appends
+        self._is_shared = is_shared
 
     def publish(self, built: Iterable[BuiltChunk]) -> Iterator[BuiltChunk]:
         """Publish chunk files in threads while later chunks are built. Yields each chunk once it is durable."""
@@ -213,6 +217,11 @@ class JobWriter:
 
         Raises InputError if job.json exists, because then the object belongs to a finished job.
         """
+        if self._is_shared:
+            raise InputError(
+                f"{self._store.url}/{key}: is there with other bytes, from another split or other sources",
+                hint="name another --output, or remove what is there and start all ranks again",
+            )
         if read_job(self._store) is not None:
             raise self._other_split()
         self._store.delete([key])

@@ -1,0 +1,265 @@
+"""`split --rank I --of N`: the job of many processes is that of one, whatever is killed, repeated or done twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.cli import main
+from batchinfer.core import layout
+from batchinfer.core.errors import InputError
+from batchinfer.split import ranks
+from batchinfer.split.command import SplitConfig, run_split
+from batchinfer.storage import Store
+from batchinfer.storage.memory import MemoryStore
+from batchinfer.storage.opening import open_store
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing catches it."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 rows in two files of small row groups, with NaN, equal ids and a column that a job names itself."""
+    folder = tmp_path_factory.mktemp("data")
+    for index, rows in enumerate((range(60), range(60, 100))):
+        columns = {
+            "text": [f"row {row} " * (row % 7) for row in rows],
+            "score": [float("nan") if row % 9 == 0 else row / 3 for row in rows],
+            "name": [f"id {row % 90}" for row in rows],
+            "_row": list(rows),
+        }
+        pq.write_table(pa.table(columns), folder / f"{index}.parquet", row_group_size=7)
+    return folder
+
+
+def fresh_store() -> MemoryStore:
+    return MemoryStore(secrets.token_hex(8))
+
+
+def split(
+    source: Path, store: Store, *, rank: int | None = None, of: int | None = None, **options: Any
+) -> dict[str, Any]:
+    config = SplitConfig(
+        sources=[str(source)],
+        output=store.url,
+        rank=rank,
+        num_ranks=of,
+        id_column="name",
+        **options,
+    )
+    return run_split(config, store=store)
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    return {info.key: store.get(info.key).data for info in store.list()}
+
+
+def alone(source: Path, **options: Any) -> dict[str, bytes]:
+    store = fresh_store()
+    split(source, store, **options)
+    return contents(store)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sampled_from(["none", "zstd"]),
+    st.integers(1, 12),
+    st.randoms(use_true_random=False),
+)
+def test_ranks_in_any_order_make_the_job_of_one_process(
+    source: Path,
+    num_chunks: int,
+    of: int,
+    compression: str,
+    most_slices: int,
+    chance: random.Random,
+) -> None:
+    options = {"num_chunks": num_chunks, "compression": compression, "num_workers": 1}
+    store = fresh_store()
+    order = [*range(of), *chance.choices(range(of), k=2)]
+    chance.shuffle(order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_SLICES_PER_RANK", most_slices)
+        results = [split(source, store, rank=rank, of=of, **options) for rank in order]
+    assert contents(store) == alone(source, **options)
+    statuses = [result["status"] for result in results]
+    assert statuses.count("done") == 1
+    every = next(place for place in range(len(order)) if len(set(order[: place + 1])) == of)
+    # A rank without chunks of its own may be missing when the job is complete.
+    assert statuses.index("done") <= every
+    assert set(statuses[statuses.index("done") + 1 :]) <= {"unchanged"}
+    done = results[statuses.index("done")]
+    assert (done["rows"], done["duplicate_ids"], done["null_floats"]) == (100, 10, 12)
+
+
+def test_a_rank_may_be_killed_after_any_write(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_chunks": 6, "num_workers": 2}
+    expected = alone(source, **options)
+    point = 0
+    while True:
+        store = fresh_store()
+        split(source, store, rank=0, of=2, **options)
+        writes = 0
+
+        def count(key: str, write: Callable[..., str], *arguments: Any, **more: Any) -> str:
+            nonlocal writes
+            writes += 1
+            if writes > point:  # noqa: B023 - used in this turn of the loop
+                raise Killed
+            return write(key, *arguments, **more)
+
+        with monkeypatch.context() as patch:
+            for name in ("create", "create_file"):
+                write = getattr(store, name)
+                patch.setattr(store, name, lambda key, *a, w=write, **m: count(key, w, *a, **m))
+            try:
+                split(source, store, rank=1, of=2, **options)
+            except Killed:
+                was_killed = True
+            else:
+                was_killed = False
+        split(source, store, rank=1, of=2, **options)
+        assert contents(store) == expected, f"killed after {point} writes"
+        if not was_killed:
+            break
+        point += 1
+    assert point > 10  # chunks, ids and records of three slices, manifests, job.json
+
+
+def test_ranks_at_once_and_twice_make_one_job(source: Path) -> None:
+    options: dict[str, Any] = {"num_chunks": 12, "num_workers": 3}
+    expected = alone(source, **options)
+    for _ in range(3):
+        store = fresh_store()
+        with ThreadPoolExecutor(8) as pool:
+            work = [
+                pool.submit(split, source, store, rank=rank % 4, of=4, **options)
+                for rank in range(8)
+            ]
+            statuses = {each.result()["status"] for each in work}
+        assert "done" in statuses
+        left = contents(store)
+        assert left == expected
+
+
+def test_a_rank_that_comes_late_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began before the job was complete, and writes its record after the records were removed."""
+    options: dict[str, Any] = {"num_chunks": 4}
+    store = fresh_store()
+    record = ranks._record_slice
+
+    def others_first(*arguments: Any) -> None:
+        monkeypatch.setattr(ranks, "_record_slice", record)
+        for rank in (0, 1):
+            split(source, store, rank=rank, of=2, **options)
+        record(*arguments)
+
+    monkeypatch.setattr(ranks, "_record_slice", others_first)
+    assert split(source, store, rank=1, of=2, **options)["status"] == "done"
+    assert contents(store) == alone(source, **options)
+
+
+def test_ranks_with_other_options_are_refused(source: Path) -> None:
+    store = fresh_store()
+    split(source, store, rank=0, of=2, num_chunks=4)
+    with pytest.raises(InputError, match="is there with other bytes") as raised:
+        split(source, store, rank=0, of=2, num_chunks=5)
+    assert "start all ranks again" in raised.value.hint
+    assert not [key for key in contents(store) if key == layout.JOB_KEY]
+    split(source, store, rank=1, of=2, num_chunks=4)
+    assert contents(store) == alone(source, num_chunks=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "1"], "--rank, --of: one is given"),
+        (["--rank", "2", "--of", "2"], "ranks are 0 to 1"),
+        (["--rank", "0", "--of", "2", "--append"], "--append: not together with --rank"),
+        (["--rank", "0", "--of", "2", "--overwrite"], "--overwrite: not together with --rank"),
+    ],
+)
+def test_options_that_ranks_cannot_have_are_refused(
+    options: list[str],
+    message: str,
+    source: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main(["split", str(source), "--output", str(tmp_path / "job"), *options]) == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "job").exists()
+
+
+_KILLS_ITSELF = """
+import os, signal, sys
+from batchinfer.cli.main import main
+from batchinfer.storage.s3 import S3Store
+left = [int(sys.argv[1])]
+def wrap(name):
+    write = getattr(S3Store, name)
+    def written(*arguments, **options):
+        result = write(*arguments, **options)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(S3Store, name, written)
+wrap("create"), wrap("create_file")
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.s3
+def test_ranks_killed_on_s3_make_the_job_of_one_process(
+    s3_url: Callable[[str], str], source: Path
+) -> None:
+    """Two processes at once, killed by SIGKILL after some writes, until one of them has completed the job."""
+    one, many = s3_url("one"), s3_url("many")
+    options = ["--num-chunks", "8", "--num-workers", "2", "--id-column", "name"]
+    assert main.main(["split", str(source), "--output", one, *options]) == 0
+
+    def start(rank: int, writes: int) -> subprocess.Popen[str]:
+        arguments = ["split", str(source), "--output", many, *options]
+        words = [*arguments, "--rank", str(rank), "--of", "2"]
+        return subprocess.Popen(
+            [sys.executable, "-c", _KILLS_ITSELF, str(writes), *words],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    # Each rank has four slices of three writes: a chunk, ids, a record. A job has three manifests, and then job.json.
+    for writes in (7, 9):
+        processes = [start(rank, writes) for rank in (0, 1)]
+        statuses = {process.wait(timeout=120) for process in processes}
+        assert -signal.SIGKILL in statuses
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.close()
+        assert layout.JOB_KEY not in contents(open_store(many))
+    last = start(1, 1000)
+    out, _ = last.communicate(timeout=120)
+    assert (last.returncode, json.loads(out)["status"]) == (0, "done")
+    assert contents(open_store(many)) == contents(open_store(one))
