@@ -28,7 +28,7 @@ from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.lines import Concatenation
 from batchinfer.collect.reader import Reader
 from batchinfer.collect.selection import Selection, format_of, select
-from batchinfer.collect.table import SHARD_ROWS, CollectConfig, Collecting, Collection
+from batchinfer.collect.table import HALF, SHARD_ROWS, CollectConfig, Collecting, Collection
 from batchinfer.core import codec, layout, units
 from batchinfer.core.clock import Clock, SystemClock
 from batchinfer.core.errors import ConfigError, InputError, RunUnsound
@@ -177,6 +177,7 @@ def _check_lines(config: CollectConfig) -> None:
         "--with-source": config.with_source,
         "--explode": config.explode,
         "--answer-json": config.answer_json,
+        "--embedding-dtype": config.embedding_dtype,
     }
     for option, is_asked in asked.items():
         if is_asked:
@@ -293,6 +294,7 @@ def _key(config: CollectConfig, kind: str, selections: list[Selection]) -> str:
             "shard_rows": config.shard_rows,
             **({"csv_safe": True} if config.csv_safe else {}),
             **({} if config.answer_json is None else {"answer_json": config.answer_json}),
+            **({"embedding_dtype": HALF} if config.embedding_dtype == HALF else {}),
         }
     )
 
@@ -382,6 +384,11 @@ def _result(
     default=None,
     help="A column answer_json with answers parsed as JSON.  [default: where the run's options constrain them to JSON]",
 )
+@click.option(
+    "--embedding-dtype",
+    type=click.Choice(["float32", HALF]),
+    help="Type of the numbers of vectors; float16 takes half the space.  [default: float32]",
+)
 @click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
 @click.option(
@@ -436,6 +443,7 @@ def command(**options: Any) -> dict[str, Any]:
         shard_rows=options["shard_rows"],
         csv_safe=options["csv_safe"],
         answer_json=options["answer_json"],
+        embedding_dtype=options["embedding_dtype"],
         partial=options["partial"],
         overwrite=options["overwrite"],
         is_private=options["private"],

@@ -10,6 +10,7 @@ import msgspec
 from batchinfer.collect.kinds import JSON, Kind
 from batchinfer.collect.source_rows import escape_surrogates
 from batchinfer.formats.columns import LISTS, Shape
+from batchinfer.formats.vector_columns import column_types
 
 LINE_COLUMN = "source_line"
 """Name of the column with the text of lines of the source that are no JSON object."""
@@ -24,7 +25,8 @@ class Schema:
     Args:
         shape: Columns of the answers.
         source: Kind of each of the source's columns, by the name that the column has in the table.
-        dimension: Length of every embedding; 0 if the table has no embeddings.
+        dimension: Length of every vector; 0 if the table has none.
+        is_half: Whether vectors are float16 instead of float32.
         has_chunk: Whether the table has a column with the name of the row's chunk, before the row's number.
         has_run: Whether the table's first column is the name of the row's run.
         parsed: Kind of the column of parsed answers, by its name; empty if there is none.
@@ -36,6 +38,7 @@ class Schema:
         source: dict[str, Kind],
         *,
         dimension: int = 0,
+        is_half: bool = False,
         has_chunk: bool = False,
         has_run: bool = False,
         parsed: dict[str, Kind] | None = None,
@@ -48,6 +51,7 @@ class Schema:
         """Columns whose types job.json holds."""
         self._shape = shape
         self.dimension = dimension
+        self._is_half = is_half
 
     def arrow(self) -> Any:
         """The pyarrow schema."""
@@ -61,7 +65,9 @@ class Schema:
             "completion_tokens": pa.int32(),
             "texts": pa.list_(pa.string()),
             "finish_reasons": pa.list_(pa.string()),
-            "embedding": pa.list_(pa.float32(), self.dimension),
+            **column_types(
+                self.dimension, is_half=self._is_half, has_lists=self._shape.answers == LISTS
+            ),
         }
         if self._shape.answers == LISTS:
             types |= dict.fromkeys(("reasoning", "tool_calls", "logprobs"), pa.list_(pa.string()))

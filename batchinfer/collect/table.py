@@ -27,7 +27,7 @@ from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader
 from batchinfer.collect.schema import LINE_COLUMN, Columns, Schema, as_column, table_names
 from batchinfer.collect.source_rows import LINE
 from batchinfer.collect.source_types import read_schema
-from batchinfer.core.errors import InputError
+from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Record
 from batchinfer.formats.columns import joined, shape_of
 from batchinfer.storage.hub_data_set import parse_address
@@ -36,6 +36,7 @@ from batchinfer.storage.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 100_000
+HALF = "float16"
 
 
 class CollectConfig(Record, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     shard_rows: int | None = None
     csv_safe: bool = False
     answer_json: bool | None = None
+    embedding_dtype: str | None = None
+    """Type of the numbers of vectors: float32 or float16; None for float32."""
     partial: bool = False
     overwrite: bool = False
     is_private: bool = True
@@ -157,6 +160,16 @@ class Collection:
         configs = [reader.selection.run.config for reader in readers]
         self._shapes = joined([shape_of(one, explode=config.explode) for one in configs])
         self._shape = self._shapes[0]
+        if config.answer_json and self._shape.is_pooling:
+            raise ConfigError(
+                f"--answer-json: the run has no texts (--task {self._shape.task})",
+                hint="leave it out",
+            )
+        if config.embedding_dtype and not self._shape.has_vectors:
+            raise ConfigError(
+                f"--embedding-dtype {config.embedding_dtype}: the run has no vectors (--task {self._shape.task})",
+                hint="leave it out",
+            )
         self._rows = self._unshown = self._num_lines = 0
         self._parser = parser_for(configs, is_wanted=config.answer_json)
         self._schema = Schema(self._shape, {})
@@ -169,7 +182,8 @@ class Collection:
         self._schema = Schema(
             self._shape,
             {source.names[name]: kind for name, kind in source.kinds.items()},
-            dimension=self._dimension() if self._shape.has_embedding else 0,
+            dimension=self._dimension() if self._shape.has_vectors else 0,
+            is_half=self._config.embedding_dtype == HALF,
             has_chunk=self._job is None,
             has_run=len(self._readers) > 1,
             parsed={COLUMN: self._parser.kind} if self._parser is not None else {},
@@ -275,26 +289,26 @@ class Collection:
         return [names_in_rows.get(name, name) for name in self._config.columns]
 
     def _dimension(self) -> int:
-        """Return the length of each run's first embedding.
+        """Return the length of the runs' vectors. It is 0 for runs of requests, if none asked for a vector.
 
         Raises:
-            InputError: a run has no embedding, or the lengths differ.
+            InputError: a run has no vector, or the lengths differ.
         """
         found = {}
         for url, reader, shape in zip(self._config.runs, self._readers, self._shapes, strict=True):
             found[url] = reader.dimension(shape)
-            if not found[url]:
+            if not found[url] and not shape.is_of_requests:
                 raise InputError(
                     f"{url}: not one row has an embedding",
                     hint=f"see what failed: batchinfer status {url}",
                 )
-        if len(set(found.values())) > 1:
+        if len(set(filter(None, found.values()))) > 1:
             lengths = ", ".join(f"{url}: {length}" for url, length in found.items())
             raise InputError(
                 f"the runs' embeddings have different lengths ({lengths}), which no column can hold",
                 hint="collect each run into a DEST of its own",
             )
-        return next(iter(found.values()))
+        return max(found.values())
 
     # -- rows
 

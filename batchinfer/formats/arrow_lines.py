@@ -13,13 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.core.errors import InputError
+from batchinfer.core.tasks import TOKEN_EMBED
 from batchinfer.formats import find_format
-from batchinfer.formats.columns import EXPLODED, LISTS, Counts, Shape, out_of_order
+from batchinfer.formats.columns import EXPLODED, LISTS, SINGLE, Counts, Shape, out_of_order
+from batchinfer.formats.vector_columns import single_names, vector_array
+from batchinfer.formats.vectors import length_of
 
 
 def can_read(shape: Shape) -> bool:
     """Whether `ArrowBlock` can read the output format and make the columns of this shape."""
     has_raw = shape.has_tool_calls or shape.has_logprobs or shape.has_prompt
+    if shape.is_pooling and (shape.answers != SINGLE or shape.task == TOKEN_EMBED):
+        return False
     return find_format(shape.output_format).has_flat_lines and not has_raw
 
 
@@ -55,8 +60,11 @@ class ArrowBlock:
 
     @property
     def dimension(self) -> int:
-        """Length of the first embedding; 0 if there is none."""
-        return next((len(value) for value in self._table["embedding"].to_pylist() if value), 0)
+        """Length of the first vector; 0 if there is none."""
+        if not self._shape.has_vectors:
+            return 0
+        values = self._array("embedding").drop_null()
+        return length_of(values[0].as_py()) if len(values) else 0
 
     def part(self, start: int, stop: int) -> ArrowBlock:
         """Return the lines from `start` up to `stop`, exclusive."""
@@ -130,9 +138,13 @@ class ArrowBlock:
             "cached_tokens": self._field("usage", 2),
             "error_code": self._field("error", 0),
             "error_message": self._field("error", 1),
-            "embedding": self._array("embedding"),
             "model": self._array("model"),
         }
+        if self._shape.is_pooling:
+            for name in single_names(self._shape.task, is_of_requests=False):
+                found[name] = self._array(name)
+            if self._shape.is_base64:
+                found["embedding"] = vector_array(found["embedding"].to_pylist())
         if lines is None:
             return found
         return {name: values.take(_indices(lines)) for name, values in found.items()}
@@ -195,7 +207,17 @@ def _schema(shape: Shape) -> Any:
         ("completion_tokens", pa.int32()),
         ("cached_tokens", pa.int32()),
     ]
-    dimension = pa.list_(pa.float32()) if shape.has_embedding else pa.null()
+    vector = pa.string() if shape.is_base64 else pa.list_(pa.float32())
+    numbers = pa.list_(pa.float32())
+    pooled = {
+        "embedding": vector,
+        "label": pa.string(),
+        "probs": numbers,
+        "score": pa.float32(),
+        "reward": pa.float32(),
+        "rewards": pa.list_(numbers),
+    }
+    names = single_names(shape.task, is_of_requests=False) if shape.is_pooling else []
     return pa.schema(
         [
             ("_row", pa.int64()),
@@ -204,7 +226,7 @@ def _schema(shape: Shape) -> Any:
             ("choices", pa.list_(answer)),
             ("usage", pa.struct(counts)),
             ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),
-            ("embedding", dimension),
             ("model", pa.string()),
+            *((name, pooled[name]) for name in names),
         ]
     )

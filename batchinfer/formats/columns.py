@@ -11,8 +11,16 @@ import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Record
+from batchinfer.core.tasks import GENERATE, is_pooling
 from batchinfer.formats import find_format
 from batchinfer.formats.lines import OutputChoice, OutputLine
+from batchinfer.formats.vector_columns import (
+    list_columns,
+    list_names,
+    single_columns,
+    single_names,
+)
+from batchinfer.formats.vectors import OutputVectors
 from batchinfer.prompts import find_request_format
 
 SINGLE, LISTS, EXPLODED = "single", "lists", "exploded"
@@ -45,7 +53,12 @@ class Shape(Record, frozen=True, kw_only=True):
     has_tool_calls: bool = False
     has_logprobs: bool = False
     has_prompt: bool = False
-    has_embedding: bool = False
+    task: str = GENERATE
+    """Task of the run."""
+    is_of_requests: bool = False
+    """Whether the run's rows are requests, which may be of several tasks and hold several texts."""
+    is_base64: bool = False
+    """Whether output lines hold vectors as base64."""
     has_model: bool = False
 
     @property
@@ -59,11 +72,26 @@ class Shape(Record, frozen=True, kw_only=True):
         answer += ["reasoning"] if self.has_reasoning else []
         answer += ["tool_calls"] if self.has_tool_calls else []
         answer += ["logprobs"] if self.has_logprobs else []
-        if self.has_embedding:
-            answer = ["embedding"]
+        if self.answers == LISTS and self.is_pooling:
+            answer = list_names(self.task)
+        elif self.is_pooling:
+            answer = ["choice_index"] if self.answers == EXPLODED else []
+            answer += single_names(self.task, is_of_requests=self.is_of_requests)
         prompt = ["prompt"] if self.has_prompt else []
         answer += ["model"] if self.has_model else []
-        return [*_ROW, *answer, *_COUNTS, *_ERROR, *prompt]
+        counts = [*_COUNTS] if not self.is_pooling else ["prompt_tokens", "cached_tokens"]
+        return [*_ROW, *answer, *counts, *_ERROR, *prompt]
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the table has numbers of a pooling model in place of texts."""
+        return is_pooling(self.task)
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the table may have vectors, which all have one length."""
+        names = {"embedding", "embeddings", "token_embeddings"}
+        return self.is_pooling and not names.isdisjoint(self.names)
 
 
 def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
@@ -86,7 +114,9 @@ def shape_of(config: dict[str, Any], *, explode: bool) -> Shape:
         has_logprobs=may_differ or sampling.get("logprobs") is not None,
         has_prompt=bool(prompt.get("keep_prompt")) and not output_format.repeats_request,
         has_model=bool(prompt.get("adapters")),
-        has_embedding="embed" in str(prompt.get("task") or ""),
+        task=str(prompt.get("task") or GENERATE),
+        is_of_requests=may_differ,
+        is_base64=prompt.get("embedding_format") == "base64",
     )
 
 
@@ -94,11 +124,14 @@ def joined(shapes: list[Shape]) -> list[Shape]:
     """Give the shapes of several runs the same columns: those of all. Each keeps its output format.
 
     Raises:
-        InputError: some runs have embeddings and others have texts.
+        InputError: the runs have different tasks.
     """
-    if len({shape.has_embedding for shape in shapes}) > 1:
+    if len({(shape.task, shape.is_of_requests) for shape in shapes if shape.is_pooling}) > 1 or (
+        len({shape.is_pooling for shape in shapes}) > 1
+    ):
+        tasks = ", ".join(sorted({shape.task for shape in shapes}))
         raise InputError(
-            "some of the runs have embeddings and others texts, which do not fit into one table",
+            f"the runs have answers of different kinds (--task {tasks}), which do not fit into one table",
             hint="collect each run into a DEST of its own",
         )
     flags = {
@@ -149,8 +182,9 @@ class OutputBlock:
 
     @property
     def dimension(self) -> int:
-        """Length of the first embedding; 0 if there is none."""
-        return next((len(line.embedding) for line in self.lines if line.embedding), 0)
+        """Length of the first vector; 0 if there is none."""
+        found = (each for line in self.lines for each in line.vectors)
+        return next(filter(None, (each.dimension for each in found)), 0)
 
     def counts(self) -> Counts:
         """Count the lines' errors by code, and their input and output tokens."""
@@ -185,7 +219,7 @@ class OutputBlock:
             any(choice.reasoning is not None for choice in line.choices) for line in self.lines
         )
 
-    def columns(self) -> tuple[dict[str, list[Any]], list[int] | None]:
+    def columns(self) -> tuple[dict[str, Any], list[int] | None]:
         """Return the values of each column, in the order of `Shape.names`.
 
         Returns:
@@ -193,6 +227,8 @@ class OutputBlock:
             was made from; with the other layouts it is None.
         """
         lines, shape = self.lines, self._shape
+        if shape.is_pooling:
+            return self._pooled_columns()
         if shape.answers != EXPLODED:
             found = self._of_lines(lines)
             firsts = [line.choices[0] if line.choices else None for line in lines]
@@ -226,9 +262,30 @@ class OutputBlock:
             found["prompt"] = [_text(line.prompt) for line in lines]
         if self._shape.has_model:
             found["model"] = [line.model for line in lines]
-        if self._shape.has_embedding:
-            found["embedding"] = [line.embedding for line in lines]
         return found
+
+    def _pooled_columns(self) -> tuple[dict[str, Any], list[int] | None]:
+        """See `columns`, for a run of a pooling model."""
+        lines, shape = self.lines, self._shape
+        if shape.answers != EXPLODED:
+            found: dict[str, Any] = self._of_lines(lines)
+            if shape.answers == LISTS:
+                found |= list_columns([line.vectors for line in lines], list_names(shape.task))
+            else:
+                firsts = [next(iter(line.vectors), None) for line in lines]
+                found |= single_columns(firsts, single_names(shape.task, is_of_requests=False))
+            return {name: found[name] for name in shape.names}, None
+        places: list[tuple[int, int | None, OutputVectors | None]] = []
+        for index, line in enumerate(lines):
+            vectors = line.vectors
+            places += [(index, number, each) for number, each in enumerate(vectors)]
+            places += [] if vectors else [(index, None, None)]
+        indices = [index for index, _, _ in places]
+        found = self._of_lines([lines[index] for index in indices])
+        names = single_names(shape.task, is_of_requests=shape.is_of_requests)
+        found |= single_columns([each for _, _, each in places], names)
+        found["choice_index"] = [number for _, number, _ in places]
+        return {name: found[name] for name in shape.names}, indices
 
     def _single(self, choices: Sequence[OutputChoice | None]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {

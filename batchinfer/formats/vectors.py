@@ -42,6 +42,11 @@ class OutputVectors(msgspec.Struct, omit_defaults=True, gc=False):
         ]
         return ", ".join("null" if each is None else f"{each:.4g}" for each in numbers[:most])
 
+    @property
+    def dimension(self) -> int:
+        """Length of the vectors; 0 if there is none."""
+        return next(map(length_of, self._own_vectors()), 0)
+
     def _own_vectors(self) -> list[Vector]:
         return [self.embedding] if self.embedding is not None else self.token_embeddings or []
 
