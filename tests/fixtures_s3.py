@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,12 +99,24 @@ def s3_environment(
     return s3_endpoint
 
 
+@functools.cache
+def s3_client(endpoint: str) -> Any:
+    """Return boto3's client of a server. Making one takes more time than most requests."""
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
+
+
 @pytest.fixture
 def s3_url(s3_environment: str) -> Iterator[S3Url]:
     """Factory: `s3_url()` makes a bucket and returns its URL, `s3_url("job")` a URL inside a fresh bucket."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=s3_environment)
+    client = s3_client(s3_environment)
     made: list[str] = []
 
     def make(prefix: str = "") -> str:
@@ -117,4 +131,3 @@ def s3_url(s3_environment: str) -> Iterator[S3Url]:
             doomed = [{"Key": item["Key"]} for item in page.get("Contents", ())]
             if doomed:
                 client.delete_objects(Bucket=bucket, Delete={"Objects": doomed})
-    client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import logging
 import subprocess
@@ -18,6 +19,8 @@ import stamina
 
 from batchinfer.cli import main
 from batchinfer.cli.settings import COMMANDS
+from batchinfer.prompts import constraint_process
+from batchinfer.prompts.limited_process import LimitedProcess
 from making import ECHO, make_job, run_worker_here
 
 SECRET = "wJalrXUtnFEMI"
@@ -26,6 +29,8 @@ URLS = [
     f"s3:/AKIA1:{SECRET}@bucket/x.jsonl",
     f"http://me:{SECRET}@127.0.0.1:9/x.jsonl?token={SECRET}",
 ]
+kept_process = functools.cache(LimitedProcess)
+"""Commands with a constraint share the process that compiles it, whose start takes seconds."""
 RUN_COMMANDS = ("status", "verify", "clean", "stop", "report", "collect")
 
 
@@ -38,6 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.chdir(tmp_path)
     stamina.set_testing(True, attempts=1)
+    monkeypatch.setattr(constraint_process, "LimitedProcess", kept_process)
     yield
     stamina.set_testing(False)
 

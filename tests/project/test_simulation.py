@@ -55,12 +55,12 @@ def first_violation(
 class TestPromises:
     def test_some_seeds_break_no_promise(self) -> None:
         """A few; CI runs some thousand (.ci/run), `make simulate` as many as one likes."""
-        report = first_violation(range(100))
+        report = first_violation(range(40))
         assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
 
     @pytest.mark.slow
     def test_some_thousand_seeds_break_no_promise(self) -> None:
-        report = first_violation(range(100, 4000))
+        report = first_violation(range(40, 4000))
         assert report is None, f"python -m simulation --seed {report.seed}: {report.violation}"
 
     def test_claims_only_save_work(self) -> None:
@@ -76,11 +76,11 @@ class TestNotices:
         "other_configuration_let_in": 35,
         "clean_takes_every_orphan": 70,
         "lease_renewed_as_of_the_end": 90,
-        "settle_without_the_nonce": 140,
+        "no_checkpoint_on_time": 50,
+        "no_epoch_check": 160,
         "replaced_run_is_not_noticed": 100,
     }
     INJECTED = {
-        "settle_without_the_nonce": ["records"],
         "replaced_run_is_not_noticed": ["runs"],
     }
     SEEDLESS = {*SCENES, "stale_row_of_a_reopened_chunk"}
@@ -192,9 +192,12 @@ class TestCleaning:
             return plan
 
         monkeypatch.setattr(clean, "find_removals", find_removals)
-        assert all(not simulate(seed, is_cleaned=True).violation for seed in range(120))
-        assert removed >= {"orphan outputs", "segments of done chunks", "claims of done chunks"}
-        assert kept
+        wanted = {"orphan outputs", "segments of done chunks", "claims of done chunks"}
+        for seed in range(200):
+            assert not simulate(seed, is_cleaned=True).violation
+            if seed >= 20 and removed >= wanted and kept:
+                return
+        raise AssertionError(f"only {sorted(removed)} were removed, and {kept} kept for their age")
 
     def test_it_leaves_the_other_seeds_as_they_are(self) -> None:
         seed = next(seed for seed in range(100) if not is_cleaned(seed))

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import Interrupted, Superseded
-from batchinfer.core.records import Claim, Marker
+from batchinfer.core.records import Claim, Marker, Worker
 from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
@@ -63,6 +63,19 @@ def a_ghost_leaves_its_successors_claim_alone() -> None:
         release_given_up(store, ghost, [CHUNK])
     key = layout.claim_key(CHUNK)
     assert decode_claim(store.get(key).data, key).worker == "w0"
+
+
+def a_renewal_leaves_the_record_of_another_start_alone() -> None:
+    """Both starts have epoch 1, since the worker's record was lost between them."""
+    store, clock = MemoryStore("memory://scene-nonce"), FakeClock()
+    earlier, _ = _start(store, clock, "earlier")
+    key = layout.worker_key("w0")
+    store.delete([key])
+    later, _ = _start(store, clock, "later")
+    assert earlier.epoch == later.epoch
+    with suppress(Superseded):
+        earlier.renew(worker_record())
+    assert codec.decode(store.get(key).data, Worker, name=key).nonce == "later"
 
 
 def rows_beside_vanished_segments_are_saved_again() -> None:
@@ -138,6 +151,7 @@ def what_a_living_worker_repairs_is_not_cleaned_away() -> None:
 SCENES: dict[str, Callable[[], None]] = {
     "first_sighting_from_asking": an_owner_seen_by_a_slow_answer_keeps_its_claim,
     "every_claim_of_the_id_is_ours": a_ghost_leaves_its_successors_claim_alone,
+    "settle_without_the_nonce": a_renewal_leaves_the_record_of_another_start_alone,
     "vanished_segments_count_as_safe": rows_beside_vanished_segments_are_saved_again,
     "loser_deletes_its_output_anywhere": an_output_that_a_late_marker_may_name_stays,
     "clean_ignores_chunks_at_work": what_a_living_worker_repairs_is_not_cleaned_away,
