@@ -12,6 +12,7 @@ from typing import Any
 from batchinfer.cli.options import ENDPOINT, LOOK, REHEARSAL, F, Option, group
 from batchinfer.cli.values import (
     ADAPTERS,
+    COUNTS,
     FILE,
     FILE_OF_ROWS,
     FLAG,
@@ -218,6 +219,14 @@ OPTIONS: tuple[Option, ...] = (
             "Run without CUDA graphs and compilation: starts sooner, answers slower.",
         ),
         Option(
+            "--limit-mm-per-prompt",
+            COUNTS,
+            "Most images in a prompt; rows with more are error rows. Default: the engine's limit.",
+            section="images",
+            metavar="image=N",
+            recorded="config",
+        ),
+        Option(
             "--trust-remote-code",
             FLAG,
             "Run code that comes with the model. Recorded in run.json.",
@@ -297,6 +306,15 @@ OPTIONS: tuple[Option, ...] = (
             "Column with a conversation; goes through the chat template. For a column of texts: --prompt-column.",
             default="",
             is_first=True,
+        ),
+        Option(
+            "--image-column",
+            REPEATED_OR_UNSET,
+            "Column with the row's image: a URL, a path, base64, the Hub's bytes and path, or a list of these; may be "
+            "repeated. See docs/images.md.",
+            field="image_columns",
+            section="images",
+            metavar="COLUMN",
         ),
         Option(
             "--lora-column",
@@ -610,6 +628,37 @@ OPTIONS: tuple[Option, ...] = (
             default=0,
             struct="Limits",
             metavar="ROWS",
+        ),
+    ),
+    *group(
+        "images",
+        "Limits",
+        Option(
+            "--media-root",
+            TEXT,
+            "Folder or URL that paths of images in rows count from. Without it, rows name images by URLs only.",
+            default="",
+            metavar="URL",
+            recorded="recorded",
+        ),
+        Option(
+            "--max-media-bytes",
+            at_least(1),
+            "Largest image that is taken; rows with a larger one are error rows.",
+            default=20 << 20,
+            metavar="BYTES",
+        ),
+        Option(
+            "--media-timeout-seconds",
+            number_from(0, is_open=True),
+            "Longest time that one attempt to fetch an image may take.",
+            default=30.0,
+        ),
+        Option(
+            "--allow-private-urls",
+            FLAG,
+            "Fetch images of rows from addresses of a private network, too.",
+            recorded="recorded",
         ),
     ),
     *group(

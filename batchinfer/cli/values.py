@@ -191,6 +191,7 @@ _decode_json = json.JSONDecoder().raw_decode
 
 _PAIR_HINTS = {
     "--sampling": "several pairs have commas between them: --sampling top_k=20,min_p=0.1",
+    "--limit-mm-per-prompt": "as in --limit-mm-per-prompt image=4",
     "--engine-arg": "it takes engine arguments by their names in vLLM's EngineArgs, several with commas between them: "
     "--engine-arg enable_lora=true,max_lora_rank=16",
 }
@@ -248,6 +249,22 @@ PAIRS = Kind(
     lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
 )
 """NAME=VALUE pairs. The configuration has a mapping."""
+
+
+def _read_counts(flag: str, given: Iterable[str] | None) -> dict[str, int]:
+    found: dict[str, Any] = {}
+    for argument in given or ():
+        is_object = argument.lstrip().startswith("{")
+        found |= _read_object(flag, argument) if is_object else read_pairs(flag, [argument])
+    return found
+
+
+COUNTS = Kind(
+    {"type": str, "multiple": True},
+    _read_counts,
+    lambda value: [f"{name}={item}" for name, item in value.items()],
+)
+"""NAME=NUMBER pairs, or a JSON object of them. The configuration has a mapping."""
 
 
 def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:

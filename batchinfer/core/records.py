@@ -179,6 +179,19 @@ RowKey = tuple[str, int]
 """(chunk name, line index from 0), which identifies a row of a run."""
 
 
+class Media(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One image of a request. Either `data` is set, or `url`, which the engine passes on."""
+
+    data: bytes = b""
+    """The image as it was found, for example a JPEG file. It has been decoded once, so it is whole."""
+    url: str = ""
+    mime: str = ""
+    width: int = 0
+    height: int = 0
+    digest: str = ""
+    """sha256 of `data`, 64 hexadecimal digits."""
+
+
 class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One row on its way to the engine. Exactly one of text, token_ids, messages and inputs is set."""
 
@@ -192,6 +205,9 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     chat_options: dict[str, Any] | None = None
     """How an engine that renders conversations itself should render `messages`: fields of vLLM's chat requests, such as
     `chat_template_kwargs`. None for what the model's own chat template does."""
+    media: list[Media] | None = None
+    """Images of the request. The messages have a part ``{"type": "image"}`` for each, in order; a prompt that is no
+    conversation has the model's own marks."""
     is_streamed: bool = False
     """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
     returns_token_ids: bool = False

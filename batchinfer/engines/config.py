@@ -60,6 +60,8 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     enforce_eager: bool | None = None
     loras: dict[str, str] = {}
     """Folder or Hub name of each LoRA adapter, by the name by which rows ask for it."""
+    limit_mm_per_prompt: dict[str, int] = {}
+    """Largest number of images in a prompt, as the value of "image". Empty leaves it to the engine."""
     trust_remote_code: bool = False
     engine_args: dict[str, Any] = {}
     """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses names
@@ -93,6 +95,11 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         """The options about vectors that were given, by field. They may change answers."""
         names = ("pooling", "dimensions", "normalize")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def max_images(self) -> int | None:
+        """Largest number of images in a prompt; None leaves it to the engine."""
+        return self.limit_mm_per_prompt.get("image")
 
     @property
     def constraint_backend(self) -> str:
@@ -156,6 +163,12 @@ def check_config(config: EngineConfig) -> None:
     for option, limit in seconds.items():
         if limit <= 0:
             raise ConfigError(f"{option}: is {limit:g}, expected more than 0")
+    for name, most in config.limit_mm_per_prompt.items():
+        if name not in ("image", "video", "audio") or type(most) is not int or most < 0:
+            raise ConfigError(
+                f"--limit-mm-per-prompt {name}={most}: expected a number of images from 0",
+                hint="as in --limit-mm-per-prompt image=4",
+            )
     share = config.gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise ConfigError(

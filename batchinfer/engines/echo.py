@@ -7,8 +7,9 @@ measures the pipeline and not the engine. Use it with::
     batchinfer worker --engine echo …
 
 A token is a word: the text between two single spaces. (Spaces are quick to count.) `max_tokens` cuts the answer after
-that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. With a task
-for pooling models, the answer is numbers that depend on nothing but the text (`echo_pooling`). Options:
+that many words (finish_reason "length"), `n` gives equal choices, and `logprobs` gives -1.0 for each word. An image is
+one word: its size and the beginning of its sha256. With a task for pooling models, the answer is numbers that depend on
+nothing but the text (`echo_pooling`). Options:
 
 * `echo_latency_seconds`: mean number of seconds that a request runs. The seconds of each request are random, with an
   exponential distribution. They depend only on the request's key and on `echo_seed`, so they are the same in every
@@ -38,6 +39,7 @@ from batchinfer.core.records import (
     EngineInfo,
     EngineStats,
     Failure,
+    Media,
     Pooling,
     Request,
     RequestInput,
@@ -364,10 +366,23 @@ class EchoEngine:
 def prompt_text(request: Request | RequestInput) -> str:
     """Return a request's prompt as a text: its text, its token ids as words, or its last message of a user.
 
-    The texts of a request that has several become one line each.
+    The texts of a request that has several become one line each. A word for each image follows: its width, height and
+    the first digits of its sha256, or its URL.
     """
     if isinstance(request, Request) and request.inputs:
         return "\n".join(map(prompt_text, request.inputs))
+    media = request.media if isinstance(request, Request) else None
+    images = [f"[image:{image_word(each)}]" for each in media or []]
+    return SPACE.join(filter(None, [text_alone(request), *images]))
+
+
+def image_word(image: Media) -> str:
+    """Return the word that stands for an image in a prompt."""
+    return image.url or f"{image.width}x{image.height}:{image.digest[:12]}"
+
+
+def text_alone(request: Request | RequestInput) -> str:
+    """Return a prompt as a text, without its images."""
     if request.text is not None:
         return request.text
     if request.token_ids is not None:
@@ -382,7 +397,8 @@ def prompt_text(request: Request | RequestInput) -> str:
 def content_text(content: Any) -> str:
     """Return a message's content as a text. The text parts of a list become one line each."""
     if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
+        parts = [part for part in content if isinstance(part, dict) and "text" in part]
+        return "\n".join(part["text"] for part in parts)
     return content if isinstance(content, str) else ""
 
 

@@ -107,6 +107,7 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     """How the model reads a pair of texts (--task score)."""
     is_encoder: bool = False
     """Whether the model keeps no KV cache."""
+    takes_images: bool = False
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
@@ -386,6 +387,7 @@ def build_info(
         vocab_size=number(values, "vocab_size"),
         pairs=pair_form(task_values),
         is_encoder=is_pooling(config.task) and keeps_no_cache(task_values),
+        takes_images=any(name.startswith(("vision_", "image_", "mm_")) for name in values),
         **identity,
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from batchinfer.core.records import (
     Choice,
     Completion,
     Failure,
+    Media,
     Request,
     Sampling,
     TokenLogprob,
@@ -62,7 +65,12 @@ def body_of(request: Request, model: str) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {"model": model}
     is_chat = request.messages is not None
     if is_chat:
-        body |= {"messages": request.messages, **(request.chat_options or {})}
+        body |= {"messages": _messages_of(request), **(request.chat_options or {})}
+    elif request.media:
+        raise RowError(
+            "media_mismatch",
+            "a prompt with images that is no conversation, expected a chat (--as-chat, --messages-column)",
+        )
     else:
         prompt = request.token_ids if request.text is None else request.text
         if not prompt:
@@ -72,6 +80,31 @@ def body_of(request: Request, model: str) -> tuple[str, dict[str, Any]]:
     return CHAT_PATH if is_chat else COMPLETIONS_PATH, body | _parameters(
         request.sampling, is_chat=is_chat
     )
+
+
+def _messages_of(request: Request) -> list[dict[str, Any]]:
+    """Return a request's messages with their images as the API takes them: by URL, or as a data URL."""
+    messages = request.messages or []
+    if not request.media:
+        return messages
+    waiting = iter(request.media)
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_part_of(part, waiting) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def _part_of(part: dict[str, Any], waiting: Iterator[Media]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    image = next(waiting)
+    url = image.url or f"data:{image.mime};base64,{base64.b64encode(image.data).decode()}"
+    found = {"url": url}
+    if "detail" in part:
+        found["detail"] = part["detail"]
+    return {"type": "image_url", "image_url": found}
 
 
 def _parameters(sampling: Sampling, *, is_chat: bool) -> dict[str, Any]:

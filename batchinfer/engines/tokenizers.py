@@ -204,6 +204,8 @@ def _in_template_form(message: dict[str, Any], wants_parts: bool) -> dict[str, A
         return {**message, "content": [{"type": "text", "text": content}]}
     if wants_parts:
         return message
+    if any(part["type"] != "text" for part in content):
+        raise RowProblem(Code.TEMPLATE_ERROR, "the chat template takes texts, and no images")
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 

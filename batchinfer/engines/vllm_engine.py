@@ -30,6 +30,7 @@ from batchinfer.core.records import (
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.vllm_images import prompt_with_images
 from batchinfer.engines.vllm_loading import last_line, load_adapters, load_engine, prepare_process
 from batchinfer.engines.vllm_pooling import Gathering, Pooler, inputs_of
 from batchinfer.engines.vllm_requests import (
@@ -270,6 +271,8 @@ class VllmEngine:
             adapter = self._adapter(request.adapter)
         except RowError as error:
             return Failure(code=error.code, message=error.message)
+        except client_errors() as error:
+            return self._refusal_with_images(request, error)
         request_id = str(next(self._ids))
         try:
             self._engine.add_request(
@@ -330,7 +333,10 @@ class VllmEngine:
 
         Raises:
             RowError: the chat template refuses the messages.
+            Exception: one of `client_errors()`: vLLM refuses a prompt with images.
         """
+        if isinstance(request, Request) and request.media:
+            return prompt_with_images(self._engine, request)
         if request.token_ids is not None:
             return {"prompt_token_ids": request.token_ids}
         if request.text is not None:
@@ -366,6 +372,22 @@ class VllmEngine:
             return Failure(code="prompt_too_long", message=text)
         if self._refuses_parameters(params):
             return Failure(code="invalid_parameter", message=message)
+        return Failure(code="engine_rejected", message=message)
+
+    def _refusal_with_images(self, request: Request, error: Exception) -> Failure:
+        """Return why vLLM refused a prompt with images before it was complete."""
+        message = first_line(error)
+        contents = [each["content"] for each in request.messages or []]
+        parts = [[each] if isinstance(each, str) else each for each in contents]
+        texts = [
+            part if isinstance(part, str) else part.get("text", "")
+            for each in parts
+            for part in each
+        ]
+        text = request.text or "".join(texts)
+        length = len(request.token_ids) if request.token_ids is not None else self._length(text)
+        if length is not None and length >= self._max_model_len:
+            return Failure(code="prompt_too_long", message=message)
         return Failure(code="engine_rejected", message=message)
 
     def _length(self, prompt: Any) -> int | None:

@@ -16,6 +16,7 @@ Options that the user does not state have these defaults:
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from batchinfer.engines.adapters import (
     slot_rank,
 )
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
+from batchinfer.engines.models import describe_model
 
 CPU_KV_CACHE_BYTES = 1 << 30
 MEMORY_ADVICE = (
@@ -91,6 +93,7 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager,
         "trust_remote_code": config.trust_remote_code,
         "seed": config.seed,
+        "limit_mm_per_prompt": config.limit_mm_per_prompt or None,
     }
     if is_pooling(config.task):
         values["runner"] = "pooling"
@@ -186,6 +189,8 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
 def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     """Return our error for an exception from vLLM's check of a configuration."""
     reason = last_line(error)
+    if (problem := lacking_torchvision(config)) is not None:
+        return problem
     if isinstance(error, OSError):
         # transformers raises OSError if it cannot find a config or a tokenizer.
         return ConfigError(
@@ -197,6 +202,26 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     return ConfigError(
         f"--model: vLLM does not take {Path(config.model).name} with these options: {reason}",
         hint="the options are named in the reason; --engine-arg passes any other of vLLM's",
+    )
+
+
+def lacking_torchvision(config: EngineConfig) -> ConfigError | None:
+    """Return the error for a model that takes images where torchvision is not installed; None for all others.
+
+    Image processors of transformers need torchvision. vLLM only says that the model "failed to be inspected".
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    try:
+        takes_images = describe_model(config).takes_images
+    except BatchinferError:
+        return None
+    if not takes_images:
+        return None
+    return ConfigError(
+        f"--model: {Path(config.model).name} takes images, and the package torchvision is not installed",
+        hint="pip install torchvision, in the version that fits the installed torch; for torch without CUDA "
+        "from https://download.pytorch.org/whl/cpu (docs/images.md)",
     )
 
 

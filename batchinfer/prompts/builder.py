@@ -15,6 +15,7 @@ from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.constraint_process import ConstraintChecker
 from batchinfer.prompts.constraints import problem_of_column
+from batchinfer.prompts.media import with_link_passed_on
 from batchinfer.prompts.model_names import ANY_NAME, ModelNames
 from batchinfer.prompts.parameters import RequestLimits, check_run_sampling
 from batchinfer.prompts.pooling import (
@@ -82,6 +83,10 @@ class EngineRules:
     compile. None leaves this to the engine."""
     pairs: PairForm = PairForm.APART
     """How the model reads a pair of texts."""
+    max_images: int | None = None
+    """Largest number of images that a row may have. None leaves this to the engine."""
+    fetches_links: bool = False
+    """Whether the engine fetches images at http(s) links itself."""
     own_names: Collection[str] = (ANY_NAME,)
     """Names by which rows may ask for the model, beside those in the prompt options."""
 
@@ -143,6 +148,7 @@ class PromptBuilder:
             own_parameters=rules.own_parameters,
         )
         self._checker = rules.checker
+        self._rules = rules
         self._names = ModelNames(config, rules.own_names)
         self._reader = find_request_format(config.request_format).make_reader(
             config, sampling, facts
@@ -173,6 +179,7 @@ class PromptBuilder:
         self._reader.fill(drafts, [row.data for row in rows])
         self._constrain(drafts)
         self._find_adapters(drafts)
+        self._check_images(drafts)
         for draft in drafts:
             if not draft.id:
                 draft.id = str(draft.row)
@@ -231,6 +238,7 @@ class PromptBuilder:
             url=draft.url,
             is_chat=draft.messages is not None,
             view=view,
+            media=draft.media,
             is_repeatable=self._is_pooling or is_repeatable(draft.sampling or self._sampling),
         )
 
@@ -257,6 +265,24 @@ class PromptBuilder:
             except RowProblem as error:
                 draft.fail(error)
 
+    def _check_images(self, drafts: list[Draft]) -> None:
+        most = self._rules.max_images
+        for draft in drafts:
+            if not draft.media or draft.failure is not None:
+                continue
+            if self._is_pooling:
+                problem = "the row has images, expected texts: the run's task takes no images"
+                draft.fail(RowProblem(Code.UNSUPPORTED_CONTENT, problem))
+            elif most is not None and len(draft.media) > most:
+                draft.fail(
+                    RowProblem(
+                        Code.TOO_MANY_MEDIA,
+                        f"the row has {len(draft.media)} images, expected at most {most} (--limit-mm-per-prompt)",
+                    )
+                )
+            elif self._rules.fetches_links:
+                draft.media = [with_link_passed_on(each) for each in draft.media]
+
     def _constrain(self, drafts: list[Draft]) -> None:
         """Put rows' own constraints in place of the run's. A row whose constraint does not compile fails."""
         for draft in drafts:
@@ -277,8 +303,10 @@ class PromptBuilder:
         self, line_index: int, draft: Draft, seed_of: Callable[[int], int] | None
     ) -> Sampling:
         sampling = draft.sampling or self._sampling
-        if draft.is_open_ended and draft.token_ids is not None and self._max_model_len is not None:
-            room = self._max_model_len - len(draft.token_ids)
+        # Only the engine knows how many tokens images take.
+        has_length = draft.token_ids is not None and not draft.media
+        if draft.is_open_ended and has_length and self._max_model_len is not None:
+            room = self._max_model_len - len(draft.token_ids or ())
             sampling = msgspec.structs.replace(sampling, max_tokens=max(room, 1))
         if seed_of is None or sampling.seed is not None or self._is_pooling:
             return sampling
@@ -301,13 +329,31 @@ class PromptBuilder:
             if draft.view is not None and draft.view.echo and self._tokenizer is not None:
                 return self._tokenizer.decode(draft.token_ids)
             return draft.token_ids
+        if draft.media and self._tokenizer is not None:
+            return self._shown(draft, self._tokenizer)
         return draft.messages
+
+    def _shown(self, draft: Draft, tokenizer: Tokenizer) -> Any:
+        """Return a conversation with images as text, for people; its messages if the template cannot write it.
+
+        The engine renders such a conversation itself.
+        """
+        kwargs = {**self._config.chat_template_kwargs, **(draft.chat_template_kwargs or {})}
+        try:
+            return tokenizer.apply_chat_template(
+                draft.messages or [],
+                template=self._config.chat_template,
+                continue_final=draft.continue_final,
+                kwargs=kwargs,
+            )
+        except RowError:
+            return draft.messages
 
     # ------------------------------------------------------------------ tokens
 
     def _tokenize(self, drafts: list[Draft], tokenizer: Tokenizer) -> None:
         for draft in drafts:
-            if draft.messages is not None and draft.failure is None:
+            if draft.messages is not None and draft.failure is None and not draft.media:
                 self._render(draft, tokenizer)
             if draft.second is not None and draft.failure is None:
                 self._join(draft, tokenizer)
@@ -382,7 +428,7 @@ class PromptBuilder:
     def _fit(self, draft: Draft, max_model_len: int, tokenizer: Tokenizer) -> None:
         token_ids = draft.token_ids or []
         sampling = draft.sampling or self._sampling
-        mode = self._config.truncate_prompt
+        mode = "error" if draft.media else self._config.truncate_prompt
         try:
             if self._is_pooling:
                 draft.token_ids = fit_text(
@@ -428,7 +474,11 @@ class PromptBuilder:
                     f"--chat-template fails on a conversation of one user message: {rendered.message}",
                     hint="the template gets `messages` and `add_generation_prompt`",
                 )
-        elif self._tokenizer is not None and not self._tokenizer.has_chat_template:
+        elif (
+            self._tokenizer is not None
+            and not self._tokenizer.has_chat_template
+            and not self._config.image_columns  # the engine finds the template of the model's processor
+        ):
             raise ConfigError(
                 "the model's tokenizer has no chat template, expected one for a messages column",
                 hint="pass --chat-template @FILE, or make plain text prompts with --prompt-template",

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.media import IMAGE_KINDS, IMAGE_PART, read_part, refuse_part
 from batchinfer.prompts.types import Code, RowProblem
 
 # Chat role of each speaker name. ShareGPT and similar data sets name the speaker of a message instead of its role.
@@ -142,28 +143,29 @@ def _message(item: Any, index: int) -> Message:
     return message
 
 
-def _parts(content: Any, index: int) -> str | list[dict[str, str]]:
+def _parts(content: Any, index: int) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         raise RowProblem(
             Code.INVALID_MESSAGES,
-            f"message {index}: content is a JSON {json_type(content)}, expected a text or text parts",
+            f"message {index}: content is a JSON {json_type(content)}, expected a text or a list of parts",
         )
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         if isinstance(part, str):
-            texts.append(part)
+            parts.append({"type": "text", "text": part})
             continue
-        kind = part.get("type", "text") if isinstance(part, dict) else json_type(part)
+        usual = "image_url" if isinstance(part, dict) and "image_url" in part else "text"
+        kind = part.get("type", usual) if isinstance(part, dict) else json_type(part)
+        if isinstance(part, dict) and kind in IMAGE_KINDS:
+            parts.append(read_part(part, str(kind), f"message {index}"))
+            continue
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in {"text", "input_text", "output_text"} or not isinstance(text, str):
-            raise RowProblem(
-                Code.UNSUPPORTED_CONTENT,
-                f"message {index}: a part of type {str(kind)[:40]!r}, expected only text parts",
-            )
-        texts.append(text)
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+            raise refuse_part(kind, f"message {index}")
+        parts.append({"type": "text", "text": text})
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return str(parts[0]["text"])
+    return parts
 
 
 def text_of(message: Message) -> str:
@@ -171,14 +173,26 @@ def text_of(message: Message) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def has_images(message: Message) -> bool:
+    """Whether a part of the message is an image."""
+    content = message["content"]
+    return type(content) is not str and any(part["type"] == IMAGE_PART for part in content)
 
 
 def with_texts(messages: list[Message]) -> list[Message]:
-    """Return the messages with every content joined to one text. Returns the same list if no content has parts."""
+    """Return the messages with every content without images joined to one text.
+
+    Returns the same list if no content has parts.
+    """
     for message in messages:
         if type(message["content"]) is not str:
-            return [{**message, "content": text_of(message)} for message in messages]
+            return [
+                message if has_images(message) else {**message, "content": text_of(message)}
+                for message in messages
+            ]
     return messages
 
 
@@ -238,7 +252,9 @@ def select_turns(
                     break
     selected = messages[:end] if end < len(messages) else messages
     for message in selected:
-        if message["role"] == "user" and not text_of(message).isspace() and message["content"]:
+        if message["role"] != "user":
+            continue
+        if has_images(message) or (message["content"] and not text_of(message).isspace()):
             break
     else:
         raise RowProblem(

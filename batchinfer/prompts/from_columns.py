@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.constraints import ConstraintProblem, problem_of_column, read_column
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
+from batchinfer.prompts.media import read_images, take_images
 from batchinfer.prompts.render_process import MANY_ROWS, RenderProcess
 from batchinfer.prompts.templates import examples_text, named_template
 from batchinfer.prompts.types import (
@@ -87,6 +88,7 @@ class RowsReader:
         self._is_first_only = self._num_user_turns == 1 and not is_answer_sent
         self._examples = self._example_messages() if self._messages_column else []
         self._check_chat_options()
+        self._image_columns = list(config.image_columns or [])
         self._keep = [] if config.keep == ["*"] else config.keep
         self._keep_all = config.keep == ["*"]
         self._column = self._messages_column or config.prompt_column
@@ -96,8 +98,8 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             # A template's process gets the whole line, so no column is decoded for it here.
             self._value_position = self._position(self._column or ROW_FIELD)
-            self._model_position = self._position(config.lora_column or ROW_FIELD)
-            self._constraint_position = self._position(config.constraint_column or ROW_FIELD)
+            own = (config.lora_column, config.constraint_column, *self._image_columns)
+            self._own_positions = {name: self._position(name) for name in own if name}
             self._pair_positions = [self._position(name) for name in self._pair]
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
@@ -122,6 +124,7 @@ class RowsReader:
             "--messages-column": [config.messages_column],
             "--pair-columns": list(self._pair),
             "--id-column": [config.id_column],
+            "--image-column": self._image_columns,
         }
         if config.template_name:
             needed[f"--template {config.template_name}: the column"] = (
@@ -177,7 +180,9 @@ class RowsReader:
                 }
             if row != draft.row:
                 json_lines.check_place(draft, row)
-            self._fill_choices(draft, found[self._model_position], found[self._constraint_position])
+            if self._own_positions:
+                own = {name: found[position] for name, position in self._own_positions.items()}
+                self._fill_own(draft, own, data)
             pair = [found[position] for position in self._pair_positions]
             if type(value) is list and value and type(value[0]) is msgspec.Raw:
                 first = [json_lines.decode_item(value[0], data)]
@@ -190,8 +195,7 @@ class RowsReader:
             columns = json_lines.decode_object(data)
             row, value = self._from_columns(draft, columns)
             json_lines.check_place(draft, row)
-            chosen = (self._config.lora_column, self._config.constraint_column)
-            self._fill_choices(draft, *(columns.get(name or "") for name in chosen))
+            self._fill_own(draft, columns, data)
             pair = [columns.get(name, _UNSET) for name in self._pair]
         if pair:
             self._fill_pair(draft, pair, data)
@@ -218,18 +222,23 @@ class RowsReader:
                 raise RowProblem(Code.EMPTY_PROMPT, f"column {name!r} is empty, expected text")
         set_pairs(draft, [(values[0], values[1])], form=self._pair_form)
 
-    def _fill_choices(self, draft: Draft, model: Any, constraint: Any) -> None:
-        """Fill in what columns say about the row beside its prompt."""
-        if self._config.lora_column:
-            draft.model = model
-        if self._config.constraint_column:
-            self._fill_constraint(draft, constraint)
-
-    def _fill_constraint(self, draft: Draft, value: Any) -> None:
-        try:
-            draft.constraint = read_column(None if value is _UNSET else value)
-        except ConstraintProblem as problem:
-            raise problem_of_column(str(self._config.constraint_column), problem) from problem
+    def _fill_own(self, draft: Draft, columns: Mapping[str, Any], data: bytes) -> None:
+        """Take what columns say about this row alone: its adapter, its constraint, its images."""
+        config = self._config
+        if config.lora_column:
+            draft.model = columns.get(config.lora_column)
+        if config.constraint_column:
+            value = columns.get(config.constraint_column)
+            try:
+                draft.constraint = read_column(None if value is _UNSET else value)
+            except ConstraintProblem as problem:
+                raise problem_of_column(str(config.constraint_column), problem) from problem
+        for name in self._image_columns:
+            value = columns.get(name, _UNSET)
+            if value is _UNSET:
+                raise json_lines.missing_column(name, data)
+            if images := read_images(value, f"column {name!r}"):
+                draft.media = [*(draft.media or []), *images]
 
     def _from_columns(self, draft: Draft, columns: dict[str, Any]) -> tuple[Any, Any]:
         row = columns.pop(ROW_FIELD, _UNSET)
@@ -264,7 +273,10 @@ class RowsReader:
             draft.continue_final = True
 
     def _send(self, draft: Draft, messages: list[conversation.Message]) -> None:
-        """Make these messages the prompt, and add the system message, examples and answer start that options set."""
+        """Make these messages the prompt, and add images, and what the options say comes before and after them."""
+        if draft.media or any(type(message["content"]) is not str for message in messages):
+            messages, images = take_images(messages, draft.media or [])
+            draft.media = images or None
         if self._config.system_prompt:
             messages = conversation.with_system(messages, self._config.system_prompt)
         if self._examples:
@@ -303,6 +315,11 @@ class RowsReader:
                 found = conversation.read_conversation(example.get(self._messages_column))
             except RowProblem as error:
                 raise ConfigError(f"--few-shot example {index}: {error.message}") from error
+            if any(conversation.has_images(message) for message in found):
+                raise ConfigError(
+                    f"--few-shot example {index}: holds an image, expected texts",
+                    hint="put worked examples with images into each row's own conversation",
+                )
             messages += [message for message in found if message["role"] != "system"]
         return messages
 

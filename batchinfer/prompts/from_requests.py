@@ -13,6 +13,7 @@ from batchinfer.core.records import Sampling
 from batchinfer.prompts import conversation, json_lines
 from batchinfer.prompts.from_columns import token_ids
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
+from batchinfer.prompts.media import take_images
 from batchinfer.prompts.parameters import RequestLimits, RequestOptions, read_parameters
 from batchinfer.prompts.render_process import MANY_ROWS
 from batchinfer.prompts.types import (
@@ -183,7 +184,8 @@ class RequestsReader:
             raise RowProblem(
                 Code.EMPTY_CONVERSATION, "messages is empty, expected a message", param="messages"
             )
-        draft.messages = conversation.read_conversation(messages)
+        draft.messages, images = take_images(conversation.read_conversation(messages))
+        draft.media = images or None
         self._apply(draft, parameters, is_chat=True)
         if draft.continue_final and draft.messages[-1]["role"] != "assistant":
             raise RowProblem(
@@ -276,6 +278,7 @@ def _refuse_row_options(config: PromptConfig) -> None:
         "--few-shot": config.few_shot,
         "--constraint-column": config.constraint_column,
         "--lora-column": config.lora_column,
+        "--image-column": config.image_columns,
     }
     for name, value in options.items():
         if value:

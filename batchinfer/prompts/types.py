@@ -44,7 +44,7 @@ class Code(StrEnum):
     EMPTY_CONVERSATION = "empty_conversation", "The conversation has no user message with text."
     MISSING_CONTENT = "missing_content", "A message has no content."
     UNKNOWN_ROLE = "unknown_role", "A message's role is missing or unknown."
-    UNSUPPORTED_CONTENT = "unsupported_content", "A message holds parts other than text."
+    UNSUPPORTED_CONTENT = "unsupported_content", "A message holds parts other than text and images."
     NOTHING_TO_CONTINUE = "nothing_to_continue", "No answer's beginning to continue."
     INVALID_PROMPT = "invalid_prompt", "The prompt is neither text nor a list of token ids."
     EMPTY_PROMPT = "empty_prompt", "The prompt is empty."
@@ -55,6 +55,26 @@ class Code(StrEnum):
         "invalid_constraint",
         "The row's constraint has no known form, or does not compile within its limits.",
     )
+    # Images
+    INVALID_MEDIA = (
+        "invalid_media",
+        "An image is broken, of an unknown kind, or named in no known form.",
+    )
+    MEDIA_FORBIDDEN = (
+        "media_forbidden",
+        "An image is at a place that rows must not name: a private address, a local path, another scheme.",
+    )
+    MEDIA_NOT_FOUND = (
+        "media_not_found",
+        "There is no image at its place, or access to it is refused.",
+    )
+    MEDIA_UNAVAILABLE = "media_unavailable", "An image could not be fetched, several times."
+    MEDIA_TOO_LARGE = "media_too_large", "An image has too many bytes or pixels."
+    MEDIA_MISMATCH = (
+        "media_mismatch",
+        "The prompt has fewer or more places for images than the row has images.",
+    )
+    TOO_MANY_MEDIA = "too_many_media", "The row has more images than the run allows."
     # The request
     MODEL_NOT_FOUND = "model_not_found", "The row asks for a model that the run does not have."
     INVALID_REQUEST = "invalid_request", "The request's frame is wrong: custom_id, method or body."
@@ -114,6 +134,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Names by which requests mean the model; ``*`` means every name. Unset if there are none."""
     constraint_column: str | msgspec.UnsetType = msgspec.UNSET
     """Column with the row's own constraint on its answer. Unset if there is none."""
+    image_columns: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Columns with the row's images. Unset if there are none."""
     output_format: str = "native"
     """Name of an entry of `batchinfer.formats.FORMATS`."""
     strip: bool = False
@@ -141,6 +163,17 @@ class PromptConfig(Record, frozen=True, kw_only=True):
             "--constraint-column": [self.constraint_column] if self.constraint_column else [],
             "--lora-column": [self.lora_column] if self.lora_column else [],
         }
+
+
+class MediaRef(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a row says about one of its images. Exactly one of `place` and `base64` is set."""
+
+    place: str = ""
+    """URL or path at which the image is."""
+    base64: str = ""
+    """Content of the image."""
+    is_passed_on: bool = False
+    """Whether the engine fetches the image itself."""
 
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
@@ -181,6 +214,8 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     param: str | None = None
     """Request parameter that caused the failure; None if no parameter did."""
     view: EchoView | None = None
+    media: list[MediaRef] | None = None
+    """Images of the request, until they are fetched and become `Request.media`; None if it has none."""
     is_repeatable: bool = False
     """Whether an equal request of another row must have the same answer: it is at temperature 0, or has a seed that the
     row itself brought, not one that was computed from the row's place."""
@@ -218,6 +253,8 @@ class Draft(msgspec.Struct, gc=False):
     """Side at which a prompt loses tokens by `most_prompt_tokens`."""
     returns_token_ids: bool = False
     priority: int = 0
+    media: list[MediaRef] | None = None
+    """Images of the row, in the order in which the prompt has them; None if it has none."""
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
     second: str | None = None

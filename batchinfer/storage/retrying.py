@@ -45,8 +45,8 @@ class NotSupported(StorageError):
     """The store lacks this operation; it answers 501 or similar."""
 
 
-def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
-    """Run `action` until it succeeds, fails for good, or the policy ends it.
+def retried(policy: RetryPolicy, action: Callable[[], T], *, log_level: int = logging.WARNING) -> T:
+    """Run `action` until it succeeds, fails for good, or the policy ends it. Failed attempts are logged at `log_level`.
 
     Raises:
         StorageError: The last attempt failed with a TransientError; the message gives the number of attempts.
@@ -72,8 +72,13 @@ def retried(policy: RetryPolicy, action: Callable[[], T]) -> T:
                         tries < policy.attempts and time.monotonic() - begin < policy.total_seconds
                     )
                     then = f", the next in about {attempt.next_wait:.0f} s" if has_next else ""
-                    logger.warning(
-                        "%s (attempt %d of %d%s)", error.message, tries, policy.attempts, then
+                    logger.log(
+                        log_level,
+                        "%s (attempt %d of %d%s)",
+                        error.message,
+                        tries,
+                        policy.attempts,
+                        then,
                     )
                     raise
     except TransientError as error:

@@ -151,6 +151,10 @@ class Background(Protocol):
         """
         ...
 
+    def beside(self, num_threads: int) -> Background:
+        """Return another background with threads of its own. Its finished work, too, ends a `wait` of this one."""
+        ...
+
     def wait(self, timeout_seconds: float) -> None:
         """Block until a piece of submitted work finishes or the time is up.
 
@@ -252,10 +256,11 @@ class ThreadBackground:
     would wait for the threads of concurrent.futures.
     """
 
-    def __init__(self, num_threads: int = 8) -> None:
+    def __init__(self, num_threads: int = 8, *, finished: threading.Event | None = None) -> None:
         self._jobs: _Queue = queue.SimpleQueue()
         self._urgent_jobs: _Queue = queue.SimpleQueue()
-        self._finished = threading.Event()
+        self._finished = finished or threading.Event()
+        self._others: list[ThreadBackground] = []
         self._num_threads = num_threads
         for index in range(num_threads):
             jobs = self._jobs if index else self._urgent_jobs
@@ -273,6 +278,12 @@ class ThreadBackground:
         """See `Background.every`."""
         return _Timer(interval_seconds, work)
 
+    def beside(self, num_threads: int) -> ThreadBackground:
+        """See `Background.beside`."""
+        other = ThreadBackground(num_threads + 1, finished=self._finished)
+        self._others.append(other)
+        return other
+
     def wait(self, timeout_seconds: float) -> None:
         """See `Background.wait`."""
         self._finished.wait(timeout_seconds)
@@ -280,6 +291,8 @@ class ThreadBackground:
 
     def close(self) -> None:
         """See `Background.close`."""
+        for other in self._others:
+            other.close()
         self._urgent_jobs.put(None)
         for _ in range(self._num_threads - 1):
             self._jobs.put(None)

@@ -62,6 +62,14 @@ class Limits(Record, frozen=True, kw_only=True):
     No further prompts are built above it. At least one row is always built. With `dedupe`, kept answers may take as
     much once more.
     """
+    max_media_bytes: int = 20 << 20
+    """Largest image, in bytes as it is stored or sent. A row with a larger one fails."""
+    media_timeout_seconds: float = 30.0
+    """Seconds that one attempt to fetch an image from a web server may take."""
+    media_root: str = ""
+    """Folder or URL from which paths of images in rows count; empty if rows must not name paths."""
+    allow_private_urls: bool = False
+    """Whether rows may name images at addresses of a private network."""
     dedupe: bool = False
     """Whether rows with equal requests are answered once."""
     row_attempts: int = 3
@@ -216,6 +224,8 @@ def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
         own_parameters=own_parameters_of(engine),
         checker=checker_for(engine),
         pairs=pair_form_of(engine),
+        max_images=engine.max_images,
+        fetches_links=is_remote(engine),
         own_names=[ANY_NAME] if is_remote(engine) else [*own_names(engine), assumed_name],
     )
 

@@ -29,6 +29,7 @@ from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_form
 from batchinfer.storage import Store
 from batchinfer.worker.adapters import assumed_name, identify_adapters
 from batchinfer.worker.config import Environment, WorkerConfig, rules_of
+from batchinfer.worker.media import check_media
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Membership:
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._environment.check_sampling(self.config)
+        check_media(self.config.prompt, self.config.limits)
         self._assumed_name = assumed_name(
             self.config, self.assignment, self._environment.open_store
         )
@@ -215,6 +217,11 @@ class Membership:
             "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
             "adapters": self._adapters,
+            **(
+                {"limit_mm_per_prompt": limits}
+                if (limits := config.engine.limit_mm_per_prompt)
+                else {}
+            ),
             "prompt": msgspec.to_builtins(config.prompt),
             "sampling": msgspec.to_builtins(config.sampling),
             "seed": config.run_seed,
@@ -223,7 +230,7 @@ class Membership:
 
     def _recorded(self, info: EngineInfo) -> dict[str, Any]:
         """Return the values that run.json records but the fingerprint does not cover. Contains no secrets."""
-        engine = self.config.engine
+        engine, limits = self.config.engine, self.config.limits
         return {
             "batchinfer_version": __version__,
             "engine": info.name,
@@ -236,7 +243,9 @@ class Membership:
             "max_num_seqs": info.max_num_seqs,
             "trust_remote_code": engine.trust_remote_code,
             **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
-            **({"dedupe": True} if self.config.limits.dedupe else {}),
+            **({"dedupe": True} if limits.dedupe else {}),
+            **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
+            **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
             **({"base_url": redact(engine.base_url)} if engine.base_url else {}),

@@ -25,7 +25,7 @@ _ENTRY_BYTES = 300
 
 
 def repeat_key(prepared: Prepared) -> bytes | None:
-    """Return a digest of all that decides a row's answer: prompt, sampling parameters, adapter.
+    """Return a digest of all that decides a row's answer: prompt, images, sampling parameters, adapter.
 
     None if an equal request of another row may have another answer, or if the row has no request that can be encoded.
     """
@@ -33,7 +33,7 @@ def repeat_key(prepared: Prepared) -> bytes | None:
         return None
     try:
         plain = msgspec.structs.replace(prepared.request, key=_NO_ROW, priority=0)
-        data = msgspec.msgpack.encode(plain)
+        data = msgspec.msgpack.encode((plain, prepared.media) if prepared.media else plain)
     except (OverflowError, RecursionError, TypeError, ValueError):
         return None
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,6 +1,6 @@
 """The way of rows from a worker's open chunks through its engine and back; a `RowStream` owns all rows on this way.
 
-    open chunks -> building (prompts, tokens) -> waiting -> in flight -> finished
+    open chunks -> building (prompts, tokens) -> fetching (images) -> waiting -> in flight -> finished
 
 With --dedupe a row whose request equals another row's does not wait for the engine, but for that row's answer; see
 `repeats`. If the other row fails, or becomes a suspect, the row goes to the engine itself.
@@ -30,13 +30,14 @@ from typing import NamedTuple
 import msgspec
 
 from batchinfer.core.codec import raw
-from batchinfer.core.records import Completion, EngineInfo, Failure, Request, RowKey
+from batchinfer.core.records import Completion, EngineInfo, Failure, Media, Request, RowKey
 from batchinfer.formats import Encoder
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Code, Prepared, PromptBuilder, RawRow
 from batchinfer.worker.background import Pending
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.media import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
 from batchinfer.worker.repeats import Repeats, repeat_key
@@ -63,6 +64,17 @@ def _request_of(flight: _Flight) -> Request:
     request = flight.prepared.request
     assert request is not None, "a row without a request is finished when it is built"
     return request
+
+
+class _Fetching(NamedTuple):
+    """A row whose images are being fetched. `pending` is None until its turn comes."""
+
+    flight: _Flight
+    pending: Pending[list[Media] | Failure] | None
+
+    def is_done(self) -> bool:
+        """Whether the images were fetched, or cannot be."""
+        return self.pending is not None and self.pending.is_done()
 
 
 class BuiltRows(NamedTuple):
@@ -107,6 +119,11 @@ class RowStream:
         self._building: Pending[list[BuiltRows]] | None = None
         self._is_building_suspects = False
         self._num_building = 0
+        self._media = MediaFetcher(environment, limits)
+        self._fetching: list[_Fetching] = []
+        """Rows with images that are not fetched yet, in order."""
+        self._is_fetching_suspects = False
+        """Whether the rows with images that are not fetched yet are suspects."""
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
@@ -224,15 +241,19 @@ class RowStream:
     def collect(self) -> None:
         """Take in the prompts that the background has built, and update the rates of finished rows."""
         rows, self._without_leader = self._without_leader, []
-        self._window.extend(self._without_repeats(rows))
+        self._take(self._without_repeats(rows))
         self._collect_built()
+        self._collect_fetched()
         self._update_rate()
 
     @property
     def demand(self) -> Demand:
         """How many rows are ahead of the engine, and how many it needs there."""
         return Demand(
-            rows_ahead=self._num_waiting + self._num_building + self._open_chunks.num_unread,
+            rows_ahead=self._num_waiting
+            + len(self._fetching)
+            + self._num_building
+            + self._open_chunks.num_unread,
             rows_wanted=self._max_in_flight + self._window.size,
             rows_per_second=self._rate,
             own_rate=self.rows_per_second,
@@ -244,7 +265,8 @@ class RowStream:
         if not names:
             return
         self._repeats.keep(lambda flight: flight.chunk.name not in names)
-        under_way = itertools.chain(self._ready, self._window, self._in_flight.values())
+        fetching = [each.flight for each in self._fetching]
+        under_way = itertools.chain(self._ready, self._window, fetching, self._in_flight.values())
         without_leader = [
             follower
             for flight in under_way
@@ -257,9 +279,12 @@ class RowStream:
         }
         for waiting in (self._ready, self._suspects, self._window):
             waiting.keep(lambda flight: flight.chunk.name not in names)
-        self._window.extend(self._without_repeats(without_leader))
+        self._fetching = [each for each in self._fetching if each.flight.chunk.name not in names]
+        self._take(self._without_repeats(without_leader))
+        fetching = [each.flight for each in self._fetching]
         rows = itertools.chain(
-            *(self._ready, self._suspects, self._window, self._repeats, self._in_flight.values())
+            *(self._ready, self._suspects, self._window, self._repeats, fetching),
+            self._in_flight.values(),
         )
         self._num_bytes = sum(flight.num_bytes for flight in rows)
 
@@ -272,7 +297,8 @@ class RowStream:
         if not self._in_flight and not self._suspects:
             self._is_isolating = False
         self._build_more()
-        if self._open_chunks.is_closing or self._in_flight or self._num_waiting:
+        self._fetch_more()
+        if self._open_chunks.is_closing or self._in_flight or self._num_waiting or self._fetching:
             return
         if self._building is not None or self._open_chunks.num_unread:
             return
@@ -294,7 +320,8 @@ class RowStream:
     @property
     def num_pending(self) -> int:
         """Number of rows that have a prompt and have not finished."""
-        return len(self._in_flight) + self._num_waiting + len(self._repeats)
+        waiting = self._num_waiting + len(self._fetching)
+        return len(self._in_flight) + waiting + len(self._repeats)
 
     @property
     def is_complete(self) -> bool:
@@ -373,7 +400,7 @@ class RowStream:
 
         They do not follow each other. So if they kill the engine, they do it together, as without --dedupe.
         """
-        self._window.extend(
+        self._take(
             [
                 msgspec.structs.replace(follower, repeat_key=None)
                 for follower in self._abandon(flight)
@@ -421,6 +448,9 @@ class RowStream:
         if self._building is not None or self._open_chunks.is_closing:
             return
         if self._window.is_full and self._num_waiting >= self._max_in_flight:
+            return
+        num_ahead = self._num_waiting + len(self._fetching)
+        if self._fetching and num_ahead >= self._max_in_flight + self._window.size:
             return
         num_bytes_left = self._max_bytes - self._num_bytes
         if num_bytes_left <= 0:
@@ -495,7 +525,7 @@ class RowStream:
             if is_isolating:
                 suspects += flights
             else:
-                self._window.extend(self._without_repeats(flights))
+                self._take(self._without_repeats(flights))
             failed = [
                 self._encode_failed(chunk, prepared)
                 for prepared in prepared_rows
@@ -504,8 +534,78 @@ class RowStream:
             if failed:
                 self._finish(chunk.name, failed)
         if suspects:
-            self._suspects.extend(suspects)
-            self._is_isolating = True
+            self._isolate(suspects)
+
+    def _isolate(self, suspects: list[_Flight]) -> None:
+        """Let a group of suspects wait for the engine, once all of them have their images."""
+        if any(flight.prepared.media for flight in suspects):
+            self._is_fetching_suspects = True
+            self._fetching += [_Fetching(flight, None) for flight in suspects]
+            return
+        self._suspects.extend(suspects)
+        self._is_isolating = True
+
+    def _take(self, flights: list[_Flight]) -> None:
+        """Let rows wait for the engine. Those with images that are not fetched yet wait for these first."""
+        with_media = [flight for flight in flights if flight.prepared.media]
+        if with_media:
+            self._fetching += [_Fetching(flight, None) for flight in with_media]
+            flights = [flight for flight in flights if not flight.prepared.media]
+        self._window.extend(flights)
+
+    def _fetch_more(self) -> None:
+        """Begin to fetch images of the next rows.
+
+        An image that is not in its row takes memory that is not counted before. So none is fetched while rows take all
+        the memory that they may, unless the engine would have nothing to do.
+        """
+        num_free = NUM_THREADS - sum(each.pending is not None for each in self._fetching)
+        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._num_waiting
+        for index, (flight, pending) in enumerate(self._fetching):
+            if num_free <= 0:
+                break
+            if pending is not None:
+                continue
+            refs = flight.prepared.media or []
+            if (
+                self._num_bytes >= self._max_bytes
+                and not is_idle
+                and any(ref.place for ref in refs)
+            ):
+                break
+            self._fetching[index] = _Fetching(flight, self._media.fetch(refs))
+            num_free -= 1
+            is_idle = False
+
+    def _collect_fetched(self) -> None:
+        """Take in images that were fetched. A row with an image that cannot be used becomes an error row."""
+        if not self._fetching:
+            return
+        if self._is_fetching_suspects and not all(each.is_done() for each in self._fetching):
+            return
+        done = [each for each in self._fetching if each.is_done()]
+        self._fetching = [each for each in self._fetching if not each.is_done()]
+        fetched: list[_Flight] = []
+        failed: defaultdict[str, list[FinishedRow]] = defaultdict(list)
+        for flight, pending in done:
+            assert pending is not None
+            found = pending.result()
+            if isinstance(found, Failure):
+                self._num_bytes -= flight.num_bytes
+                self._ask_followers(flight)
+                completion = Completion(key=flight.prepared.key, failure=found)
+                failed[flight.chunk.name].append(self._encode(flight.prepared, completion))
+            else:
+                fetched.append(_with_media(flight, found))
+                self._num_bytes += fetched[-1].num_bytes - flight.num_bytes
+        for name, rows in failed.items():
+            self._finish(name, rows)
+        if self._is_fetching_suspects:
+            self._is_fetching_suspects = False
+            if fetched:
+                self._isolate(fetched)
+        else:
+            self._window.extend(fetched)
 
     def _encode_failed(self, chunk: OpenChunk, prepared: Prepared) -> FinishedRow:
         """Encode a row that does not go to the engine: its request cannot be built, or it kills engines."""
@@ -535,6 +635,17 @@ class RowStream:
             rate = (self._num_finished - count) / (now - since)
             self._rate = rate if self._rate == 0.0 else 0.5 * (self._rate + rate)
             self._rate_since = (now, self._num_finished)
+
+
+def _with_media(flight: _Flight, media: list[Media]) -> _Flight:
+    """Return a row with its images in the request, in place of what the row says about them."""
+    before = flight.prepared
+    request = msgspec.structs.replace(_request_of(flight), media=media or None)
+    num_bytes = flight.num_bytes + sum(len(each.data) for each in media)
+    if before.body is None and before.source is None:  # else they hold the row's text
+        num_bytes -= sum(len(ref.base64) for ref in before.media or ())
+    prepared = msgspec.structs.replace(before, request=request, media=None)
+    return msgspec.structs.replace(flight, prepared=prepared, num_bytes=num_bytes)
 
 
 def build(
@@ -592,6 +703,12 @@ def _num_bytes_of(row: RawRow, prepared: Prepared) -> int:
     num_tokens = len(request.token_ids or ())
     is_text_held = any(
         part is not None
-        for part in (request.messages, prepared.source, prepared.body, prepared.prompt)
+        for part in (
+            request.messages,
+            prepared.source,
+            prepared.body,
+            prepared.prompt,
+            prepared.media,
+        )
     )
     return _TOKEN_BYTES * num_tokens + (len(row.data) if is_text_held else 0)

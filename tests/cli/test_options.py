@@ -146,6 +146,7 @@ def test_help_begins_with_what_a_first_run_needs_and_ends_with_rehearsals() -> N
         "Model",
         "Engine",
         "Prompt",
+        "Images",
         "Sampling",
         "Output",
         "Behaviour",

@@ -213,6 +213,10 @@ def test_fields_that_templates_know_are_kept_and_others_dropped():
         ([{"from": None, "value": "x"}], "unknown_role"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "media_mismatch",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
             "unsupported_content",
         ),
     ],

@@ -26,13 +26,16 @@ from batchinfer.ledger.checkpoints import Deaths, FinishedRow
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
+from batchinfer.storage.opening import open_store
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.media import NUM_THREADS
 from batchinfer.worker.open_chunks import OpenChunks
 from batchinfer.worker.repeats import Repeats
 from batchinfer.worker.stream import RowStream
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock
+from pictures import as_base64, picture
 from simulation.defects import DEFECTS
 
 PROMPT = PromptConfig(prompt_column="q", keep=["note"])
@@ -44,6 +47,9 @@ class AtOnce:
     def submit(self, work: Callable[[], Any], *, urgent: bool = False) -> Any:
         value = work()
         return SimpleNamespace(is_done=lambda: True, result=lambda: value)
+
+    def beside(self, num_threads: int) -> AtOnce:
+        return self
 
     def wait(self, timeout_seconds: float) -> None:
         pass
@@ -105,13 +111,15 @@ def stream_over(
     max_in_flight: int = 4,
     max_row_memory: int = 256,
     dedupe: bool = False,
+    prompt: PromptConfig = PROMPT,
+    open_store: Callable[[str], Any] = open_store,
 ) -> RowStream:
-    environment = SimpleNamespace(clock=FakeClock(), background=AtOnce())
+    environment = SimpleNamespace(clock=FakeClock(), background=AtOnce(), open_store=open_store)
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
         cast("Environment", environment),
         cast("OpenChunks", chunks),
-        PromptBuilder(PROMPT, Sampling(temperature=0.0), None, None, None),
+        PromptBuilder(prompt, Sampling(temperature=0.0), None, None, None),
         encoder or encoder_for(PROMPT),
         cast("Telemetry", telemetry),
         Limits(
@@ -313,6 +321,62 @@ def test_rows_that_failed_or_went_with_their_chunk_take_no_memory_any_more(
     stream.drop(["first"])
     chunks.put("second", 8, texts=["x" * MIB])
     assert len(take_all(stream)) == 8
+
+
+WITH_IMAGES = msgspec.structs.replace(PROMPT, image_columns=["note"], keep=[])
+"""The column of notes has images."""
+
+
+def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHand) -> None:
+    chunk = chunks.put("first", 8)
+    note = json.dumps(as_base64(picture("red"))).encode()
+    lines = chunk.local.path.read_bytes().replace(b"[1]", note)
+    chunk.close()
+    chunk.local.path.write_bytes(lines)
+    ref = chunk.ref
+    spool = Spool(chunk.local.path.with_suffix(".again"), 8)
+    local = LocalChunk(chunk.local.path, 8, "", len(lines))
+    chunks.open["first"] = OpenChunk(ref, local, spool, num_rows=8, started=0.0)
+    chunks.open["first"].deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
+    stream = stream_over(chunks, max_in_flight=8, prompt=WITH_IMAGES)
+    normal = take_all(stream)
+    assert [request.key[1] for request in normal] == [1, 2, 4, 5, 6, 7]
+    stream.handle([answer(request) for request in normal])
+    group = take_all(stream)
+    assert [request.key[1] for request in group] == [0, 3]
+    assert all(len(request.media or []) == 1 for request in group)
+    stream.handle([answer(request) for request in group])
+    assert len(chunks.finished) == 8
+
+
+def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
+    large = picture("red", 600, "BMP")  # a megabyte
+    chunks.put("first", 40, texts=[f'say","image":"memory://pictures/{i}.bmp' for i in range(40)])
+    fetched = []
+
+    class Pictures:
+        def stat(self, key: str) -> Any:
+            return SimpleNamespace(bytes=len(large))
+
+        def get(self, key: str) -> Any:
+            fetched.append(key)
+            return SimpleNamespace(data=large)
+
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    stream = stream_over(
+        chunks,
+        max_in_flight=100,
+        max_row_memory=8,
+        prompt=prompt,
+        open_store=lambda _url: Pictures(),
+    )
+    held = take_all(stream)
+    # What is being fetched when the bound is reached comes on top: here all threads at once.
+    assert len(held) == len(fetched) <= 8 + NUM_THREADS
+    stream.handle([answer(request) for request in held])
+    while rest := take_all(stream):
+        stream.handle([answer(request) for request in rest])
+    assert len(chunks.finished) == len(fetched) == 40
 
 
 def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksPutByHand) -> None:

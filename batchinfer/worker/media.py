@@ -1,0 +1,358 @@
+"""Fetches and checks the images of rows, beside the engine: a few threads, each with one row at a time.
+
+An image is decoded once here, so that a broken one becomes an error row before the engine sees it. An image that
+several rows name is fetched once, as long as the cache has room for it. `MediaFetcher` is used on the main thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import (
+    AccessDenied,
+    BatchinferError,
+    ConfigError,
+    ObjectNotFound,
+    RowError,
+    StorageError,
+)
+from batchinfer.core.records import Failure, Media
+from batchinfer.prompts import Code, MediaRef, PromptConfig
+from batchinfer.prompts.types import RowProblem
+from batchinfer.storage import Store, check_key, split_bucket, web
+from batchinfer.storage.opening import (
+    GCS_SCHEMES,
+    READ_ONLY_SCHEMES,
+    S3_SCHEMES,
+    join_url,
+    local_path,
+    split_url,
+)
+from batchinfer.worker.background import Background, Pending
+from batchinfer.worker.config import Environment, Limits
+
+NUM_THREADS = 16
+"""Rows whose images are fetched at the same time."""
+MAX_PIXELS = 89_478_485
+"""Largest number of pixels of an image: the number from which Pillow warns of images made to fill memory."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
+"""Formats that are read, by Pillow's names, if it was built with them. Some others would run further programs."""
+_CACHE_BYTES = 128 << 20
+_KEPT_FAILURE_BYTES = 1000
+_NUM_DECODERS = 4
+"""Images that are decoded at the same time. Each may take 4 bytes of memory a pixel."""
+_BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, "hf", "memory")
+
+
+class MediaFetcher:
+    """The images of a worker's rows.
+
+    Args:
+        environment: The outside world. Images are fetched on threads of their own, beside those of its background.
+        limits: Limits of the worker.
+    """
+
+    def __init__(self, environment: Environment, limits: Limits) -> None:
+        self._environment = environment
+        self._limits = limits
+        self._threads: Background | None = None
+        self._cache = MediaCache(_CACHE_BYTES)
+        self._stores: dict[str, Store] = {}
+        self._decoding = threading.Semaphore(_NUM_DECODERS)
+
+    def fetch(self, refs: list[MediaRef]) -> Pending[list[Media] | Failure]:
+        """Begin to fetch the images of one row. The result is a failure if one of them cannot be used."""
+        if self._threads is None:
+            self._threads = self._environment.background.beside(NUM_THREADS)
+        return self._threads.submit(partial(self.fetch_now, refs))
+
+    def fetch_now(self, refs: list[MediaRef]) -> list[Media] | Failure:
+        """Fetch the images of one row, one after the other. Safe for threads.
+
+        Raises:
+            ConfigError: Pillow is not installed.
+        """
+        try:
+            return [self._fetch_one(ref, index) for index, ref in enumerate(refs)]
+        except RowError as error:
+            return Failure(code=error.code, message=error.message)
+
+    def _fetch_one(self, ref: MediaRef, index: int) -> Media:
+        try:
+            if ref.base64:
+                return self._checked(self._decoded(ref.base64))
+            if ref.is_passed_on:
+                return Media(url=ref.place)
+            return self._cache.get(ref.place, lambda: self._checked(self._at(ref.place)))
+        except RowError as error:
+            raise RowError(error.code, f"image {index}: {error.message}") from error
+
+    def _decoded(self, text: str) -> bytes:
+        most = self._limits.max_media_bytes
+        if len(text) // 4 * 3 > most + 3:
+            raise too_large(f"{len(text) // 4 * 3} bytes", most)
+        try:
+            return base64.b64decode("".join(text.split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RowProblem(Code.INVALID_MEDIA, f"not base64 ({error})") from error
+
+    def _checked(self, data: bytes) -> Media:
+        with self._decoding:
+            return look_at_image(data)
+
+    # -- places
+
+    def _at(self, place: str) -> bytes:
+        """Return the bytes at a URL or path that a row names."""
+        limits = self._limits
+        scheme, colon, _ = place.partition("://")
+        scheme = scheme.lower() if colon else ""
+        try:
+            if scheme in ("http", "https"):
+                return self._on_the_web(place)
+            if scheme in _BUCKETS:
+                return self._in_a_store(*split_object(place))
+            if scheme in ("", "file"):
+                return self._below_root(place, limits.media_root)
+        except web.TooLarge as error:
+            raise RowProblem(Code.MEDIA_TOO_LARGE, error.message) from error
+        except web.Forbidden as error:
+            raise RowProblem(Code.MEDIA_FORBIDDEN, error.message) from error
+        except (ObjectNotFound, AccessDenied) as error:
+            raise RowProblem(Code.MEDIA_NOT_FOUND, error.message) from error
+        except StorageError as error:
+            raise RowProblem(Code.MEDIA_UNAVAILABLE, error.message) from error
+        except BatchinferError as error:
+            if isinstance(error, RowError):
+                raise
+            raise RowProblem(Code.MEDIA_NOT_FOUND, error.message) from error
+        raise RowProblem(
+            Code.MEDIA_FORBIDDEN,
+            f"{place[:100]}: expected http://, https://, s3:// or another bucket",
+        )
+
+    def _on_the_web(self, url: str) -> bytes:
+        limits = self._limits
+        rules = web.WebRules(
+            limits.max_media_bytes,
+            limits.media_timeout_seconds,
+            allows_private=limits.allow_private_urls,
+        )
+        return web.fetch(url, rules)
+
+    def _in_a_store(self, root: str, key: str) -> bytes:
+        store = self._stores.get(root)
+        if store is None:
+            store = self._stores[root] = self._environment.open_store(root)
+        most = self._limits.max_media_bytes
+        if (size := store.stat(check_key(key)).bytes) > most:
+            raise too_large(f"{size} bytes", most)
+        return store.get(key).data
+
+    def _below_root(self, place: str, root: str) -> bytes:
+        """Return a file that a row names by a path, which counts from --media-root and does not leave it."""
+        if not root:
+            raise RowProblem(
+                Code.MEDIA_FORBIDDEN,
+                f"{place[:100]}: a path; --media-root says from which folder or bucket rows may name images",
+            )
+        scheme, _ = split_url(root)
+        if scheme == "file":
+            return self._in_folder(local_path(place), local_path(root))
+        key = check_key(place)
+        if scheme in ("http", "https"):
+            return self._on_the_web(join_url(root, key))
+        return self._in_a_store(root.rstrip("/"), key)
+
+    def _in_folder(self, path: Path, folder: Path) -> bytes:
+        most = self._limits.max_media_bytes
+        try:
+            folder = folder.resolve()
+            whole = (folder / path).resolve()
+            if not whole.is_relative_to(folder):
+                raise RowProblem(
+                    Code.MEDIA_FORBIDDEN, f"{path}: is not below --media-root {folder}"
+                )
+            if not whole.is_file():
+                raise RowProblem(Code.MEDIA_NOT_FOUND, f"{path}: no such file below {folder}")
+            if (size := whole.stat().st_size) > most:
+                raise too_large(f"{size} bytes", most)
+            return whole.read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RowProblem(Code.MEDIA_NOT_FOUND, f"{path}: {error}") from error
+
+
+def check_media(prompt: PromptConfig, limits: Limits) -> None:
+    """Refuse options with which no image could be taken.
+
+    Raises:
+        ConfigError: the run has columns with images and Pillow is not installed, or --media-root names no folder of
+            this machine and no store.
+    """
+    if prompt.image_columns:
+        _pillow()
+    root = limits.media_root
+    if not root:
+        return
+    scheme, _ = split_url(root)
+    if scheme == "file" and not local_path(root).is_dir():
+        raise ConfigError(
+            f"--media-root {root}: is no folder of this machine",
+            hint="name the folder or the bucket that the rows' paths count from",
+        )
+    if scheme not in ("file", *_BUCKETS, *READ_ONLY_SCHEMES):
+        raise ConfigError(f"--media-root {root}: unknown scheme {scheme!r}")
+
+
+def split_object(url: str) -> tuple[str, str]:
+    """Return the URL of the store that holds an object, and the object's key.
+
+    >>> split_object("s3://bucket/images/1.png")
+    ('s3://bucket', 'images/1.png')
+    >>> split_object("hf://datasets/org/name/images/1.png")
+    ('hf://datasets/org/name', 'images/1.png')
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() == "hf":
+        parts = rest.split("/", 3)
+        return f"{scheme}://{'/'.join(parts[:3])}", parts[3] if len(parts) > 3 else ""
+    bucket, _ = split_bucket(url)
+    return f"{scheme}://{bucket}", rest.partition("/")[2]
+
+
+def too_large(found: str, most: int) -> RowProblem:
+    """Return the error for an image of too many bytes."""
+    return RowProblem(
+        Code.MEDIA_TOO_LARGE, f"has {found}, expected at most {most} (--max-media-bytes)"
+    )
+
+
+# --------------------------------------------------------------------------- looking at images
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(
+            "rows with images: the package pillow is not installed in this environment",
+            hint="pip install pillow, or in batchinfer's checkout: pip install '.[images]'",
+        ) from error
+    return Image
+
+
+def look_at_image(data: bytes) -> Media:
+    """Decode an image, and describe it.
+
+    Raises:
+        RowError: the bytes are no whole image of a known kind, or it has too many pixels.
+        ConfigError: Pillow is not installed.
+    """
+    library = _pillow()
+    if not data:
+        raise RowProblem(Code.INVALID_MEDIA, "has no bytes")
+    try:
+        library.init()
+        formats = [name for name in _FORMATS if name in library.OPEN]
+        image = library.open(io.BytesIO(data), formats=formats)
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise RowProblem(
+                Code.MEDIA_TOO_LARGE,
+                f"has {width} x {height} pixels, expected at most {MAX_PIXELS} in all",
+            )
+        mime = library.MIME.get(image.format or "", "application/octet-stream")
+        # Only whether it can be decoded counts here, so a JPEG is decoded at an eighth of its size.
+        image.draft(None, (width // 8, height // 8))
+        image.load()
+    except RowError:
+        raise
+    except library.UnidentifiedImageError as error:
+        raise RowProblem(
+            Code.INVALID_MEDIA,
+            f"{len(data)} bytes that begin with {data[:12]!r}, expected an image",
+        ) from error
+    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
+        raise RowProblem(Code.MEDIA_TOO_LARGE, str(error)) from error
+    except Exception as error:  # Pillow's decoders raise errors of many types
+        raise RowProblem(
+            Code.INVALID_MEDIA, f"a broken image ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    return Media(
+        data=data, mime=mime, width=width, height=height, digest=hashlib.sha256(data).hexdigest()
+    )
+
+
+class MediaCache:
+    """Images by the place that rows name, those used last. Also why an image cannot be used. Safe for threads.
+
+    Args:
+        max_bytes: Bytes of the images that are kept at most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Media | RowError] = OrderedDict()
+        self._num_bytes = 0
+        self._under_way: dict[str, Future[Media]] = {}
+
+    def get(self, place: str, fetch: Callable[[], Media]) -> Media:
+        """Return the image at a place. If it is not kept, it is fetched once, however many threads ask for it.
+
+        Raises:
+            RowError: the image cannot be used.
+        """
+        with self._lock:
+            kept = self._kept.get(place)
+            if kept is not None:
+                self._kept.move_to_end(place)
+                if isinstance(kept, RowError):
+                    error = kept
+                    raise RowError(error.code, error.message)
+                return kept
+            future = self._under_way.get(place)
+            is_first = future is None
+            if future is None:
+                future = self._under_way[place] = Future()
+        if is_first:
+            self._fill(place, future, fetch)
+        return future.result()
+
+    def _fill(self, place: str, future: Future[Media], fetch: Callable[[], Media]) -> None:
+        try:
+            media = fetch()
+        except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
+            with self._lock:
+                del self._under_way[place]
+                if isinstance(error, RowError):
+                    self._keep(place, error)
+            future.set_exception(error)
+        else:
+            with self._lock:
+                del self._under_way[place]
+                self._keep(place, media)
+            future.set_result(media)
+
+    def _keep(self, place: str, found: Media | RowError) -> None:
+        if _size(found) > self._max_bytes:
+            return
+        self._kept[place] = found
+        self._num_bytes += _size(found)
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= _size(oldest)
+
+
+def _size(found: Media | RowError) -> int:
+    return _KEPT_FAILURE_BYTES + (len(found.data) if isinstance(found, Media) else 0)

@@ -1,0 +1,188 @@
+"""Fetching from web servers, against a server on 127.0.0.1 that misbehaves in every way."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import ObjectNotFound, StorageError
+from batchinfer.storage import web
+from batchinfer.storage.retrying import RetryPolicy
+from web_server import WebServer, in_turn, plain
+
+LOCAL = web.WebRules(max_bytes=1000, seconds=5.0, allows_private=True)
+QUICK = RetryPolicy(
+    attempts=3, total_seconds=30, first_pause_seconds=0.01, longest_pause_seconds=0.01
+)
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    found = WebServer()
+    yield found
+    found.close()
+
+
+def test_a_file_is_fetched_whole(server: WebServer) -> None:
+    server.answers["/a%20b.png?x=1"] = plain(200, b"image")
+    assert web.fetch(f"{server.url}/a b.png?x=1", LOCAL, QUICK) == b"image"
+
+
+def test_without_permission_no_connection_is_made_to_a_private_address(server: WebServer) -> None:
+    server.answers["/a"] = plain(200, b"secret")
+    strict = LOCAL._replace(allows_private=False)
+    port = server.url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"):
+        with pytest.raises((web.Forbidden, ObjectNotFound), match=r"private network|no such host"):
+            web.fetch(f"http://{host}:{port}/a", strict, QUICK)
+    assert server.seen == []
+
+
+def test_a_redirect_into_the_private_network_is_refused(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answers["/go"] = plain(302, Location=f"{server.url.replace('127.0.0.1', 'localhost')}/a")
+    server.answers["/a"] = plain(200, b"secret")
+    # Only the first name counts as public, as a server of an attacker would be.
+    resolve = web._resolve
+    public: list[str] = []
+
+    def resolved(host: str, port: int) -> list[Any]:
+        public.append(host)
+        return resolve(host, port)
+
+    is_private = web.is_private
+    monkeypatch.setattr(web, "_resolve", resolved)
+    monkeypatch.setattr(
+        web, "is_private", lambda address: public[-1] != "127.0.0.1" and is_private(address)
+    )
+    strict = LOCAL._replace(allows_private=False)
+    with pytest.raises(web.Forbidden, match="localhost"):
+        web.fetch(f"{server.url}/go", strict, QUICK)
+    assert server.seen == ["/go"]
+
+
+@pytest.mark.parametrize("where", ["file:///etc/hostname", "ftp://example.com/a", "gopher://x/"])
+def test_a_redirect_to_another_scheme_is_refused(server: WebServer, where: str) -> None:
+    server.answers["/go"] = plain(302, Location=where)
+    with pytest.raises(web.Forbidden, match="http"):
+        web.fetch(f"{server.url}/go", LOCAL, QUICK)
+
+
+def test_a_redirect_is_followed_and_a_circle_of_them_ends(server: WebServer) -> None:
+    server.answers |= {
+        "/1": plain(301, Location="/2"),
+        "/2": plain(307, Location=f"{server.url}/3"),
+        "/3": plain(200, b"here"),
+        "/round": plain(302, Location="/round"),
+    }
+    assert web.fetch(f"{server.url}/1", LOCAL, QUICK) == b"here"
+    with pytest.raises(ObjectNotFound, match="redirects more than"):
+        web.fetch(f"{server.url}/round", LOCAL, QUICK)
+
+
+def test_a_passing_failure_is_tried_again(server: WebServer) -> None:
+    server.answers["/a"] = in_turn(plain(503), plain(429), plain(200, b"at last"))
+    assert web.fetch(f"{server.url}/a", LOCAL, QUICK) == b"at last"
+    assert len(server.seen) == 3
+
+
+def test_a_lasting_failure_ends_after_the_attempts(server: WebServer) -> None:
+    server.answers["/a"] = plain(500)
+    with pytest.raises(StorageError, match=r"answers 500.*after 3 attempts"):
+        web.fetch(f"{server.url}/a", LOCAL, QUICK)
+    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
+def test_a_refusal_is_not_tried_again(server: WebServer, status: int) -> None:
+    server.answers["/a"] = plain(status)
+    with pytest.raises(ObjectNotFound, match=str(status)):
+        web.fetch(f"{server.url}/a", LOCAL, QUICK)
+    assert len(server.seen) == 1
+
+
+def endless(handler: Any) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"x" * 1000)
+
+
+def test_a_file_that_is_too_large_is_not_read_to_its_end(server: WebServer) -> None:
+    server.answers["/told"] = plain(200, b"x", content_length="1001")
+    server.answers["/endless"] = endless
+    for path in ("/told", "/endless"):
+        with pytest.raises(web.TooLarge, match=r"1001 bytes|more than 1000"):
+            web.fetch(f"{server.url}{path}", LOCAL, QUICK)
+
+
+def test_a_file_that_is_cut_off_counts_as_a_passing_failure(server: WebServer) -> None:
+    server.answers["/a"] = in_turn(plain(200, b"half", content_length="8"), plain(200, b"whole"))
+    assert web.fetch(f"{server.url}/a", LOCAL, QUICK) == b"whole"
+
+
+def test_a_server_that_drips_is_given_up(server: WebServer) -> None:
+    def drip(first: bytes) -> Callable[[Any], None]:
+        def send(handler: Any) -> None:
+            handler.wfile.write(first)
+            # Each byte comes in time, and the whole never ends.
+            while not server.is_closed.wait(0.02):
+                handler.wfile.write(b"x")
+                handler.wfile.flush()
+
+        return send
+
+    server.answers["/body"] = drip(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n")
+    server.answers["/header"] = drip(b"HTTP/1.1 200 OK\r\nx-slow: ")
+    server.answers["/no-length"] = drip(b"HTTP/1.1 200 OK\r\n\r\n")
+    once = QUICK.__class__(attempts=1)
+    for path in server.answers:
+        with pytest.raises(StorageError):
+            web.fetch(f"{server.url}{path}", LOCAL._replace(seconds=0.3), once)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(StorageError, match="after 3 attempts"):
+            web.fetch(f"http://127.0.0.1:{port}/a", LOCAL, QUICK)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://host:99999/", "http://exa mple.com/", "http:///a", "http://a\n/"]
+)
+def test_what_is_no_url_is_not_found(url: str) -> None:
+    with pytest.raises((ObjectNotFound, web.Forbidden)):
+        web.fetch(url, LOCAL, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("8.8.8.8", False),
+        ("2606:4700::1111", False),
+        ("10.0.0.1", True),
+        ("172.16.5.5", True),
+        ("192.168.1.1", True),
+        ("169.254.169.254", True),  # where clouds give out credentials
+        ("100.64.0.1", True),
+        ("0.0.0.0", True),
+        ("224.0.0.1", True),
+        ("255.255.255.255", True),
+        ("::1", True),
+        ("fe80::1%eth0", True),
+        ("fd00::1", True),
+        ("::ffff:169.254.169.254", True),
+        ("::ffff:8.8.8.8", False),
+        ("2002:a9fe:a9fe::1", True),
+        ("64:ff9b::a9fe:a9fe", True),
+        ("64:ff9b::808:808", False),
+    ],
+)
+def test_private_addresses(address: str, expected: bool) -> None:
+    assert web.is_private(address) is expected
