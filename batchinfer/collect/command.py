@@ -26,6 +26,7 @@ from batchinfer.collect.destinations import (
 from batchinfer.collect.files import FORMATS, LINES
 from batchinfer.collect.hub_destination import HubDestination
 from batchinfer.collect.lines import Concatenation
+from batchinfer.collect.ranks import RankFiles, check_ranks
 from batchinfer.collect.reader import Reader
 from batchinfer.collect.selection import Selection, format_of, select
 from batchinfer.collect.table import HALF, SHARD_ROWS, CollectConfig, Collecting, Collection
@@ -82,8 +83,18 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
             status, record = "UNCHANGED", done
         else:
             collection = _make_collection(config, kind, stores, selections, scratch, open_store)
-            record = collection.write(dest, key)
-            dest.finish(record, lambda: collection.card(record))
+            if config.rank is not None:
+                assert isinstance(dest, FolderDestination)
+                rows = sum(selection.num_rows for selection in selections)
+                store = open_store(config.dest)
+                ranks = RankFiles(config, store, dest, collection, rows=rows, key=key)
+                written = ranks.write()
+                if written is None:
+                    return _part_result(config, clock.monotonic() - started)
+                record = written
+            else:
+                record = collection.write(dest, key)
+                dest.finish(record, lambda: collection.card(record))
             status = "PARTIAL" if record.missing else "SUCCESS"
         result = _result(status, config, kind, selections, record, clock.monotonic() - started)
         if isinstance(dest, HubDestination):
@@ -91,6 +102,19 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         return result
     finally:
         scratch.close()
+
+
+def _part_result(config: CollectConfig, seconds: float) -> dict[str, Any]:
+    """Return the result of a rank whose files are there, while other ranks lack some."""
+    return {
+        "status": "PART",
+        "run": config.run,
+        "dest": config.dest,
+        "rank": config.rank,
+        "of": config.num_ranks,
+        "missing": [],
+        "run_time_sec": round(seconds, 3),
+    }
 
 
 def _make_collection(
@@ -154,6 +178,7 @@ def check_options(config: CollectConfig) -> str:
     if config.seed is not None and config.sample is None:
         raise ConfigError("--seed: needs --sample", hint="add --sample N, or leave --seed out")
     config.picking  # noqa: B018 - refuses conditions that cannot be read
+    check_ranks(config, is_folder=not suffix and not config.dest.startswith("hf://"))
     return kind
 
 
@@ -392,6 +417,13 @@ def _result(
 @click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
 @click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    metavar="I",
+    help="Write only the I-th part of the files, from 0; the last of --of N such processes completes the folder.",
+)
+@click.option("--of", "num_ranks", type=click.IntRange(min=1), metavar="N", help="See --rank.")
+@click.option(
     "--private/--public",
     default=True,
     show_default=True,
@@ -446,6 +478,8 @@ def command(**options: Any) -> dict[str, Any]:
         embedding_dtype=options["embedding_dtype"],
         partial=options["partial"],
         overwrite=options["overwrite"],
+        rank=options["rank"],
+        num_ranks=options["num_ranks"],
         is_private=options["private"],
         job=options["job"],
         manifests=list(options["manifests"]),

@@ -139,6 +139,33 @@ class FolderDestination:
         except (ObjectNotFound, InputError):
             return None
 
+    def put_shared(self, file: TableFile, index: int) -> str:
+        """Store a file that other processes may store, too. Nothing is replaced.
+
+        Raises:
+            InputError: A file of this name is there with other bytes.
+        """
+        name = file_name(index, self._suffix)
+        try:
+            self._store.create_file(name, file.path)
+        except AlreadyExists as error:
+            raise InputError(
+                f"{self._store.url}/{name}: is there with other bytes, from another collection",
+                hint="name another DEST, or remove what is there and start all ranks again",
+            ) from error
+        file.path.unlink()
+        return name
+
+    def finish_shared(self, record: Collected) -> None:
+        """End a collection of several processes. Files of the folder that are not in the record are removed."""
+        own = {file.name for file in record.files}
+        stale = [item.key for item in self._store.list("") if OWN_NAME.match(item.key)]
+        self._store.delete([name for name in stale if name not in own])
+        try:
+            self._store.create(RECORD_KEY, codec.encode_pretty(record))
+        except AlreadyExists as error:
+            raise raced(self._store.url) from error
+
     def put(self, file: TableFile, index: int) -> str:
         """See Destination."""
         name = file_name(index, self._suffix)

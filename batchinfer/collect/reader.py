@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
+from batchinfer.collect.files import Rows
 from batchinfer.collect.picking import Picking, RowPicker
 from batchinfer.collect.selection import Gap, Selection, format_of
 from batchinfer.collect.source_rows import SourceRow, make_row_reader
@@ -139,12 +140,36 @@ class Reader:
         self._picking = picking or Picking()
         self._num_fitting: int | None = None
         self._store = store
+        self._open_store = open_store
         self._scratch = scratch
         self._is_partial = is_partial
         roots = {ref.root for ref, _ in selection.sound}
         self._sources = {root: open_store(root) for root in roots}
         self.damaged: dict[str, Gap] = {}
         """Chunks whose damage was found so far, by name. Damage is found only while outputs are read."""
+
+    def around(self, rows: range) -> tuple[Reader, int]:
+        """Return a reader of the chunks that hold these rows, counted from the run's first one; and its first row.
+
+        All rows must be taken, and none may be damaged, so that they can be counted by markers.
+        """
+        first = row = 0
+        sound: list[tuple[ChunkRef, Marker]] = []
+        for ref, marker in self.selection.sound:
+            stop = row + marker.rows_ok + marker.rows_error
+            if row < rows.stop and stop > rows.start:
+                first = first if sound else row
+                sound.append((ref, marker))
+            row = stop
+        reader = Reader(
+            self.selection._replace(sound=sound),
+            self._store,
+            self._open_store,
+            self._scratch,
+            is_partial=False,
+            name=self.name,
+        )
+        return reader, first
 
     def name_of(self, chunk: str) -> str:
         """Return a chunk's name for messages, which names the run too if there are several."""
@@ -388,6 +413,38 @@ class Reader:
                 elif isinstance(block, OutputBlock):
                     yield Block(name, block, list(map(read, block.sources())))
         _check_count(fetched, marker, done)
+
+
+B = TypeVar("B", bound=Rows)
+
+
+def cut(blocks: Iterable[B], rows: range) -> Iterator[B]:
+    """Yield the parts of blocks that hold these rows, counted from the first block's first row. Then stop reading."""
+    first = 0
+    for block in blocks:
+        stop = first + block.num_rows
+        if stop > rows.start:
+            yield block.part(max(0, rows.start - first), min(block.num_rows, rows.stop - first))
+        first = stop
+        if first >= rows.stop:
+            return
+
+
+def around_all(readers: Sequence[Reader], rows: range | None) -> Iterator[tuple[Reader, range]]:
+    """Yield readers for these rows of several runs, one run after the other; each with its rows to take.
+
+    If `rows` is None, all rows are taken.
+    """
+    first = 0
+    for reader in readers:
+        count = reader.selection.num_rows
+        if rows is None:
+            yield reader, range(count)
+        elif rows.start < first + count and rows.stop > first:
+            wanted = range(max(0, rows.start - first), min(count, rows.stop - first))
+            narrow, start = reader.around(wanted)
+            yield narrow, range(wanted.start - start, wanted.stop - start)
+        first += count
 
 
 def _join(block: Block, chunk: BinaryIO, read: Callable[[bytes], SourceRow]) -> Iterator[Block]:

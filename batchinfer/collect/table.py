@@ -23,7 +23,7 @@ from batchinfer.collect.destinations import (
 from batchinfer.collect.files import FORMATS, ShardWriter, TableFile
 from batchinfer.collect.kinds import JSON, Kind, KindObserver
 from batchinfer.collect.picking import Picking, parse_condition
-from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader
+from batchinfer.collect.reader import CHUNKS, OUTPUTS, Block, Reader, around_all, cut
 from batchinfer.collect.schema import LINE_COLUMN, Columns, Schema, as_column, table_names
 from batchinfer.collect.source_rows import LINE
 from batchinfer.collect.source_types import read_schema
@@ -67,6 +67,9 @@ class CollectConfig(Record, frozen=True, kw_only=True):
     """Number of rows of each run to draw from those that fulfil the conditions; None takes them all."""
     seed: int | None = None
     """Number that decides which rows are drawn; None is 0. Only for `sample`."""
+    rank: int | None = None
+    """Index of this process among `num_ranks` that write the files together. None: it writes them alone."""
+    num_ranks: int | None = None
 
     @property
     def runs(self) -> list[str]:
@@ -89,6 +92,16 @@ class Collecting(Protocol):
 
     def write(self, dest: Destination, key: str) -> Collected:
         """Write every row to `dest`, and return the record of the files. `key` is stored in the record."""
+        ...
+
+    def write_part(self, rows: range) -> Iterator[tuple[TableFile, int]]:
+        """Write these rows, from the first row of a file, and yield each file with its number of failed rows."""
+        ...
+
+    def record(
+        self, files: list[CollectedFile], key: str, *, rows: int, rows_error: int
+    ) -> Collected:
+        """Return the record of all files."""
         ...
 
     def card(self, record: Collected) -> str:
@@ -175,10 +188,40 @@ class Collection:
         self._schema = Schema(self._shape, {})
         self._counts = {"prompt_tokens": 0, "completion_tokens": 0}
         self._errors: Counter[str] = Counter()
+        self._source: _SourceColumns | None = None
 
     def write(self, dest: Destination, key: str) -> Collected:
         """See Collecting."""
-        source = self._find_source()
+        files = put_all(dest, self._files(None))
+        self._tell()
+        return self.record(files, key, rows=self._rows, rows_error=self._errors.total())
+
+    def write_part(self, rows: range) -> Iterator[tuple[TableFile, int]]:
+        """See Collecting."""
+        before = self._errors.total()
+        for file in self._files(rows):
+            yield file, self._errors.total() - before
+            before = self._errors.total()
+
+    def record(
+        self, files: list[CollectedFile], key: str, *, rows: int, rows_error: int
+    ) -> Collected:
+        """See Collecting."""
+        return make_record(
+            self._readers,
+            files,
+            key=key,
+            kind=self._kind,
+            rows=rows,
+            rows_error=rows_error,
+            kept_as_text=self._columns_of_source().kept_as_text,
+        )
+
+    def _columns_of_source(self) -> _SourceColumns:
+        """Return the source's columns. Finds them, and the schema, when it is called first."""
+        if self._source is not None:
+            return self._source
+        self._source = source = self._find_source()
         self._schema = Schema(
             self._shape,
             {source.names[name]: kind for name, kind in source.kinds.items()},
@@ -188,7 +231,10 @@ class Collection:
             has_run=len(self._readers) > 1,
             parsed={COLUMN: self._parser.kind} if self._parser is not None else {},
         )
-        files = put_all(dest, self._files(source))
+        return source
+
+    def _tell(self) -> None:
+        """Log what the table does not show."""
         if self._num_lines:
             logger.warning(
                 "%d lines of the source are no JSON objects; their columns are null",
@@ -201,15 +247,6 @@ class Collection:
             self._parser.tell()
         if self._unshown:
             logger.warning("%d rows have reasoning, which this table leaves out", self._unshown)
-        return make_record(
-            self._readers,
-            files,
-            key=key,
-            kind=self._kind,
-            rows=self._rows,
-            rows_error=self._errors.total(),
-            kept_as_text=source.kept_as_text,
-        )
 
     # -- columns, types and the length of embeddings
 
@@ -312,7 +349,9 @@ class Collection:
 
     # -- rows
 
-    def _files(self, source: _SourceColumns) -> Iterator[TableFile]:
+    def _files(self, wanted: range | None) -> Iterator[TableFile]:
+        """Write the files of these rows; of all rows if `wanted` is None."""
+        source = self._columns_of_source()
         rows = shard_rows_of(self._config)
         with ShardWriter(
             self._kind,
@@ -321,17 +360,21 @@ class Collection:
             rows,
             is_csv_safe=self._config.csv_safe,
         ) as writer:
-            yield from writer.files(self._blocks(source), partial(self._columns, source=source))
+            yield from writer.files(
+                self._blocks(source, wanted), partial(self._columns, source=source)
+            )
 
-    def _blocks(self, source: _SourceColumns) -> Iterator[Block]:
-        for reader, shape in zip(self._readers, self._shapes, strict=True):
-            yield from reader.blocks(
-                shape,
+    def _blocks(self, source: _SourceColumns, wanted: range | None) -> Iterator[Block]:
+        shapes = dict(zip((reader.name for reader in self._readers), self._shapes, strict=True))
+        for reader, rows in around_all(self._readers, wanted):
+            blocks = reader.blocks(
+                shapes[reader.name],
                 source.place,
                 [name for name in source.names if name != LINE] or None,
                 as_text={name for name, kind in source.kinds.items() if kind == JSON},
                 doing="written",
             )
+            yield from blocks if wanted is None else cut(blocks, rows)
 
     def _columns(self, block: Block, source: _SourceColumns) -> Columns:
         columns, indices = block.lines.columns()

@@ -94,7 +94,7 @@ def run_rank(shared: Shared) -> dict[str, Any]:
     """Build this rank's chunks, unless they are there, and finish the job if all chunks are there.
 
     Returns:
-        The result object of `split`. Its `status` is "partial" if other ranks have not built their chunks yet.
+        The result object of `split`. Its `status` is "part" if other ranks have not built their chunks yet.
 
     Raises:
         InputError: A chunk is there with other bytes: another split wrote to the same place.
@@ -139,7 +139,7 @@ def _partial(
         units.many(lacking, "slice"),
     )
     return {
-        "status": "partial",
+        "status": "part",
         "job": config.output,
         "rank": config.rank,
         "of": config.num_ranks,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +25,7 @@ from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
+from making import finish_process, start_killed_on_s3, start_process
 
 
 class Killed(BaseException):
@@ -213,25 +212,6 @@ def test_options_that_ranks_cannot_have_are_refused(
     assert not (tmp_path / "job").exists()
 
 
-_KILLS_ITSELF = """
-import os, signal, sys
-from batchinfer.cli.main import main
-from batchinfer.storage.s3 import S3Store
-left = [int(sys.argv[1])]
-def wrap(name):
-    write = getattr(S3Store, name)
-    def written(*arguments, **options):
-        result = write(*arguments, **options)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(S3Store, name, written)
-wrap("create"), wrap("create_file")
-sys.exit(main(sys.argv[2:]))
-"""
-
-
 @pytest.mark.s3
 def test_ranks_killed_on_s3_make_the_job_of_one_process(
     s3_url: Callable[[str], str], source: Path
@@ -241,25 +221,17 @@ def test_ranks_killed_on_s3_make_the_job_of_one_process(
     options = ["--num-chunks", "8", "--num-workers", "2", "--id-column", "name"]
     assert main.main(["split", str(source), "--output", one, *options]) == 0
 
-    def start(rank: int, writes: int) -> subprocess.Popen[str]:
-        arguments = ["split", str(source), "--output", many, *options]
-        words = [*arguments, "--rank", str(rank), "--of", "2"]
-        return subprocess.Popen(
-            [sys.executable, "-c", _KILLS_ITSELF, str(writes), *words],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def start(rank: int, writes: int | None = None) -> subprocess.Popen[str]:
+        words = ["split", str(source), "--output", many, *options, "--rank", str(rank), "--of", "2"]
+        return start_process(words) if writes is None else start_killed_on_s3(words, writes)
 
     # Each rank has four slices of three writes: a chunk, ids, a record. A job has three manifests, and then job.json.
     for writes in (7, 9):
         processes = [start(rank, writes) for rank in (0, 1)]
-        statuses = {process.wait(timeout=120) for process in processes}
-        assert -signal.SIGKILL in statuses
         for process in processes:
-            assert process.stdout is not None
-            process.stdout.close()
+            process.communicate(timeout=120)
+        assert -signal.SIGKILL in {process.returncode for process in processes}
         assert layout.JOB_KEY not in contents(open_store(many))
-    last = start(1, 1000)
-    out, _ = last.communicate(timeout=120)
-    assert (last.returncode, json.loads(out)["status"]) == (0, "done")
+    last = finish_process(start(1))
+    assert (last.status, last.result["status"]) == (0, "done"), last.stderr
     assert contents(open_store(many)) == contents(open_store(one))
