@@ -46,7 +46,7 @@ class BucketFolder:
 
     Raises:
         InputError: DEST holds something, and no conversion is unfinished there.
-        AccessDenied: The bucket may not be listed or written to.
+        AccessDenied: The bucket may not be listed or written to, or nothing may be removed there.
     """
 
     def __init__(self, store: Store) -> None:
@@ -56,6 +56,8 @@ class BucketFolder:
             there = {info.key for info in store.list("")}
             if there and UNFINISHED not in there:
                 raise taken(store.url)
+            # Removing an object that is not there shows whether objects may be removed.
+            store.delete([f"{UNFINISHED}.{secrets.token_hex(8)}"])
             self._left = self._left_files(there)
             self._etag = self._begin()
 
@@ -106,13 +108,7 @@ class BucketFolder:
             with _others_refused(store.url):
                 if store.stat(UNFINISHED).etag != self._etag:
                     raise PreconditionFailed(f"{store.url}/{UNFINISHED}: has changed")
-        try:
             store.delete([UNFINISHED])
-        except AccessDenied as error:
-            raise AccessDenied(
-                f"{store.url}: all files are there, but {UNFINISHED} cannot be removed ({error.message})",
-                hint=f"remove {store.url}/{UNFINISHED} yourself; the conversion needs no second run",
-            ) from error
 
     def release(self) -> None:
         """Remove `UNFINISHED` after a failure, if no file of a conversion is in DEST."""
