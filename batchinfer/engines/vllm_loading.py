@@ -15,11 +15,14 @@ Options that the user does not state have these defaults:
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib.util
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
 from batchinfer.core.tasks import is_pooling
@@ -33,7 +36,16 @@ from batchinfer.engines.adapters import (
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 from batchinfer.engines.models import describe_model
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
 CPU_KV_CACHE_BYTES = 1 << 30
+_LONGEST_REASON = 600
+_MACHINE_ERRORS = frozenset(
+    {errno.EAGAIN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
+)
+"""Error numbers of the operating system that say that the machine is at fault, and not a path or an option."""
 MEMORY_ADVICE = (
     "try a smaller --max-model-len or --max-num-seqs, a larger --tensor-parallel-size, a quantized model, "
     "--cpu-offload-gb, or see with nvidia-smi who else uses the GPU"
@@ -176,19 +188,90 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     gc.freeze()
     arguments = engine_arguments(config, is_cpu=is_cpu)
     context = UsageContext.LLM_CLASS
-    try:
-        vllm_config = EngineArgs(**arguments).create_engine_config(context)
-    except Exception as error:
-        raise refused_config(config, error) from error
+    vllm_config = create_config(
+        config, lambda: EngineArgs(**arguments).create_engine_config(context)
+    )
     try:
         return LLMEngine.from_vllm_config(vllm_config, usage_context=context)
     except Exception as error:
         raise failed_load(error) from error
 
 
+def create_config(config: EngineConfig, create: Callable[[], T]) -> T:
+    """Return vLLM's configuration, which `create` creates. A failed inspection of the model is tried again once.
+
+    Raises:
+        ConfigError: vLLM refuses the configuration for this model.
+        EngineLoadError: the machine is at fault, for example because it lacks memory.
+    """
+    try:
+        return create()
+    except Exception as error:
+        entry = _uninspected(config)
+        if entry is None:
+            raise refused_config(config, error) from error
+    logger.warning("vLLM could not inspect the class of the model; trying again")
+    try:
+        entry.inspect_model_cls()
+    except Exception as error:
+        raise failed_inspection(config, error) from error
+    _kept_inspections().cache_clear()
+    try:
+        return create()
+    except Exception as error:
+        raise refused_config(config, error) from error
+
+
+def _uninspected(config: EngineConfig) -> Any:
+    """Return vLLM's entry for the class of the model if vLLM failed to inspect this class; else None.
+
+    vLLM inspects the class in a process of its own. If that fails, for whatever reason, vLLM keeps a None in place of
+    the result, and refuses the model as it refuses one that it does not know.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    inspect = _kept_inspections()
+    if inspect is None or not inspect.cache_info().currsize:
+        return None
+    try:
+        name = describe_model(config).architecture
+    except BatchinferError:
+        return None
+    entry = ModelRegistry.models.get(name)
+    return entry if entry is not None and inspect(name, entry) is None else None
+
+
+def _kept_inspections() -> Any:
+    """Return vLLM's function that inspects a class and keeps the result; None if this version has no such function."""
+    from vllm.model_executor.models import registry
+
+    return getattr(registry, "_try_inspect_model_cls", None)
+
+
+def failed_inspection(config: EngineConfig, error: Exception) -> BatchinferError:
+    """Return our error for an exception from vLLM's inspection of the model's class.
+
+    The inspecting process ends with a status above 0 if the class cannot be imported. A signal ended it if the machine
+    lacks memory, for example.
+    """
+    status = getattr(error.__cause__, "returncode", -1)
+    reason = (str(error).strip().splitlines() or [""])[-1][:_LONGEST_REASON]
+    if status > 0:
+        return ConfigError(
+            f"--model: vLLM cannot inspect the class of {Path(config.model).name}: {reason}",
+            hint="a package that this model needs may be missing; the log above says more",
+        )
+    return EngineLoadError(
+        f"vLLM: the process that inspects the class of the model ended by itself: {reason}",
+        hint="the machine may lack memory or processes; start it again",
+    )
+
+
 def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     """Return our error for an exception from vLLM's check of a configuration."""
     reason = last_line(error)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _MACHINE_ERRORS:
+        return EngineLoadError(f"vLLM: {type(error).__name__}: {reason}")
     if (problem := lacking_torchvision(config)) is not None:
         return problem
     if isinstance(error, OSError):
@@ -241,6 +324,6 @@ def failed_load(error: Exception) -> EngineLoadError:
     return EngineLoadError(f"vLLM: {kind}: {last_line(error)}", hint=hint)
 
 
-def last_line(error: BaseException, most: int = 600) -> str:
+def last_line(error: BaseException, most: int = _LONGEST_REASON) -> str:
     """Return an error's message on one line, cut after `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_engine import StepRecorder, install
-from batchinfer.engines.vllm_loading import engine_arguments, refused_config
+from batchinfer.engines.vllm_loading import engine_arguments, failed_inspection, refused_config
 from batchinfer.engines.vllm_requests import completion_of, sampling_kwargs
 
 
@@ -138,3 +140,31 @@ def test_files_that_transformers_misses_are_a_configuration_error_with_the_optio
     assert isinstance(found, ConfigError)
     assert "--tokenizer" in found.hint
     assert "no tokenizer found" in found.message
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("max_model_len is too large"), 2),
+        (FileNotFoundError(errno.ENOENT, "no such file"), 2),
+        (OSError("no config there"), 2),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 33),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 33),
+        (OSError(errno.ENOSPC, "No space left on device"), 33),
+        (MemoryError(), 33),
+    ],
+)
+def test_a_fault_of_the_machine_is_no_mistake_of_the_user(error, status):
+    assert refused_config(EngineConfig(model="m"), error).exit_status == status
+
+
+@pytest.mark.parametrize(("returncode", "status"), [(1, 2), (-9, 33)])
+def test_a_class_that_cannot_be_imported_is_told_from_an_inspection_that_was_killed(
+    returncode, status
+):
+    error = RuntimeError("Error raised in subprocess:\nTraceback\nImportError: no timm\n")
+    error.__cause__ = subprocess.CalledProcessError(returncode, "python")
+    found = failed_inspection(EngineConfig(model="m"), error)
+    assert found.exit_status == status
+    assert found.message.endswith("ImportError: no timm")
+    assert failed_inspection(EngineConfig(model="m"), OSError("no process")).exit_status == 33

@@ -423,3 +423,42 @@ def test_a_model_that_does_not_exist_is_refused_before_vllm_is_started(vllm_conf
     engine = create_engine(msgspec.structs.replace(vllm_config, model="/no/such/model"))
     with pytest.raises(ConfigError, match="/no/such/model"):
         engine.open(Flag())
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+def test_an_inspection_of_the_models_class_that_fails_is_tried_again(
+    vllm_config, monkeypatch, is_lasting
+):
+    """Under a heavy load, vLLM's process that inspects the class may be killed."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    from batchinfer.engines.vllm_loading import create_config
+
+    inspect, calls = registry._run_in_subprocess, []
+
+    def killed(function):
+        calls.append(function)
+        if len(calls) > 1 and not is_lasting:
+            return inspect(function)
+        cause = subprocess.CalledProcessError(-signal.SIGKILL, "python")
+        raise RuntimeError("Error raised in subprocess:\n") from cause
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", killed)
+    monkeypatch.setattr(
+        registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None
+    )
+    registry._try_inspect_model_cls.cache_clear()
+    arguments = EngineArgs(model=vllm_config.model, max_model_len=512)
+    try:
+        if is_lasting:
+            with pytest.raises(EngineLoadError, match="ended by itself") as caught:
+                create_config(vllm_config, arguments.create_engine_config)
+            assert caught.value.exit_status == 33
+        else:
+            found = create_config(vllm_config, arguments.create_engine_config)
+            assert found.model_config.max_model_len == 512
+        # What is found on disk is ignored here, so a new attempt at the configuration inspects once more.
+        assert len(calls) == (2 if is_lasting else 3)
+    finally:
+        registry._try_inspect_model_cls.cache_clear()
