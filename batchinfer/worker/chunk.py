@@ -148,7 +148,8 @@ class OpenChunk:
         self.generation = ref.generation
         self.num_unread = num_rows
         """Unfinished rows that `read_rows` has not reached yet."""
-        self._bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
+        self.bytes_per_line = max(1, local.size_bytes // max(1, local.num_lines))
+        """Mean number of bytes of a line of the local copy."""
         self._reader: BinaryIO | None = None
         self._cursor = 0
 
@@ -170,7 +171,7 @@ class OpenChunk:
             first = self._cursor
             count = min(_READ_ROWS, max_rows - len(rows), self.num_rows - first)
             # Fewer lines at a time if lines are long, so that they take little more memory than `max_bytes`.
-            count = max(1, min(count, (max_bytes - size) // self._bytes_per_line))
+            count = max(1, min(count, (max_bytes - size) // self.bytes_per_line))
             lines = list(itertools.islice(self._reader, count))
             self._cursor += count
             if not self.deaths and state.count(todo, first, first + count) == count:

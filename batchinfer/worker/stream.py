@@ -486,6 +486,10 @@ class RowStream:
             return False
         if self._dropped:
             return True  # such a row may be the one that kills the engine
+        # With --dedupe a group may have many rows that have followed others, more than the engine holds.
+        most = min(self._limits.max_build_bytes, self._max_bytes)
+        sizes = itertools.accumulate(chunk.bytes_per_line for chunk, _ in group)
+        group = group[: max(1, sum(size <= most for size in sizes))]
         wanted: defaultdict[str, set[int]] = defaultdict(set)
         for chunk, suspect in group:
             wanted[chunk.name].add(suspect.line)

@@ -388,6 +388,20 @@ def test_a_row_larger_than_the_memory_for_rows_runs_all_the_same(chunks: ChunksP
     assert len(chunks.finished) == 3
 
 
+def test_a_group_of_suspects_is_bounded_in_bytes(chunks: ChunksPutByHand) -> None:
+    """With --dedupe, all rows that follow a row that kills the engine become suspects with it."""
+    chunk = chunks.put("first", 40, texts=["x" * MIB])
+    chunk.deaths = {line: Deaths(2, 160) for line in range(40)}
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=5)
+    rounds = 0
+    while held := take_all(stream):
+        assert len(held) <= 5
+        stream.handle([answer(request) for request in held])
+        rounds += 1
+    assert len(chunks.finished) == 40
+    assert rounds == 10, "four rows with their lines' ends fit"
+
+
 def test_ordinary_rows_fill_the_engine(chunks: ChunksPutByHand) -> None:
     chunks.put("first", 3000, texts=["word " * 400])
     stream = stream_over(chunks, max_in_flight=1536)
