@@ -208,7 +208,7 @@ def create_config(config: EngineConfig, create: Callable[[], T]) -> T:
         return create()
     except Exception as error:
         entry = _uninspected(config)
-        if entry is None:
+        if entry is None or lacking_torchvision(config) is not None:
             raise refused_config(config, error) from error
     logger.warning("vLLM could not inspect the class of the model; trying again")
     try:
