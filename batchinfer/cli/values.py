@@ -183,6 +183,11 @@ def _read_object(flag: str, given: str) -> dict[str, Any]:
 
 JSON_OBJECT = Kind({"type": str}, _read_object, lambda value: [_json(value)])
 
+JSON_OBJECT_OR_FILE = JSON_OBJECT._replace(
+    read=lambda flag, given: _read_object(flag, _read_text(flag, given))
+)
+"""A JSON object, or @ and the name of a file that holds one. The configuration has a mapping."""
+
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
 _NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import (
@@ -150,8 +150,8 @@ class EngineKind:
     check_parameters: Callable[[Iterable[str]], None] = _accept
     """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. It does not
     import the engine's package."""
-    check_arguments: Callable[[Iterable[str]], None] = _accept
-    """Like `check_parameters`, but for the names of engine arguments."""
+    check_arguments: Callable[[Mapping[str, Any]], None] = _accept
+    """Like `check_parameters`, but for engine arguments by name."""
     check_options: Callable[[EngineConfig], None] = _accept
     """Function that raises ConfigError if an option does not fit the engine. Starts nothing, and asks no other
     machine."""
@@ -208,10 +208,13 @@ def _check_parameters(names: Iterable[str]) -> None:
     check_names("--sampling", SAMPLING, names, others={*Sampling.__struct_fields__, *ALIASES})
 
 
-def _check_arguments(names: Iterable[str]) -> None:
-    from batchinfer.engines.vllm_names import ARGUMENTS, check_names
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    from batchinfer.engines.vllm_names import ARGUMENTS, SPECULATION, check_names
 
-    check_names("--engine-arg", ARGUMENTS, names)
+    check_names("--engine-arg", ARGUMENTS, arguments)
+    speculation = arguments.get("speculative_config")
+    if isinstance(speculation, dict):
+        check_names("--speculative-config", SPECULATION, speculation)
 
 
 ENGINES = {

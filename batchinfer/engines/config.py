@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Record
 from batchinfer.core.tasks import EMBED, GENERATE, TOKEN_EMBED, is_pooling
 
@@ -18,6 +18,36 @@ vLLM's own default is the backend "auto": the first constrained request of an en
 ones, so answers would depend on the order of the rows. Without `disable_any_whitespace`, models may fill JSON with
 white space up to `max_tokens`.
 """
+
+NAMED_ARGUMENTS = {
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "speculative_config": "--speculative-config",
+}
+"""Engine arguments with an option of their own, which is another way to write --engine-arg."""
+
+KV_CACHE_BYTES = {
+    "auto": None,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "fp8": 1.0,
+    "fp8_e4m3": 1.0,
+    "fp8_e5m2": 1.0,
+    "fp8_inc": 1.0,
+    "fp8_ds_mla": 1.0,
+    "fp8_per_token_head": 1.0,
+    "int8_per_token_head": 1.0,
+    "int4_per_token_head": 0.5,
+    "nvfp4": 0.5625,
+    "nvfp4_4over6": 0.5625,
+    "nvfp4_ds_mla": 0.5625,
+    "turboquant_k8v4": 0.75,
+    "turboquant_4bit_nc": 0.5,
+    "turboquant_k3v4_nc": 0.4375,
+    "turboquant_3bit_nc": 0.375,
+    "ultraquant_4bit": 0.5,
+}
+"""Bytes of one number in the KV cache, by the names of vLLM's `kv_cache_dtype`. Scales are left out, except those of
+nvfp4. None: as the model's config says."""
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -106,6 +136,12 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
         """Name of vLLM's backend that keeps answers to their constraints."""
         options = self.engine_args.get("structured_outputs_config", CONSTRAINTS)
         return str(options.get("backend", "auto")) if isinstance(options, dict) else "auto"
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """Value of vLLM's `speculative_config`; empty without speculative decoding."""
+        value = self.engine_args.get("speculative_config")
+        return value if isinstance(value, dict) else {}
 
     @property
     def answer_arguments(self) -> dict[str, Any]:
@@ -211,6 +247,19 @@ def _check_arguments(config: EngineConfig) -> None:
 
     run.json records only the option, and the choice of GPUs reads only the option.
     """
+    cache = config.engine_args.get("kv_cache_dtype")
+    if (
+        cache is not None
+        and cache not in KV_CACHE_BYTES
+        and (meant := near(str(cache), KV_CACHE_BYTES))
+    ):
+        raise ConfigError(f"--kv-cache-dtype {cache}: is not one of vLLM's types{meant}")
+    draft = config.speculation.get("model")
+    if isinstance(draft, str) and "://" in draft:
+        raise ConfigError(
+            f"--speculative-config: the model {draft} is a URL, expected a folder or a name on the Hub",
+            hint="copy the draft model to this machine",
+        )
     for name in config.engine_args:
         hint = f"use --{name.replace('_', '-')} instead"
         if name == "seed":

@@ -29,7 +29,7 @@ from batchinfer.engines.bucket_models import (
     list_model,
     plain_path,
 )
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import KV_CACHE_BYTES, EngineConfig
 from batchinfer.engines.pooling_models import (
     check_task,
     keeps_no_cache,
@@ -467,12 +467,28 @@ def kv_bytes_per_token(
     it takes one compressed vector and one rotary key per layer instead.
     """
     layers = number(values, "num_hidden_layers", "n_layer", "n_layers")
-    element = DTYPE_BYTES.get(dtype, 2)
-    if str(config.engine_args.get("kv_cache_dtype", "")).startswith("fp8"):
-        element = 1
+    cache = config.engine_args.get("kv_cache_dtype") or cache_dtype(values)
+    element = KV_CACHE_BYTES.get(str(cache)) or DTYPE_BYTES.get(dtype, 2)
     latent = number(values, LATENT_RANK)
     if latent:
-        return layers * (latent + number(values, "qk_rope_head_dim")) * element
+        return int(layers * (latent + number(values, "qk_rope_head_dim")) * element)
     hidden = number(values, *HIDDEN_SIZES)
     head_size = number(values, "head_dim") or (hidden // heads if heads else 0)
-    return 2 * layers * kv_heads * head_size * element
+    return int(2 * layers * kv_heads * head_size * element)
+
+
+def cache_dtype(values: Mapping[str, Any]) -> str:
+    """Return the type of the KV cache that a quantized model's config states; "auto" if it states none.
+
+    vLLM reads it in configs of the method modelopt. For other methods it takes 16 bits.
+    """
+    method = values.get("quantization_config")
+    if not isinstance(method, dict) or not str(method.get("quant_method")).startswith("modelopt"):
+        return "auto"
+    inner = method.get("quantization")
+    found = (inner if isinstance(inner, dict) else method).get("kv_cache_quant_algo")
+    scheme = method.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and scheme.get("type") == "float":
+        found = {8: "fp8", 4: "nvfp4"}.get(int(scheme.get("num_bits") or 0), found)
+    name = str(found or "").lower()
+    return name if name in {"fp8", "nvfp4"} else "auto"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Sampling
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +93,11 @@ def check_options(config: EngineConfig) -> None:
     for name in _OF_THE_MODEL:
         value = getattr(config, name)
         if value != getattr(nothing, name) and (name, value) != ("replicas", 1):
-            flags = {"engine_args": "engine-arg", "loras": "lora"}
-            option = flags.get(name, name.replace("_", "-"))
+            named = [flag for each, flag in NAMED_ARGUMENTS.items() if each in config.engine_args]
+            flags = {"engine_args": next(iter(named), "--engine-arg"), "loras": "--lora"}
+            option = flags.get(name, f"--{name.replace('_', '-')}")
             raise ConfigError(
-                f"--{option} with --engine openai: the program behind --base-url loads the model, not this one",
+                f"{option} with --engine openai: the program behind --base-url loads the model, not this one",
                 hint="leave it out; it is set where that program is started",
             )
 

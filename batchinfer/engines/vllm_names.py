@@ -1,8 +1,8 @@
-"""The names of vLLM's sampling parameters and engine arguments, known without importing vLLM, which takes seconds.
+"""The names of vLLM's sampling parameters, engine arguments and options of speculation, without importing vLLM.
 
-They are read from the source of the installed vLLM. A machine without vLLM, on which jobs are split and checked, takes
-them from vllm_names.txt. Another version of vLLM may have more names, so without vLLM a name is refused only if it
-is much like a known one.
+Importing vLLM takes seconds. The names are read from the source of the installed vLLM. A machine without vLLM, on which
+jobs are split and checked, takes them from vllm_names.txt. Another version of vLLM may have more names, so without vLLM
+a name is refused only if it is much like a known one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ logger = logging.getLogger(__name__)
 
 SAMPLING = "SamplingParams"
 ARGUMENTS = "EngineArgs"
-_FILES = {SAMPLING: "sampling_params.py", ARGUMENTS: "engine/arg_utils.py"}
+SPECULATION = "SpeculativeConfig"
+_FILES = {
+    SAMPLING: "sampling_params.py",
+    ARGUMENTS: "engine/arg_utils.py",
+    SPECULATION: "config/speculative.py",
+}
 
 
 @cache
@@ -29,7 +34,7 @@ def installed_names(kind: str) -> frozenset[str]:
     """Return the fields of a class in the installed vLLM; none if vLLM is not installed or its source cannot be read.
 
     Args:
-        kind: `SAMPLING` or `ARGUMENTS`.
+        kind: `SAMPLING`, `ARGUMENTS` or `SPECULATION`.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -62,7 +67,7 @@ def check_names(
 
     Args:
         option: Option that the names were given to, for the message.
-        kind: `SAMPLING` or `ARGUMENTS`.
+        kind: `SAMPLING`, `ARGUMENTS` or `SPECULATION`.
         names: The names.
         others: Further names that may be meant, such as aliases.
 
@@ -78,6 +83,6 @@ def check_names(
         if installed or meant:
             raise ConfigError(
                 f"{option} {name}: vLLM's {kind} has no such field{meant}",
-                hint=f"{option} takes NAME=VALUE pairs with the names of vLLM's {kind}",
+                hint=f"{option} takes the names of vLLM's {kind}",
             )
         logger.warning("%s %s: not known here, and vLLM is not installed to ask", option, name)

@@ -21,7 +21,7 @@ from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.tasks import is_pooling
-from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
 
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
@@ -302,8 +302,23 @@ def describe_host(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """Make the configuration of the engine from the options."""
-    return EngineConfig(**fields_of("EngineConfig", options), task=value_of("task", options))
+    """Make the configuration of the engine from the options.
+
+    Raises:
+        ConfigError: a value cannot be read, or an engine argument is given by its option and by --engine-arg.
+    """
+    fields = fields_of("EngineConfig", options)
+    arguments = dict(fields["engine_args"])
+    for name, flag in NAMED_ARGUMENTS.items():
+        value = value_of(name, options)
+        if not value:
+            continue
+        if name in arguments:
+            raise ConfigError(
+                f"{flag} with --engine-arg {name}: are the same", hint=f"keep {flag} alone"
+            )
+        arguments[name] = value
+    return EngineConfig(**{**fields, "engine_args": arguments}, task=value_of("task", options))
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:

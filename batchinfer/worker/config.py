@@ -198,11 +198,17 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
 
     Raises:
         ConfigError: the engine does not know one of the additional sampling parameters, the constraint does not
-            compile, or prompts should be cut and only another program has the tokenizer.
+            compile, a parameter does not go with speculative decoding, or prompts should be cut and only another
+            program has the tokenizer.
     """
     kind = find_engine(engine.engine)
     if sampling.extra:
         kind.check_parameters(sampling.extra)
+    if engine.speculation and (sampling.min_p or sampling.logit_bias):
+        name = "min_p" if sampling.min_p else "logit_bias"
+        raise ConfigError(
+            f"--speculative-config: vLLM does not speculate with {name}", hint=f"leave out {name}"
+        )
     if kind.is_remote and prompt.truncate_prompt != PromptConfig().truncate_prompt:
         raise ConfigError(
             f"--truncate-prompt {prompt.truncate_prompt}: needs the model's tokenizer, which only the endpoint has",
