@@ -5,6 +5,7 @@ A table goes to files or to a data set on the Hub.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,8 @@ def _check_lines(config: CollectConfig) -> None:
 
 
 def _refuse_other_jobs(config: CollectConfig, selections: list[Selection], kind: str) -> None:
+    from batchinfer.storage.opening import is_inside
+
     first = selections[0]
     for url, other in zip(config.more_runs, selections[1:], strict=True):
         if job_sha256_of(other.run) != job_sha256_of(first.run):
@@ -230,9 +233,10 @@ def _refuse_other_jobs(config: CollectConfig, selections: list[Selection], kind:
                 f"--format {LINES}: {config.run} has lines of the format {formats[0]}, {url} of {formats[1]}",
                 hint="choose another --format",
             )
-    if len(set(config.runs)) < len(config.runs):
-        twice = next(url for url in config.runs if config.runs.count(url) > 1)
-        raise ConfigError(f"{twice}: is named twice", hint="name each run once")
+    for url, other_url in itertools.combinations(config.runs, 2):
+        if is_inside(url, other_url) and is_inside(other_url, url):
+            also = "" if url == other_url else f", also as {other_url}"
+            raise ConfigError(f"{url}: is named twice{also}", hint="name each run once")
 
 
 def _refuse_gaps(config: CollectConfig, url: str, selection: Selection) -> None:

@@ -312,8 +312,10 @@ def test_runs_that_do_not_go_together_are_refused(job: str, tmp_path: Path) -> N
     run = f"{job}/runs/short"
     with pytest.raises(InputError, match="over different jobs"):
         collect(run, tmp_path / "out", more_runs=[str(tmp_path / "other/runs/a")])
-    with pytest.raises(ConfigError, match="named twice"):
-        collect(run, tmp_path / "out", more_runs=[run])
+    (tmp_path / "link").symlink_to(run)
+    for same in (run, f"{job}/runs/../runs/short", str(tmp_path / "link")):
+        with pytest.raises(ConfigError, match="named twice"):
+            collect(run, tmp_path / "out", more_runs=[same])
     with pytest.raises(InputError, match="no run there"):
         collect(run, tmp_path / "out", more_runs=[str(tmp_path / "none")])
     assert not (tmp_path / "out").exists()
