@@ -46,6 +46,7 @@ _RUNS_CODE_IN = {
 }  # fmt: skip
 """Further names that are refused, by module. Other names of these modules are not refused."""
 
+_BLOCK_BYTES = 4 << 20
 _KINDS = (
     (b"GGUF", "a GGUF file"),
     (b"\x89HDF", "an HDF5 file, as Keras writes"),
@@ -141,7 +142,7 @@ def read_checkpoint(path: Path, subject: str) -> Any:
     `subject` is the file's name in messages.
 
     Raises:
-        InputError: The file is no torch file, is cut short, or names a function that would run code.
+        InputError: The file is no torch file, is cut short or damaged, or names a function that would run code.
     """
     import torch
 
@@ -160,7 +161,7 @@ def read_checkpoint(path: Path, subject: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(
+            found = torch.load(
                 str(path), map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE
             )
     except _RunsCode as error:
@@ -173,6 +174,29 @@ def read_checkpoint(path: Path, subject: str) -> Any:
             f"{subject}: cannot be read as a torch checkpoint ({type(error).__name__}: {_first_line(error)})",
             hint="copy the file again and compare its size with the original's",
         ) from error
+    _check_parts(path, subject)
+    return found
+
+
+def _check_parts(path: Path, subject: str) -> None:
+    """Compare each part of a torch file with its checksum, which torch does not do for mapped tensors.
+
+    Raises:
+        InputError: A part is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            if not part.CRC:
+                continue  # torch can write files without checksums
+            try:
+                with archive.open(part) as file:
+                    while file.read(_BLOCK_BYTES):
+                        pass
+            except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+                raise InputError(
+                    f"{subject}: is damaged ({error})",
+                    hint="copy the file again from where it was written",
+                ) from error
 
 
 def _kind(head: bytes) -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,17 @@ class TestWhatIsRefused:
         )
         assert "DeepSpeed" in self.refused(capsys, dest, saved(tmp_path, {"module": {}, "x": 1}))
         assert "no Composer checkpoint" in self.refused(capsys, dest, saved(tmp_path, [1, 2]))
+
+    def test_a_file_with_a_flipped_bit_in_a_weight(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = saved(tmp_path, composer_content(model))
+        data = bytearray(source.read_bytes())
+        with zipfile.ZipFile(source) as archive:
+            part = max(archive.infolist(), key=lambda each: each.file_size)
+        data[part.header_offset + part.file_size // 2] ^= 4
+        source.write_bytes(data)
+        assert "is damaged (Bad CRC-32 for file" in self.refused(capsys, tmp_path / "hf", source)
 
     @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
     def test_a_file_that_is_cut_short(
