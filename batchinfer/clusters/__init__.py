@@ -22,6 +22,9 @@ FINAL_STATUSES = (2, 3)
 """Exit statuses of a worker after which a new start cannot help: wrong configuration, or a rule stopped it."""
 
 
+WORKER = "worker"
+
+
 class Plan(Record, frozen=True, kw_only=True):
     """Workers to start. `id` is the id of the launch, and `name` that of its jobs in the cluster."""
 
@@ -32,7 +35,10 @@ class Plan(Record, frozen=True, kw_only=True):
     run: str
     model: str
     words: str
-    """Options of the worker as words of bash, without --job, --output and --model."""
+    """Options of the worker as words of bash, without --job, --output and --model. If `what` is another command, all of
+    its arguments and options, without --rank and --of."""
+    what: str = WORKER
+    """Command that runs on the cluster: worker, split or collect."""
     environment: dict[str, str] = {}
     """Further environment of the workers."""
     secrets: list[str] = []
@@ -204,12 +210,19 @@ def run_client(
     return done.stdout
 
 
-def worker_words(plan: Plan) -> str:
-    """Return the options of the plan's workers as words of bash. They do not hold the rank, which is a variable."""
+def command_words(plan: Plan) -> str:
+    """Return the command of the plan's workers as words of bash, from its name on.
+
+    The rank is not in them: a worker takes it from the variable BATCHINFER_RANK, and for other commands bash does.
+    """
     from batchinfer.cli.shell import quote
 
+    if plan.what != WORKER:
+        return f'{plan.what} {plan.words} --rank "$BATCHINFER_RANK" --of {plan.workers}'
     model = f" --model {quote(plan.model)}" if plan.model else ""
-    return f"--job {quote(plan.job)} --output {quote(plan.run)}{model} {plan.words}".rstrip()
+    return (
+        f"{WORKER} --job {quote(plan.job)} --output {quote(plan.run)}{model} {plan.words}".rstrip()
+    )
 
 
 def make_log_folder(plan: Plan) -> Path:

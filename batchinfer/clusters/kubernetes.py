@@ -16,8 +16,8 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    command_words,
     run_client,
-    worker_words,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -170,7 +170,7 @@ def _pod(plan: Plan) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "worker",
         "image": options.get("image", ""),
-        "command": ["bash", "-c", f"exec batchinfer worker {worker_words(plan)}"],
+        "command": ["bash", "-c", f"exec batchinfer {command_words(plan)}"],
         "env": [
             {
                 "name": "BATCHINFER_RANK",

@@ -28,13 +28,14 @@ from batchinfer.clusters import (
     STARTING,
     ClusterState,
     Plan,
+    command_words,
     make_log_folder,
-    worker_words,
 )
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 
+_COMMANDS = frozenset((b"worker", b"split", b"collect"))
 _PLAN, _STATE = "plan.json", "state.json"
 _POLL_SECONDS = 0.2
 _PREFIX = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -67,9 +68,9 @@ class Local:
         lines = []
         for rank, devices in enumerate(_devices(plan)):
             variables = worker_variables(plan, rank, devices).items()
-            lines.append(
-                f"{shlex.join(f'{name}={value}' for name, value in variables)} {_command(plan)}"
-            )
+            # bash would expand the variable before it sets it for the command.
+            command = _command(plan).replace('"$BATCHINFER_RANK"', str(rank))
+            lines.append(f"{shlex.join(f'{name}={value}' for name, value in variables)} {command}")
         return "\n".join(lines)
 
     def submit(self, plan: Plan) -> dict[str, Any]:
@@ -166,14 +167,14 @@ def worker_variables(plan: Plan, rank: int, devices: str | None) -> dict[str, st
 
 
 def _command(plan: Plan) -> str:
-    return f"{shlex.quote(sys.executable)} -m batchinfer worker {worker_words(plan)}"
+    return f"{shlex.quote(sys.executable)} -m batchinfer {command_words(plan)}"
 
 
 def _processes(launch: str, role: str) -> list[int]:
     """Return the ids of the processes of a launch: its supervisor, or its workers. Linux only."""
     marks = {
         "supervisor": lambda words: b"batchinfer.clusters.local" in words,
-        "worker": lambda words: b"batchinfer" in words and b"worker" in words,
+        "worker": lambda words: b"batchinfer" in words and not _COMMANDS.isdisjoint(words),
     }
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -22,9 +22,11 @@ from batchinfer.clusters import (
     RUNNING,
     STARTING,
     WAITING,
+    WORKER,
     ClusterState,
     OutcomeUnknown,
     Plan,
+    command_words,
     run_client,
 )
 from batchinfer.core.errors import ConfigError
@@ -135,9 +137,12 @@ def task_of(plan: Plan) -> dict[str, Any]:
         "MODEL_NAME": plan.model,
         "OUTPUT_BUCKET": plan.run,
         "DATA_BUCKET": plan.job,
-        "WORKER_WORDS": plan.words,
+        "WORKER_WORDS": plan.words if plan.what == WORKER else "",
         **plan.variables(),
     }
+    if plan.what != WORKER:
+        command = f"exec .venv/bin/batchinfer {command_words(plan)}"
+        task["run"] = f'export BATCHINFER_RANK="${{SKYPILOT_JOB_RANK:-0}}"\n{command}\n'
     return _with_machine(task, plan)
 
 
@@ -201,7 +206,8 @@ def _as_yaml(task: dict[str, Any]) -> str:
 
 def _with_machine(task: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the task with the plan's machine: what is installed, its GPUs, place and market."""
-    if extra := plan.options.get("extra"):
+    extra = plan.options.get("extra", None if plan.what == WORKER else "")
+    if extra is not None:
         task.setdefault("envs", {})["BATCHINFER_EXTRA"] = extra
     resources = task.setdefault("resources", {})
     if plan.is_cpu_only:

@@ -21,10 +21,10 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    command_words,
     log_folder,
     make_log_folder,
     run_client,
-    worker_words,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -113,7 +113,7 @@ class Slurm:
         return _SCRIPT.format(
             directives="\n".join(f"#SBATCH {word}" for word in _directives(plan)),
             exports=f"export {shlex.join(f'{name}={value}' for name, value in plan.variables().items())}",
-            command=f"{shlex.quote(sys.executable)} -m batchinfer worker {worker_words(plan)}",
+            command=f"{shlex.quote(sys.executable)} -m batchinfer {command_words(plan)}",
         )
 
     def submit(self, plan: Plan) -> dict[str, Any]:

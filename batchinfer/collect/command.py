@@ -65,16 +65,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
     """
     started = clock.monotonic()
-    kind = check_options(config)
-    stores = [open_store(url) for url in config.runs]
-    selections = [
-        select(store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests)
-        for store in stores
-    ]
-    _refuse_other_jobs(config, selections, kind)
-    for url, selection in zip(config.runs, selections, strict=True):
-        _refuse_gaps(config, url, selection)
-    _refuse_inside(config, selections[0])
+    kind, stores, selections = choose(config, open_store=open_store, clock=clock)
     scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
     try:
         dest = _open_dest(config, kind, scratch, open_store)
@@ -103,6 +94,23 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
         return result
     finally:
         scratch.close()
+
+
+def choose(
+    config: CollectConfig, *, open_store: OpenStore, clock: Clock
+) -> tuple[str, list[Store], list[Selection]]:
+    """Return the format to write, and the stores and sound chunks of the runs. Raises as `run_collect`. Read-only."""
+    kind = check_options(config)
+    stores = [open_store(url) for url in config.runs]
+    selections = [
+        select(store, open_store, now=clock.now(), job_url=config.job, manifests=config.manifests)
+        for store in stores
+    ]
+    _refuse_other_jobs(config, selections, kind)
+    for url, selection in zip(config.runs, selections, strict=True):
+        _refuse_gaps(config, url, selection)
+    _refuse_inside(config, selections[0])
+    return kind, stores, selections
 
 
 def _part_result(config: CollectConfig, seconds: float) -> dict[str, Any]:
@@ -361,6 +369,48 @@ def _result(
 # --------------------------------------------------------------------------- the command
 
 
+def config_of(context: click.Context) -> CollectConfig:
+    """Return the config that the options of a command line mean.
+
+    Raises:
+        ConfigError: No run is named.
+    """
+    options = context.params
+    is_default_seed = context.get_parameter_source("seed") is ParameterSource.DEFAULT
+    columns = options["columns"]
+    places: list[str] = [*options["places"], *filter(None, [options["dest"]])]
+    *runs, dest = places
+    if not runs:
+        raise ConfigError(
+            f"{dest}: is the only place that is named, expected a run and a DEST",
+            hint="batchinfer collect RUN answers.parquet",
+        )
+    return CollectConfig(
+        run=layout.without_slash(runs[0]),
+        more_runs=list(map(layout.without_slash, runs[1:])),
+        dest=layout.without_slash(dest),
+        where=list(options["where"]),
+        sample=options["sample"],
+        seed=None if is_default_seed else options["seed"],
+        format=options["format"] or "",
+        with_source=options["with_source"],
+        columns=[name.strip() for name in columns.split(",")] if columns else None,
+        explode=options["explode"],
+        shard_rows=options["shard_rows"],
+        csv_safe=options["csv_safe"],
+        answer_json=options["answer_json"],
+        embedding_dtype=options["embedding_dtype"],
+        partial=options["partial"],
+        overwrite=options["overwrite"],
+        rank=options["rank"],
+        num_ranks=options["num_ranks"],
+        is_private=options["private"],
+        job=options["job"],
+        manifests=list(options["manifests"]),
+        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
+    )
+
+
 @click.command("collect")
 @click.argument("places", metavar="RUN... DEST", nargs=-1, required=True)
 @click.option(
@@ -446,7 +496,7 @@ def _result(
     "--scratch-dir", type=click.Path(path_type=Path), help="Local folder for files under way."
 )
 @common_options
-def command(**options: Any) -> dict[str, Any]:
+def command(**_options: Any) -> dict[str, Any]:
     """Collect the verified answers of the run at RUN into DEST, in input order: as a table, or as they are.
 
     DEST is a folder (path or URL), one file (….parquet, ….jsonl, ….csv), or hf://datasets/org/name. Only outputs that
@@ -455,40 +505,7 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import open_store
 
-    columns = options["columns"]
-    places: list[str] = [*options["places"], *filter(None, [options["dest"]])]
-    *runs, dest = places
-    if not runs:
-        raise ConfigError(
-            f"{dest}: is the only place that is named, expected a run and a DEST",
-            hint="batchinfer collect RUN answers.parquet",
-        )
-    source = click.get_current_context().get_parameter_source("seed")
-    is_default_seed = source is ParameterSource.DEFAULT
-    config = CollectConfig(
-        run=layout.without_slash(runs[0]),
-        more_runs=list(map(layout.without_slash, runs[1:])),
-        dest=layout.without_slash(dest),
-        where=list(options["where"]),
-        sample=options["sample"],
-        seed=None if is_default_seed else options["seed"],
-        format=options["format"] or "",
-        with_source=options["with_source"],
-        columns=[name.strip() for name in columns.split(",")] if columns else None,
-        explode=options["explode"],
-        shard_rows=options["shard_rows"],
-        csv_safe=options["csv_safe"],
-        answer_json=options["answer_json"],
-        embedding_dtype=options["embedding_dtype"],
-        partial=options["partial"],
-        overwrite=options["overwrite"],
-        rank=options["rank"],
-        num_ranks=options["num_ranks"],
-        is_private=options["private"],
-        job=options["job"],
-        manifests=list(options["manifests"]),
-        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
-    )
+    config = config_of(click.get_current_context())
     result = run_collect(config, open_store=open_store, clock=SystemClock())
     for name in result["missing"][:_SHOWN]:
         say(f"missing: {name}")

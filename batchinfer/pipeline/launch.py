@@ -5,19 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
 from batchinfer.cli.run_options import run_options
 from batchinfer.cli.settings import common_options, price_options
+from batchinfer.cli.shell import quote
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
-from batchinfer.clusters import CLUSTERS
+from batchinfer.clusters import CLUSTERS, WORKER, Cluster, Plan
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
 from batchinfer.pipeline.launching import OWN
 
 _NOT_TAKEN = ("price_per_hour", *(name for name in OWN if name != "model"))
 """Parameters of the worker that are no options of `launch`, or that it declares itself."""
+
+
+_OF_RANKS = {
+    "sources", "cluster", "workers", "what", "gpu", "pool", "address", "cluster_options", "environment", "secrets",
+    "name", "dry_run", "is_spot",
+}  # fmt: skip
+"""Parameters that may be given with another --what than worker."""
 
 
 def _gpu(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
@@ -42,8 +51,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     cls=SectionOption,
     section=FIRST,
     metavar="URL",
-    required=True,
-    help="Place of the run, as in JOB/runs/llama.",
+    help="Place of the run, as in JOB/runs/llama.  [required for workers]",
 )
 @click.option(
     "--job",
@@ -67,6 +75,13 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     section=FIRST,
     type=click.IntRange(1),
     help="Number of new workers; or see --hours. Workers of earlier launches that failed are started again, too.",
+)
+@click.option(
+    "--what",
+    type=click.Choice(["worker", "split", "collect"]),
+    default="worker",
+    show_default=True,
+    help="Command to run; split and collect share their work as ranks, and take their own arguments after --.",
 )
 @click.option(
     "--gpu",
@@ -129,9 +144,16 @@ def command(**options: Any) -> dict[str, Any]:
       batchinfer launch s3://my-bucket/job --run s3://my-bucket/job/runs/llama --on skypilot --workers 16 --gpu L4 \\
           --model meta-llama/Llama-3.1-8B-Instruct --messages-column conversation --max-tokens 512
 
+    \b
+      batchinfer launch --what split --on slurm --workers 8 -- 's3://raw/*.parquet' --output s3://my-bucket/job
+
     Options of `batchinfer worker` are options of this command. `batchinfer status RUN` shows how many of the workers
     were seen; `batchinfer stop RUN --cancel` stops the run and cancels what was launched.
     """  # noqa: D301 - \b keeps click from wrapping the example
+    if options["what"] != WORKER:
+        return _launch_ranks(options)
+    if not options["run"]:
+        raise ConfigError("--run: is missing", hint="say where the run goes, as in JOB/runs/llama")
     from batchinfer.check.steps import CheckWorld
     from batchinfer.core.clock import SystemClock
     from batchinfer.core.prices import Prices, listed_accelerators
@@ -175,16 +197,72 @@ def command(**options: Any) -> dict[str, Any]:
     if options["dry_run"]:
         for line in filter(None, [launch.splits()]):
             say(line)
-        text = launch.cluster.describe(plan)
-        for line in text.splitlines():
-            say(line)
-        return {"status": "DRY_RUN", **known, "submission": text}
+        return {"status": "DRY_RUN", **known, "submission": _shown(launch.cluster, plan)}
     handle = launch.submit(plan)
     say(
         f"{units.many(plan.workers, 'worker')} submitted on {config.cluster}; "
         f"watch them with: batchinfer status {plan.run}"
     )
     return {"status": "SUCCESS", **known, "handle": handle}
+
+
+def _launch_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Launch the ranks of another command than the worker."""
+    from batchinfer.core.clock import SystemClock
+    from batchinfer.pipeline.rank_launch import RankLaunch
+    from batchinfer.storage.opening import open_store
+
+    context = click.get_current_context()
+    for name in options:
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_given and name not in _OF_RANKS:
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise ConfigError(
+                f"{option}: is an option of workers, not of --what {options['what']}",
+                hint=f"options of {options['what']} stand after --",
+            )
+    if options["workers"] is None:
+        raise ConfigError("--workers: is missing, expected the number of ranks")
+    asked = Plan(
+        id="",
+        name=options["name"],
+        workers=options["workers"],
+        job="",
+        run="",
+        model="",
+        words="",
+        environment=_environment(options["environment"]),
+        secrets=list(options["secrets"]),
+        gpu=options["gpu"],
+        is_spot=options["is_spot"],
+        options=_cluster_options(options),
+    )
+    launch = RankLaunch(
+        options["what"],
+        options["sources"],
+        options["cluster"],
+        asked,
+        open_store=open_store,
+        clock=SystemClock(),
+    )
+    plan = launch.plan()
+    known = {"launch": plan.id, "cluster": options["cluster"], "workers": plan.workers}
+    if options["dry_run"]:
+        return {"status": "DRY_RUN", **known, "submission": _shown(launch.cluster, plan)}
+    handle = launch.cluster.submit(plan)
+    say(
+        f"{units.many(plan.workers, 'rank')} of {plan.what} submitted on {options['cluster']}; "
+        f"see them with: {launch.cluster.jobs_of.format(name=quote(plan.name), id=plan.id)}"
+    )
+    return {"status": "SUCCESS", **known, "handle": handle}
+
+
+def _shown(cluster: Cluster, plan: Plan) -> str:
+    """Print what would be submitted, and return it."""
+    text = cluster.describe(plan)
+    for line in text.splitlines():
+        say(line)
+    return text
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -448,6 +448,17 @@ def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value:
     return value or ""
 
 
+def config_of(context: click.Context) -> SplitConfig:
+    """Return the config that the options of a command line mean.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    config = SplitConfig(**{**context.params, "sources": list(context.params["sources"])})
+    _check_options(config)
+    return config
+
+
 @click.command("split")
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
 @click.option(
@@ -533,7 +544,7 @@ def parse_delimiter(_context: click.Context, _parameter: click.Parameter, value:
     help="Local folder to build chunks in. Default: the system's temporary one.",
 )
 @common_options
-def command(**options: Any) -> dict[str, Any]:
+def command(**_options: Any) -> dict[str, Any]:
     """Split data sets into JSONL chunks and per-worker manifests.
 
     SOURCE is a file, a folder, a glob, or a URL (s3://, gs://, hf://datasets/org/name[@revision][/path]) of parquet,
@@ -546,7 +557,6 @@ def command(**options: Any) -> dict[str, Any]:
     """
     from batchinfer.storage.opening import check_writable, open_store
 
-    config = SplitConfig(**{**options, "sources": list(options["sources"])})
-    _check_options(config)
+    config = config_of(click.get_current_context())
     check_writable(config.output, option="--output")
     return run_split(config, store=open_store(config.output))

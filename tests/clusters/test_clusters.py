@@ -98,6 +98,41 @@ def test_an_unknown_cluster_is_refused_with_the_nearest_name() -> None:
     assert "did you mean 'slurm'?" in raised.value.message
 
 
+RANKS = plan(words="'s3://raw/a b.jsonl' --output s3://bucket/job", what="split", gpu="none")
+RANK_WORDS = [
+    "split",
+    "s3://raw/a b.jsonl",
+    "--output",
+    "s3://bucket/job",
+    "--rank",
+    "2",
+    "--of",
+    "3",
+]
+
+
+@pytest.mark.parametrize("name", ["local", "slurm", "kubernetes", "skypilot"])
+def test_ranks_of_a_command_get_their_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = find_cluster(name).describe(RANKS)
+    program = str(tmp_path / "printer")
+    if name == "skypilot":
+        task = yaml.safe_load(shown)
+        assert task["envs"]["BATCHINFER_EXTRA"] == ""
+        assert "accelerators" not in task["resources"]
+        script = f"SKYPILOT_JOB_RANK=2\n{task['run'].replace('.venv/bin/batchinfer', program)}"
+    elif name == "kubernetes":
+        pod = yaml.safe_load(shown)["spec"]["template"]["spec"]
+        text = pod["containers"][0]["command"][2]
+        script = f"export BATCHINFER_RANK=2\n{text.replace('exec batchinfer', program)}"
+    else:
+        script = shown.replace(f"{sys.executable} -m batchinfer", program)
+        script = script.splitlines()[2] if name == "local" else f"SLURM_ARRAY_TASK_ID=2\n{script}"
+    assert words_of(script, tmp_path) == RANK_WORDS
+
+
 # --------------------------------------------------------------------------- Slurm
 
 

@@ -237,6 +237,68 @@ def test_a_data_set_that_cannot_be_launched_is_refused_before_it_is_split(
     assert not (tmp_path / "new/job.json").exists()
 
 
+def test_ranks_split_and_collect_what_one_process_would(
+    tmp_path: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows_file(tmp_path / "a.jsonl", 0, 60)
+    shape = ("--num-chunks", "6", "--num-workers", "2")
+    assert call("split", "a.jsonl", "--output", "one", *shape).status == 0
+
+    def launch(*options: str) -> Outcome:
+        return call("launch", *options[:2], "--on", "local", "--workers", "2", *options[2:])
+
+    words = ("--", "a.jsonl", "--output", "many", *shape)
+    shown = launch("--what", "split", "--dry-run", *words)
+    assert shown.status == 0, shown.err
+    assert len(shown.result["submission"].splitlines()) == 2
+    assert not Path("many").exists()
+    split = launch("--what", "split", *words)
+    wait_for(lambda: is_done(split))
+    assert files_below(tmp_path / "many") == files_below(tmp_path / "one")
+    worker = ("worker", "--job", "many", "--output", "run", *ECHO)
+    refused = launch("--what", "collect", "--", "run", "table", "--shard-rows", "10")
+    assert (refused.status, "no run" in refused.err or "no such run" in refused.err) == (2, True)
+    assert call(*worker).status == 0
+    assert call("collect", "run", "alone", "--shard-rows", "10").status == 0
+    collect = launch("--what", "collect", "--", "run", "table", "--shard-rows", "10")
+    wait_for(lambda: is_done(collect))
+    assert files_below(tmp_path / "table") == files_below(tmp_path / "alone")
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message"),
+    [
+        (["--what", "split", "--model", "x"], ["a"], "--model: is an option of workers"),
+        (["--what", "split", "--run", "x"], ["a"], "--run: is an option of workers"),
+        (["--what", "split"], ["a.jsonl"], "Missing option '--output'"),
+        (["--what", "split"], ["a.jsonl", "--output", "j", "--colums", "a"], "No such option"),
+        (["--what", "split"], ["b.jsonl", "--output", "j"], "b.jsonl: no such file"),
+        (["--what", "split"], ["a.jsonl", "--output", "j", "--rank", "0"], "launch gives them"),
+        (["--what", "split"], ["a.jsonl", "--output", "j", "--append"], "--append: not together"),
+        (["--what", "split", "--on", "ray"], ["a.jsonl", "--output", "s3://b/j"], "cannot reach"),
+        (["--what", "collect"], ["run"], "is the only place that is named"),
+        (["--what", "collect"], ["run", "out.csv"], "is no folder of a disk or bucket"),
+        (["--what", "collect", "--workers", "9"], ["run", "out"], "the table has 1 file"),
+        (["--workers", "2"], ["job"], "--run: is missing"),
+    ],
+)
+def test_ranks_that_cannot_work_are_refused_before_they_start(
+    options: list[str], words: list[str], message: str, job: Path, call: Callable[..., Outcome]
+) -> None:
+    rows_file(Path("a.jsonl"), 0, 3)
+    assert call("worker", "--job", str(job), "--output", "run", *ECHO).status == 0
+    done = call("launch", "--on", "local", "--workers", "2", *options, "--", *words)
+    assert done.status == 2
+    assert message in done.err
+    assert not Path("batchinfer-launches").exists()
+
+
 def test_a_second_launch_starts_the_workers_that_failed_again(
     job: Path, call: Callable[..., Outcome]
 ) -> None:
