@@ -99,7 +99,7 @@ def bad_line(index: int) -> tuple[str, str]:
         ({"url": "/v1/embeddings", "body": {"input": "x"}}, "wrong_task"),
         ({"body": ["not", "an", "object"]}, "invalid_request"),
         ({"body": {"messages": messages, "temperature": -1}}, "invalid_parameter"),
-        ({"body": {"messages": messages, "tools": [{}]}}, "unsupported_parameter"),
+        ({"body": {"messages": messages, "tools": [{}]}}, "invalid_parameter"),
         ({"body": {"messages": []}}, "empty_conversation"),
         ({"body": {"messages": [{"role": "user", "content": "word " * 9000}]}}, "prompt_too_long"),
         ({"body": {"messages": messages, "response_format": schema}}, "invalid_parameter"),

@@ -22,13 +22,15 @@ from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length
+from batchinfer.engines.parser_process import check_parsers
 from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
-from batchinfer.worker.config import check_together
+from batchinfer.worker.config import check_together, has_budget
+from batchinfer.worker.joining import parsers_in
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
 
 
@@ -110,6 +112,9 @@ def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tupl
             "dimensions": engine.dimensions,
             "normalize": engine.normalize,
         }
+        mine |= dict.fromkeys(("tool_call_parser", "reasoning_parser"), "") | parsers_in(engine)
+        for key in ("tool_call_parser", "reasoning_parser"):
+            theirs.setdefault(key, "")
         # The key is missing if the run does not trust the model's code, and in runs of earlier versions, which only
         # recorded the value.
         theirs.setdefault("trust_remote_code", bool(run.recorded.get("trust_remote_code")))
@@ -143,6 +148,8 @@ class Examination:
                 self.result["model"] = msgspec.to_builtins(self.model)
                 if adapters := identify_adapters(config.engine):
                     self.result["adapters"] = adapters
+                budget = config.sampling is not None and has_budget(config.sampling)
+                check_parsers(config.engine, has_budget=budget, keeps=False)
                 if warning := check_length(config.engine, self.model):
                     self._problem(WARNING, "model", warning)
         if config.engine is not None:

@@ -14,6 +14,7 @@ from batchinfer.cli.values import (
     ADAPTERS,
     COUNTS,
     FILE,
+    FILE_OF_OBJECTS,
     FILE_OF_ROWS,
     FLAG,
     FLAG_OR_UNSET,
@@ -163,6 +164,24 @@ OPTIONS: tuple[Option, ...] = (
             section="model",
             metavar="NAME=PATH",
             recorded="recorded",
+        ),
+        Option(
+            "--tool-call-parser",
+            TEXT,
+            "vLLM's parser that finds calls of tools in answers, e.g. hermes; see docs/tools.md.",
+            default="",
+            section="model",
+            metavar="NAME",
+            recorded="config",
+        ),
+        Option(
+            "--reasoning-parser",
+            TEXT,
+            "vLLM's parser that takes reasoning out of answers, e.g. qwen3; see docs/tools.md.",
+            default="",
+            section="model",
+            metavar="NAME",
+            recorded="config",
         ),
         Option(
             "--tensor-parallel-size",
@@ -393,6 +412,23 @@ OPTIONS: tuple[Option, ...] = (
         ),
         Option("--few-shot", FILE_OF_ROWS, "JSON Lines file with example rows."),
         Option(
+            "--tools",
+            FILE_OF_OBJECTS,
+            "File with the tools that answers may call: a JSON list as in a request of the OpenAI API.",
+        ),
+        Option(
+            "--tools-column",
+            TEXT_OR_UNSET,
+            "Column with the row's own tools, in place of the run's.",
+        ),
+        Option(
+            "--tool-choice",
+            TEXT_OR_UNSET,
+            "auto: the model decides whether to call; required: every answer is a call; none; or the tool that every "
+            "answer calls.",
+            metavar="auto|required|none|NAME",
+        ),
+        Option(
             "--truncate-prompt",
             one_of("error", "left", "right", "middle"),
             "What to do with prompts longer than the model takes: make them error rows, or cut there.",
@@ -426,6 +462,13 @@ OPTIONS: tuple[Option, ...] = (
             "--logprobs",
             at_least(0),
             "Log-probability of every token, and of so many alternatives.",
+        ),
+        Option(
+            "--thinking-budget",
+            at_least(0),
+            "Most tokens of reasoning in an answer; needs --reasoning-parser.",
+            struct="",
+            metavar="TOKENS",
         ),
         Option(
             "--json-schema",

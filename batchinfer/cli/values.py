@@ -363,6 +363,24 @@ def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
         raise ConfigError(f"{flag} {path}: not JSON Lines ({error})") from error
 
 
+def _read_objects(flag: str, path: Path | None) -> Any:
+    if not path:
+        return msgspec.UNSET
+    try:
+        value = json.loads(_shallow(flag, _read_file(flag, path)))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path}: not JSON ({error})") from error
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ConfigError(f"{flag} {path}: expected a JSON list of objects")
+    return value or msgspec.UNSET
+
+
+FILE_OF_OBJECTS = Kind(
+    _PATH, _read_objects, lambda value: [FromFile(_json(value))] if value else []
+)
+"""The name of a file with a JSON list of objects. The configuration holds the list, or UNSET in place of none."""
+
+
 def _write_rows(value: list[Any]) -> list[FromFile]:
     return [FromFile("".join(f"{_json(row)}\n" for row in value))] if value else []
 

@@ -175,6 +175,23 @@ class RequestInput(Record, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """Index of the first token of a pair's second text, for models that tell the two texts apart; else None."""
 
 
+class AnswerForm(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What an answer may hold beside its text: calls of tools, and reasoning."""
+
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the model may call, in the form of the OpenAI API."""
+    tool_choice: str = "auto"
+    """Which tools the model calls: ``auto``, the model decides; ``none``; ``required``, at least one; ``named``, the
+    one of `tool_name`. With the last two the answer's text is JSON, to which a constraint holds it."""
+    tool_name: str = ""
+    is_parallel: bool = True
+    """Whether an answer may have several calls."""
+    template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template got, since a parser may have to know whether the model was asked to think."""
+    hides_reasoning: bool = False
+    """Whether the request wants its reasoning left out."""
+
+
 RowKey = tuple[str, int]
 """(chunk name, line index from 0), which identifies a row of a run."""
 
@@ -208,6 +225,8 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     media: list[Media] | None = None
     """Images of the request. The messages have a part ``{"type": "image"}`` for each, in order; a prompt that is no
     conversation has the model's own marks."""
+    form: AnswerForm | None = None
+    """What the answer may hold beside its text; None if its text is not to be taken apart."""
     is_streamed: bool = False
     """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
     returns_token_ids: bool = False

@@ -93,6 +93,10 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     limit_mm_per_prompt: dict[str, int] = {}
     """Largest number of images in a prompt, as the value of "image". Empty leaves it to the engine."""
     trust_remote_code: bool = False
+    tool_call_parser: str = ""
+    """Name of vLLM's parser that finds calls of tools in answers; empty for none."""
+    reasoning_parser: str = ""
+    """Name of vLLM's parser that takes reasoning out of answers; empty for none."""
     engine_args: dict[str, Any] = {}
     """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses names
     of fields of this class."""

@@ -72,6 +72,8 @@ _OF_THE_MODEL = (
     "trust_remote_code",
     "engine_args",
     "loras",
+    "tool_call_parser",
+    "reasoning_parser",
 )
 """Fields of EngineConfig that say how a model is loaded."""
 

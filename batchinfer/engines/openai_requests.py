@@ -90,7 +90,7 @@ def _messages_of(request: Request) -> list[dict[str, Any]]:
     waiting = iter(request.media)
     return [
         message
-        if isinstance(message["content"], str)
+        if not isinstance(message["content"], list)
         else {**message, "content": [_part_of(part, waiting) for part in message["content"]]}
         for message in messages
     ]

@@ -20,6 +20,7 @@ from batchinfer.engines import find_engine
 from batchinfer.engines.bucket_models import with_local_files
 from batchinfer.engines.config import EngineConfig
 from batchinfer.prompts import Code, Tokenizer
+from batchinfer.prompts.conversation import for_template
 from batchinfer.prompts.types import RowProblem
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class HfTokenizer:
             RowError: the template refuses the conversation.
         """
         source = template or self._default_template(bool(kwargs.get("tools")))
-        conversation = [_in_template_form(message, _wants_parts(source)) for message in messages]
+        conversation = [_in_template_form(message, source) for message in messages]
         options = {name: value for name, value in kwargs.items() if name not in _RESERVED}
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -196,8 +197,13 @@ class HfTokenizer:
         return str(found or "")
 
 
-def _in_template_form(message: dict[str, Any], wants_parts: bool) -> dict[str, Any]:
-    content = message["content"]
+def _in_template_form(message: dict[str, Any], source: str) -> dict[str, Any]:
+    message = for_template(message)
+    content, wants_parts = message["content"], _wants_parts(source)
+    if content is None:
+        # A message that only calls tools has no content. vLLM gives templates an empty one, and so it is here, except
+        # to templates that ask whether the content is none, as DeepSeek's do to find calls.
+        return message if _asks_for_none(source) else {**message, "content": ""}
     if isinstance(content, str):
         if not wants_parts:
             return message
@@ -216,14 +222,25 @@ def _wants_parts(template: str) -> bool:
     A template that loops over the content expects a list of parts. Any other template expects a text, and would print a
     list as Python writes it.
     """
+    tree = _parse(template)
+    return tree is not None and any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+@lru_cache(maxsize=32)
+def _asks_for_none(template: str) -> bool:
+    """Whether a chat template tests if a message's content is none."""
+    tests = tree.find_all(nodes.Test) if (tree := _parse(template)) is not None else ()
+    return any(test.name == "none" and _is_content(test.node) for test in tests)
+
+
+def _parse(template: str) -> nodes.Template | None:
     # Plain Jinja cannot parse the tag `generation`, which transformers defines for training. So `if` replaces the tag.
     plain = template.replace("endgeneration", "endif").replace("{% generation", "{% if true")
     plain = plain.replace("{%- generation", "{%- if true")
     try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)  # noqa: S701 -- parsed, never rendered
+        return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)  # noqa: S701 -- parsed, never rendered
     except jinja2.TemplateError:
-        return False
-    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+        return None
 
 
 def _is_content(node: nodes.Node) -> bool:

@@ -377,7 +377,7 @@ class VllmEngine:
     def _refusal_with_images(self, request: Request, error: Exception) -> Failure:
         """Return why vLLM refused a prompt with images before it was complete."""
         message = first_line(error)
-        contents = [each["content"] for each in request.messages or []]
+        contents = [each["content"] or "" for each in request.messages or []]
         parts = [[each] if isinstance(each, str) else each for each in contents]
         texts = [
             part if isinstance(part, str) else part.get("text", "")

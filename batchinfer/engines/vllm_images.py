@@ -77,7 +77,7 @@ def _render_chat(renderer: Any, request: Request, images: list[Any]) -> Any:
     waiting = zip(images, media, strict=True)
     messages = [
         message
-        if isinstance(message["content"], str)
+        if not isinstance(message["content"], list)
         else {**message, "content": [_filled(part, waiting) for part in message["content"]]}
         for message in request.messages or []
     ]

@@ -106,6 +106,8 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         "trust_remote_code": config.trust_remote_code,
         "seed": config.seed,
         "limit_mm_per_prompt": config.limit_mm_per_prompt or None,
+        # With it, the engine knows where reasoning ends: constraints begin there, and a budget ends it.
+        "reasoning_parser": config.reasoning_parser or None,
     }
     if is_pooling(config.task):
         values["runner"] = "pooling"
@@ -189,12 +191,33 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     arguments = engine_arguments(config, is_cpu=is_cpu)
     context = UsageContext.LLM_CLASS
     vllm_config = create_config(
-        config, lambda: EngineArgs(**arguments).create_engine_config(context)
+        config, lambda: EngineArgs(**_with_configs(arguments)).create_engine_config(context)
     )
     try:
         return LLMEngine.from_vllm_config(vllm_config, usage_context=context)
     except Exception as error:
         raise failed_load(error) from error
+
+
+def _with_configs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return engine arguments in which dictionaries are vLLM's configurations where its `reasoning_parser` needs that.
+
+    vLLM 0.32 sets attributes of both, and takes dictionaries only as long as there is no reasoning parser.
+    """
+    if "reasoning_parser" not in arguments:
+        return arguments
+    from vllm.config import ReasoningConfig, StructuredOutputsConfig
+
+    kinds = {
+        "structured_outputs_config": StructuredOutputsConfig,
+        "reasoning_config": ReasoningConfig,
+    }
+    made = {
+        name: kind(**arguments[name])
+        for name, kind in kinds.items()
+        if isinstance(arguments.get(name), dict)
+    }
+    return {**arguments, **made}
 
 
 def create_config(config: EngineConfig, create: Callable[[], T]) -> T:

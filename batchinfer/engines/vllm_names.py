@@ -22,19 +22,28 @@ logger = logging.getLogger(__name__)
 SAMPLING = "SamplingParams"
 ARGUMENTS = "EngineArgs"
 SPECULATION = "SpeculativeConfig"
+CALL_PARSERS = "ToolParser"
+REASONING_PARSERS = "ReasoningParser"
 _FILES = {
     SAMPLING: "sampling_params.py",
     ARGUMENTS: "engine/arg_utils.py",
     SPECULATION: "config/speculative.py",
+    CALL_PARSERS: "tool_parsers/__init__.py",
+    REASONING_PARSERS: "reasoning/__init__.py",
 }
+_TABLES = {
+    CALL_PARSERS: "_TOOL_PARSERS_TO_REGISTER",
+    REASONING_PARSERS: "_REASONING_PARSERS_TO_REGISTER",
+}
+"""Dictionaries of vLLM whose keys are the names of its parsers."""
 
 
 @cache
 def installed_names(kind: str) -> frozenset[str]:
-    """Return the fields of a class in the installed vLLM; none if vLLM is not installed or its source cannot be read.
+    """Return the fields of a class of the installed vLLM, or the names of its parsers.
 
-    Args:
-        kind: `SAMPLING`, `ARGUMENTS` or `SPECULATION`.
+    Returns:
+        None of them if vLLM is not installed or its source cannot be read.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -43,6 +52,8 @@ def installed_names(kind: str) -> frozenset[str]:
         tree = ast.parse((Path(spec.origin).parent / _FILES[kind]).read_bytes())
     except (OSError, SyntaxError):
         return frozenset()
+    if kind in _TABLES:
+        return _keys_of(tree, _TABLES[kind])
     return frozenset(
         field.target.id
         for node in tree.body
@@ -52,9 +63,20 @@ def installed_names(kind: str) -> frozenset[str]:
     )
 
 
+def _keys_of(tree: ast.Module, table: str) -> frozenset[str]:
+    """Return the keys of the dictionary that a module assigns to the name `table`."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if any(isinstance(each, ast.Name) and each.id == table for each in node.targets):
+            keys = (key.value for key in node.value.keys if isinstance(key, ast.Constant))
+            return frozenset(map(str, keys))
+    return frozenset()
+
+
 @cache
 def listed_names(kind: str) -> frozenset[str]:
-    """Return the fields of a class in the version of vLLM that vllm_names.txt was made from."""
+    """Return the names of the same kind in the version of vLLM that vllm_names.txt was made from."""
     text = importlib.resources.files("batchinfer.engines").joinpath("vllm_names.txt").read_text()
     pairs = (line.split() for line in text.splitlines() if not line.startswith("#"))
     return frozenset(name for owner, name in pairs if owner == kind)
@@ -86,3 +108,27 @@ def check_names(
                 hint=f"{option} takes the names of vLLM's {kind}",
             )
         logger.warning("%s %s: not known here, and vLLM is not installed to ask", option, name)
+
+
+def check_parser(option: str, kind: str, name: str) -> None:
+    """Refuse the name of a parser that vLLM does not have, before anything is loaded.
+
+    Args:
+        option: Option that the name was given to.
+        kind: `CALL_PARSERS` or `REASONING_PARSERS`.
+        name: The name; empty for no parser.
+
+    Raises:
+        ConfigError: vLLM has no such parser. The message suggests the most similar name.
+    """
+    installed = installed_names(kind)
+    known = installed or listed_names(kind)
+    if not name or name in known:
+        return
+    meant = near(name, sorted(known))
+    if installed or meant:
+        raise ConfigError(
+            f"{option} {name}: vLLM has no such parser{meant}",
+            hint=f"it has {', '.join(sorted(known))}",
+        )
+    logger.warning("%s %s: not known here, and vLLM is not installed to ask", option, name)

@@ -217,7 +217,7 @@ def _with_call_ids(key: RowKey, choice: Choice) -> Choice:
     if not choice.tool_calls or all(call.get("id") for call in choice.tool_calls):
         return choice
     calls = [
-        call if call.get("id") else {**call, "id": f"call_{digest_of(key, choice.index, place)}"}
+        call if call.get("id") else {"id": f"call_{digest_of(key, choice.index, place)}", **call}
         for place, call in enumerate(choice.tool_calls)
     ]
     return msgspec.structs.replace(choice, tool_calls=calls)

@@ -14,6 +14,7 @@ from batchinfer.prompts.constraint_process import ConstraintChecker, check_run_c
 from batchinfer.prompts.model_names import ANY_NAME, only_name
 from batchinfer.prompts.parameters import make_sampling
 from batchinfer.prompts.templates import NamedTemplate, list_templates
+from batchinfer.prompts.tools import check_run_tools
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -46,6 +47,7 @@ __all__ = [
     "RequestFormat",
     "Tokenizer",
     "check_run_constraint",
+    "check_run_tools",
     "find_request_format",
     "is_repeatable",
     "list_templates",

@@ -39,6 +39,8 @@ ADDITIONS = {
     "vllm_xargs": Addition(
         "extra_args", dict[str, _Argument], "an object of texts, numbers and lists of them"
     ),
+    "thinking_token_budget": Addition("thinking_token_budget", _Length, "a whole number from -1"),
+    "include_reasoning": Addition("includes_reasoning", bool, _FLAG, is_sampling=False),
     "priority": Addition("priority", _Priority, "a whole number of 64 bits", is_sampling=False),
     "return_token_ids": Addition("returns_token_ids", bool, _FLAG, is_sampling=False),
     "truncate_prompt_tokens": Addition(

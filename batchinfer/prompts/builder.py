@@ -10,7 +10,7 @@ import msgspec
 
 from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError, near
-from batchinfer.core.records import Request, RequestInput, RowKey, Sampling
+from batchinfer.core.records import AnswerForm, Request, RequestInput, RowKey, Sampling
 from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.prompts import conversation, from_columns, from_requests
 from batchinfer.prompts.constraint_process import ConstraintChecker
@@ -27,7 +27,9 @@ from batchinfer.prompts.pooling import (
     too_long_text,
 )
 from batchinfer.prompts.render_process import FEW_ROWS, RenderProcess
+from batchinfer.prompts.tools import ToolProblem, as_parameters, constraint_of, is_forced
 from batchinfer.prompts.types import (
+    COMPLETIONS_URL,
     TRUNCATIONS,
     Code,
     Draft,
@@ -87,6 +89,10 @@ class EngineRules:
     """Largest number of images that a row may have. None leaves this to the engine."""
     fetches_links: bool = False
     """Whether the engine fetches images at http(s) links itself."""
+    finds_calls: bool = True
+    """Whether calls of tools are found in answers that no constraint makes calls."""
+    finds_reasoning: bool = False
+    """Whether reasoning is taken out of answers."""
     own_names: Collection[str] = (ANY_NAME,)
     """Names by which rows may ask for the model, beside those in the prompt options."""
 
@@ -146,9 +152,14 @@ class PromptBuilder:
             eos_token=tokenizer.eos_token if tokenizer is not None and is_end_removed else "",
             pairs=rules.pairs,
             own_parameters=rules.own_parameters,
+            finds_calls=rules.finds_calls,
         )
+        self._is_remote = "tools" in rules.own_parameters
         self._checker = rules.checker
         self._rules = rules
+        self._finds_reasoning = rules.finds_reasoning
+        self._plain_form = AnswerForm(template_kwargs=config.chat_template_kwargs or None)
+        """Form of answers that may have reasoning and no calls."""
         self._names = ModelNames(config, rules.own_names)
         self._reader = find_request_format(config.request_format).make_reader(
             config, sampling, facts
@@ -177,6 +188,7 @@ class PromptBuilder:
         """
         drafts = [Draft(first_row + row.line_index) for row in rows]
         self._reader.fill(drafts, [row.data for row in rows])
+        self._offer_tools(drafts)
         self._constrain(drafts)
         self._find_adapters(drafts)
         self._check_images(drafts)
@@ -231,6 +243,7 @@ class PromptBuilder:
                 inputs=list(map(_input_of, draft.parts)),
                 num_queries=draft.num_queries,
                 pooling=draft.pooling,
+                form=self._form_of(draft),
             ),
             source=draft.source,
             body=draft.body,
@@ -248,11 +261,27 @@ class PromptBuilder:
         if self._config.chat_template:
             options["chat_template"] = self._config.chat_template
         kwargs = {**self._config.chat_template_kwargs, **(draft.chat_template_kwargs or {})}
+        if draft.form is not None:
+            kwargs["tools"] = draft.form.tools
         if kwargs:
             options["chat_template_kwargs"] = kwargs
         if draft.continue_final:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         return options or None
+
+    def _form_of(self, draft: Draft) -> AnswerForm | None:
+        """Return what the answer may hold beside its text, with all that a parser of answers has to know."""
+        is_read = not self._is_pooling and draft.url != COMPLETIONS_URL
+        may_reason = self._finds_reasoning and is_read
+        if draft.form is None and not may_reason:
+            return None
+        form, own = draft.form or self._plain_form, draft.chat_template_kwargs
+        changes: dict[str, Any] = {}
+        if own or (draft.form is not None and self._plain_form.template_kwargs):
+            changes["template_kwargs"] = {**self._config.chat_template_kwargs, **(own or {})}
+        if not draft.includes_reasoning:
+            changes["hides_reasoning"] = True
+        return msgspec.structs.replace(form, **changes) if changes else form
 
     def _find_adapters(self, drafts: list[Draft]) -> None:
         column = self._config.lora_column
@@ -283,6 +312,28 @@ class PromptBuilder:
             elif self._rules.fetches_links:
                 draft.media = [with_link_passed_on(each) for each in draft.media]
 
+    def _offer_tools(self, drafts: list[Draft]) -> None:
+        """Let a constraint make an answer the calls that its row's choice of tools asks for.
+
+        An engine that takes tools as parameters of requests gets them so, and does the rest.
+        """
+        for draft in drafts:
+            form = draft.form
+            if form is None or draft.failure is not None:
+                continue
+            if self._is_remote:
+                sampling = draft.sampling or self._sampling
+                extra = {**(sampling.extra or {}), **as_parameters(form)}
+                draft.sampling = msgspec.structs.replace(sampling, extra=extra)
+                draft.form = None
+            elif is_forced(form):
+                try:
+                    draft.constraint, draft.constraint_param = constraint_of(form), "tools"
+                except ToolProblem as problem:
+                    draft.fail(
+                        RowProblem(Code.INVALID_PARAMETER, f"tools: {problem}", param="tools")
+                    )
+
     def _constrain(self, drafts: list[Draft]) -> None:
         """Put rows' own constraints in place of the run's. A row whose constraint does not compile fails."""
         for draft in drafts:
@@ -293,6 +344,9 @@ class PromptBuilder:
             if not problem:
                 sampling = draft.sampling or self._sampling
                 draft.sampling = msgspec.structs.replace(sampling, structured=constraint)
+            elif draft.constraint_param == "tools" and self._config.tools_column:
+                message = f"column {self._config.tools_column!r}: a schema of parameters {problem}"
+                draft.fail(RowProblem(Code.INVALID_TOOLS, message))
             elif draft.constraint_param is None:
                 draft.fail(problem_of_column(str(self._config.constraint_column), problem))
             else:
@@ -378,6 +432,8 @@ class PromptBuilder:
         kwargs = self._config.chat_template_kwargs
         if draft.chat_template_kwargs:
             kwargs = {**kwargs, **draft.chat_template_kwargs}
+        if draft.form is not None:
+            kwargs = {**kwargs, "tools": draft.form.tools}
         try:
             draft.text = tokenizer.apply_chat_template(
                 draft.messages or [],
@@ -463,6 +519,7 @@ class PromptBuilder:
                 "add_generation_prompt": True,
                 "bos_token": "",
                 "eos_token": "",
+                "tools": self._config.tools or None,
                 **self._config.chat_template_kwargs,
             }
             process = RenderProcess(

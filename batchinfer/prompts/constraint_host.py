@@ -5,14 +5,12 @@ constraint_process.py starts it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import string
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +20,7 @@ from batchinfer.prompts.limited_process import (
     MEMORY_STATUS,
     limit_memory,
     prepare_timer,
+    present_bytes,
     read_frame,
     restart_timer,
     write_frame,
@@ -47,7 +46,7 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(first, type=ConstraintSetup)
     compiler = Compiler()
-    limit_memory(_present_bytes() + setup.memory_bytes)
+    limit_memory(present_bytes() + setup.memory_bytes)
     prepare_timer()
     write_frame(sys.stdout.buffer, b"ready")
     try:
@@ -58,13 +57,6 @@ def main() -> None:
             write_frame(sys.stdout.buffer, problem.encode(errors="replace"))
     except MemoryError:
         os._exit(MEMORY_STATUS)
-
-
-def _present_bytes() -> int:
-    """Return the bytes of address space that this process has; 64 GiB where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    return 64 << 30
 
 
 class Compiler:

@@ -94,7 +94,7 @@ def read_column(value: Any) -> Constraint | None:
     if value is None or value == "":
         return None
     if isinstance(value, str):
-        value = _decode(value)
+        value = decode_json(value)
     if isinstance(value, list):
         return checked("choice", value)
     if not isinstance(value, dict):
@@ -179,13 +179,18 @@ def problem_of_column(column: str, problem: ConstraintProblem | str) -> RowProbl
 
 
 def _schema(text: str) -> dict[str, Any]:
-    value = _decode(text)
+    value = decode_json(text)
     if not isinstance(value, dict):
         raise ConstraintProblem(f"holds a JSON {json_type(value)}, expected a schema, an object")
     return value
 
 
-def _decode(text: str) -> Any:
+def decode_json(text: str) -> Any:
+    """Return the value that a text of JSON holds.
+
+    Raises:
+        ConstraintProblem: the text is no JSON, is nested too deep, or holds what is no Unicode text.
+    """
     if is_deep(text.encode(errors="replace"), MAX_DEPTH // 2):
         raise ConstraintProblem(f"JSON nested deeper than {MAX_DEPTH // 2} levels")
     try:

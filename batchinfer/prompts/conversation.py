@@ -122,17 +122,17 @@ def _message(item: Any, index: int) -> Message:
                 f"message {index} is from {str(speaker)[:40]!r}, expected a role, or a 'from' of "
                 + ", ".join(SPEAKERS),
             )
+    calls = item.get("tool_calls")
     content = item.get("content")
     if content is None:
         content = item.get("value")
     if content is None:
         content = item.get("text")
     if content is None:
-        if not item.get("tool_calls"):
+        if not calls:
             raise RowProblem(
                 Code.MISSING_CONTENT, f"message {index} ({role}) has no content, expected a text"
             )
-        content = ""
     elif not isinstance(content, str):
         content = _parts(content, index)
     message: Message = {"role": role, "content": content}
@@ -140,7 +140,66 @@ def _message(item: Any, index: int) -> Message:
         for name in EXTRA_FIELDS:
             if item.get(name):
                 message[name] = item[name]
+        if calls:
+            _check_calls(calls, index)
     return message
+
+
+def _check_calls(calls: Any, index: int) -> None:
+    """Refuse earlier calls of tools whose arguments a chat template could not read."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowProblem(
+            Code.INVALID_MESSAGES, f"message {index}: tool_calls, expected a list of objects"
+        )
+    for place, call in enumerate(calls):
+        arguments = _function_of(call).get("arguments")
+        if isinstance(arguments, str) and not isinstance(_parse_arguments(arguments), dict):
+            raise RowProblem(
+                Code.INVALID_MESSAGES,
+                f"message {index}: the arguments of call {place} are {arguments[:60]!r}, expected a JSON object",
+            )
+
+
+def _function_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a call that has its name and arguments: `function`, or the call itself."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
+
+
+def _parse_arguments(text: str) -> Any:
+    if not text.strip():
+        return {}
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def for_template(message: Message) -> Message:
+    """Return a message as chat templates expect it: arguments of calls are objects, as vLLM's server gives them.
+
+    The API has them as text. Templates read earlier reasoning from either of two fields, so both are set.
+    """
+    calls = message.get("tool_calls")
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not calls and not reasoning:
+        return message
+    message = dict(message)
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        message["tool_calls"] = [_with_object(call) for call in calls]
+    return message
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = _function_of(call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return call
+    parsed = _parse_arguments(arguments) if isinstance(arguments, str) else arguments or {}
+    changed = {**function, "arguments": parsed}
+    return {**call, "function": changed} if function is not call else changed
 
 
 def _parts(content: Any, index: int) -> str | list[dict[str, Any]]:
@@ -169,17 +228,19 @@ def _parts(content: Any, index: int) -> str | list[dict[str, Any]]:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as one text. Text parts are joined by line breaks, as chat servers join them."""
+    """Return the content of a message as one text; empty if it has none. Line breaks join text parts, as in servers."""
     content = message["content"]
     if isinstance(content, str):
         return content
+    if content is None:
+        return ""
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def has_images(message: Message) -> bool:
     """Whether a part of the message is an image."""
     content = message["content"]
-    return type(content) is not str and any(part["type"] == IMAGE_PART for part in content)
+    return type(content) is list and any(part["type"] == IMAGE_PART for part in content)
 
 
 def with_texts(messages: list[Message]) -> list[Message]:
@@ -187,12 +248,13 @@ def with_texts(messages: list[Message]) -> list[Message]:
 
     Returns the same list if no content has parts.
     """
-    for message in messages:
-        if type(message["content"]) is not str:
-            return [
-                message if has_images(message) else {**message, "content": text_of(message)}
-                for message in messages
-            ]
+    if any(type(message["content"]) is list for message in messages):
+        return [
+            {**message, "content": text_of(message)}
+            if type(message["content"]) is list and not has_images(message)
+            else message
+            for message in messages
+        ]
     return messages
 
 

@@ -17,6 +17,7 @@ from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.media import read_images, take_images
 from batchinfer.prompts.render_process import MANY_ROWS, RenderProcess
 from batchinfer.prompts.templates import examples_text, named_template
+from batchinfer.prompts.tools import RowTools
 from batchinfer.prompts.types import (
     Code,
     Draft,
@@ -43,13 +44,19 @@ class RowsReader:
         eos_token: Text of the end-of-sequence token. It is removed from the end of text prompts, because a model
             generates nothing useful after it.
         pairs: How the model reads the texts of --pair-columns.
+        finds_calls: Whether calls of tools are found in answers that no constraint makes calls.
 
     Raises:
         ConfigError: options contradict each other, or a template or an example cannot be used.
     """
 
     def __init__(
-        self, config: PromptConfig, *, eos_token: str, pairs: PairForm = PairForm.APART
+        self,
+        config: PromptConfig,
+        *,
+        eos_token: str,
+        pairs: PairForm = PairForm.APART,
+        finds_calls: bool = True,
     ) -> None:
         self._config = config
         self._eos_token = eos_token
@@ -89,6 +96,9 @@ class RowsReader:
         self._examples = self._example_messages() if self._messages_column else []
         self._check_chat_options()
         self._image_columns = list(config.image_columns or [])
+        self._tools = None
+        if config.tools or config.tools_column or config.tool_choice:
+            self._tools = RowTools(config, finds_calls=finds_calls)
         self._keep = [] if config.keep == ["*"] else config.keep
         self._keep_all = config.keep == ["*"]
         self._column = self._messages_column or config.prompt_column
@@ -98,8 +108,14 @@ class RowsReader:
             self._id_position = self._position(config.id_column or ID_FIELD)
             # A template's process gets the whole line, so no column is decoded for it here.
             self._value_position = self._position(self._column or ROW_FIELD)
-            own = (config.lora_column, config.constraint_column, *self._image_columns)
+            own = (
+                config.lora_column,
+                config.constraint_column,
+                config.tools_column,
+                *self._image_columns,
+            )
             self._own_positions = {name: self._position(name) for name in own if name}
+            self._has_own = bool(self._own_positions) or self._tools is not None
             self._pair_positions = [self._position(name) for name in self._pair]
             self._kept_positions = {name: self._position(name) for name in self._keep}
             # Conversations can be long. If only the first turn is sent and --keep does not name the column,
@@ -180,7 +196,7 @@ class RowsReader:
                 }
             if row != draft.row:
                 json_lines.check_place(draft, row)
-            if self._own_positions:
+            if self._has_own:
                 own = {name: found[position] for name, position in self._own_positions.items()}
                 self._fill_own(draft, own, data)
             pair = [found[position] for position in self._pair_positions]
@@ -233,6 +249,9 @@ class RowsReader:
                 draft.constraint = read_column(None if value is _UNSET else value)
             except ConstraintProblem as problem:
                 raise problem_of_column(str(config.constraint_column), problem) from problem
+        if self._tools is not None:
+            tools = columns.get(config.tools_column) if config.tools_column else None
+            draft.form = self._tools.form_of(None if tools is _UNSET else tools)
         for name in self._image_columns:
             value = columns.get(name, _UNSET)
             if value is _UNSET:
@@ -342,6 +361,17 @@ class RowsReader:
                 "--continue-final without a text: needs answers in a messages column",
                 hint="give the beginning of the answer: --continue-final 'Sure, '",
             )
+        tools = "--tools-column" if config.tools_column else "--tools"
+        if (config.tools or config.tools_column) and not self.is_chat:
+            raise ConfigError(
+                f"{tools}: the prompt is plain text, expected a chat, whose template shows tools to the model",
+                hint="add --as-chat, or use --messages-column",
+            )
+        if config.tool_choice not in ("auto", "none", msgspec.UNSET) and config.constraint_column:
+            raise ConfigError(
+                f"--tool-choice {config.tool_choice} with --constraint-column: each decides the answer's form",
+                hint="keep one of them",
+            )
         if config.few_shot and config.prompt_column:
             raise ConfigError(
                 "--few-shot with --prompt-column: a plain column has no answers to show",
@@ -397,7 +427,7 @@ def token_ids(value: Any, subject: str) -> list[int]:
 ROWS = RequestFormat(
     name="rows",
     make_reader=lambda config, _sampling, facts: RowsReader(
-        config, eos_token=facts.eos_token, pairs=facts.pairs
+        config, eos_token=facts.eos_token, pairs=facts.pairs, finds_calls=facts.finds_calls
     ),
     has_own_parameters=False,
 )

@@ -74,6 +74,7 @@ class RequestsReader:
         self._limits = RequestLimits(
             max_n=config.max_n,
             max_logprobs=config.max_logprobs,
+            finds_calls=facts.finds_calls,
             passed_on=facts.own_parameters,
         )
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
@@ -241,6 +242,8 @@ class RequestsReader:
         draft.truncation_side = options.truncation_side
         draft.returns_token_ids = options.returns_token_ids
         draft.priority = options.priority
+        draft.form = options.form
+        draft.includes_reasoning = options.includes_reasoning
         if options.constraint_name:
             draft.constraint = draft.sampling.structured
             draft.constraint_param = options.constraint_name
@@ -279,6 +282,9 @@ def _refuse_row_options(config: PromptConfig) -> None:
         "--constraint-column": config.constraint_column,
         "--lora-column": config.lora_column,
         "--image-column": config.image_columns,
+        "--tools": config.tools,
+        "--tools-column": config.tools_column,
+        "--tool-choice": config.tool_choice,
     }
     for name, value in options.items():
         if value:

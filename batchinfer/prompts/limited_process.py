@@ -11,12 +11,14 @@ on until it is answered or reaches its limit.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import struct
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import IO
 
 from batchinfer.core.errors import ConfigError
@@ -81,6 +83,12 @@ class LimitedProcess:
         """Send a frame to the process, which must be running. Returns its answer; None if it has ended."""
         assert self._process is not None
         return _exchange(self._process, question)
+
+    def stop(self) -> None:
+        """End the process, if it runs."""
+        if self._process is not None:
+            self._end()
+            self._process = None
 
     def note_end(self) -> int:
         """Wait for the end of a process that has closed its pipe, and return its exit status."""
@@ -149,6 +157,13 @@ def limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def present_bytes() -> int:
+    """Return the bytes of address space that this process has; 64 GiB where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return 64 << 30
 
 
 def prepare_timer() -> None:

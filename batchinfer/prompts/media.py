@@ -185,7 +185,7 @@ def take_images(
 
 def _image_parts(message: Message) -> list[Message]:
     content = message["content"]
-    if isinstance(content, str):
+    if not isinstance(content, list):  # a text, or nothing beside calls of tools
         return []
     return [part for part in content if part["type"] == IMAGE_PART]
 
@@ -211,8 +211,8 @@ def _with_open_parts(messages: list[Message], number: int) -> list[Message]:
 
 def _text_of(message: Message) -> str:
     content = message["content"]
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, list):
+        return content or ""
     return "".join(part.get("text", "") for part in content)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.errors import ConfigError, near
-from batchinfer.core.records import Record, Sampling
+from batchinfer.core.records import AnswerForm, Record, Sampling
 from batchinfer.prompts.additions import ADDITIONS
 from batchinfer.prompts.constraints import (
     ConstraintProblem,
@@ -21,6 +21,7 @@ from batchinfer.prompts.constraints import (
     read_structured,
 )
 from batchinfer.prompts.json_lines import json_type
+from batchinfer.prompts.tools import FIELDS, form_of_request, is_forced
 from batchinfer.prompts.types import Code, RowProblem
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "frequency_penalty": (-2, 2, True),
     "repetition_penalty": (0, 1000, False),
 }
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort`."""
 _INT64 = 2**63
 # Range of each parameter that is a whole number: (lowest, highest), both allowed.
 _INTEGERS: dict[str, tuple[int, int]] = {
@@ -64,6 +67,9 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "prompt_logprobs": (0, _INT64 - 1),
     "top_logprobs": (0, _INT64 - 1),
 }
+_CHAT_ONLY = frozenset(
+    {"chat_template_kwargs", "continue_final_message", "reasoning_effort", *FIELDS}
+)
 _BOOLEANS = frozenset({"ignore_eos", "skip_special_tokens", "include_stop_str_in_output"})
 # Values that are accepted even where their parameter is not supported, because they ask for nothing special.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -90,6 +96,8 @@ class RequestLimits(Record, frozen=True, kw_only=True):
     """Largest number of answers to one request (`n`, `best_of`)."""
     max_logprobs: int
     """Largest number of alternative tokens that are reported at each position (`logprobs`, `prompt_logprobs`)."""
+    finds_calls: bool = True
+    """Whether calls of tools are found in answers that no constraint makes calls."""
     passed_on: frozenset[str] = frozenset()
     """Names of further parameters that go to the engine unread (`Sampling.extra`)."""
 
@@ -107,6 +115,10 @@ class RequestOptions(msgspec.Struct):
     """Variables that the chat template gets besides the messages."""
     is_open_ended: bool = False
     """Whether the answer may fill the rest of the model's length, because neither request nor run set `max_tokens`."""
+    includes_reasoning: bool = True
+    """Whether the output line shows the model's reasoning."""
+    form: AnswerForm | None = None
+    """Tools that the answer may call, and the request's choice among them; None if it has no tools."""
     constraint_name: str = ""
     """Parameter that states the request's own constraint; empty if it states none."""
     most_prompt_tokens: int | None = None
@@ -137,11 +149,11 @@ def read_parameters(
     found: dict[str, Any] = {}
     options = RequestOptions()
     for name, value in body.items():
-        if value is None or name in HARMLESS:
-            continue
         if name in limits.passed_on:
-            if value not in _EMPTY:
+            if value not in (None, *_EMPTY):
                 found["extra"] = {**(found.get("extra") or base.extra or {}), name: value}
+            continue
+        if value is None or name in HARMLESS or (is_chat and name in _CHAT_ONLY):
             continue
         if name in _PLAIN:
             found[name] = _PLAIN[name](name, value)
@@ -150,23 +162,49 @@ def read_parameters(
         elif name in _READERS:
             _READERS[name](value, found)
         elif name in _CONSTRAINT_READERS:
-            _read_constraint(name, value, found)
-            options.constraint_name = name if "structured" in found else ""
+            if _read_constraint(name, value, found):
+                options.constraint_name = name
         elif name in ADDITIONS:
             _read_addition(name, value, found, options, base)
-        elif name == "chat_template_kwargs" and is_chat:
-            options.chat_template_kwargs = _object(name, value)
-        elif name == "continue_final_message" and is_chat:
-            options.continue_final = _boolean(name, value)
         elif name == "echo" and not is_chat:
             options.echo = _boolean(name, value)
         elif not _asks_for_nothing(name, value, body):
             raise _unsupported(name)
+    if is_chat:
+        _read_chat(body, options, limits)
     _settle_lengths(found, base, options, is_chat=is_chat)
     _settle_logprobs(found, options, is_chat=is_chat)
     sampling = msgspec.structs.replace(base, **found)
     check_sampling(sampling, limits)
     return sampling, options
+
+
+def _read_chat(body: dict[str, Any], options: RequestOptions, limits: RequestLimits) -> None:
+    """Read the parameters that only chats have."""
+    given = {name: body[name] for name in _CHAT_ONLY if body.get(name) is not None}
+    if "continue_final_message" in given:
+        options.continue_final = _boolean("continue_final_message", given["continue_final_message"])
+    variables = _object("chat_template_kwargs", given.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in given and "reasoning_effort" not in limits.passed_on:
+        variables = _effort(given["reasoning_effort"]) | variables
+    options.chat_template_kwargs = variables or None
+    if "tools" not in limits.passed_on:
+        options.form = form_of_request(given)
+        _check_form(options, limits)
+
+
+def _check_form(options: RequestOptions, limits: RequestLimits) -> None:
+    form = options.form
+    if is_forced(form) and options.constraint_name:
+        raise _invalid(
+            "tool_choice",
+            f"given together with {options.constraint_name}, expected one of the two: each decides the answer's form",
+        )
+    if form is not None and form.tool_choice == "auto" and not limits.finds_calls:
+        raise _invalid(
+            "tool_choice",
+            "auto, the default, but the run has no --tool-call-parser, expected required, none, or a tool's name",
+        )
 
 
 def check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
@@ -276,6 +314,13 @@ def _boolean(name: str, value: Any) -> bool:
     return value
 
 
+def _effort(value: Any) -> dict[str, Any]:
+    """Return the variables of the chat template that `reasoning_effort` sets, as vLLM's server sets them."""
+    if value not in EFFORTS:
+        raise _invalid("reasoning_effort", f"{_show(value)}, expected one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": value, "enable_thinking": value != "none"}
+
+
 def _object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _invalid(name, f"a JSON {json_type(value)}, expected an object")
@@ -306,18 +351,20 @@ def _read_bias(value: Any, found: dict[str, Any]) -> None:
     found["logit_bias"] = {token: float(bias) for token, bias in value.items()} or None
 
 
-def _read_constraint(name: str, value: Any, found: dict[str, Any]) -> None:
+def _read_constraint(name: str, value: Any, found: dict[str, Any]) -> bool:
+    """Read a parameter that may state a constraint. Returns whether it states one."""
     try:
         constraint = _CONSTRAINT_READERS[name](_object(name, value))
     except ConstraintProblem as problem:
         raise _invalid(name, str(problem)) from problem
     if constraint is None:
-        return
+        return False
     if "structured" in found:
         raise _invalid(
             name, "given together with another, expected one of response_format, structured_outputs"
         )
     found["structured"] = constraint
+    return True
 
 
 _CONSTRAINT_READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
@@ -358,7 +405,8 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "logit_bias": _read_bias,
 }
 KNOWN = sorted(
-    {*_PLAIN, *_READERS, *_CONSTRAINT_READERS, *HARMLESS} | {*ADDITIONS, "logprobs", "echo"}
+    {*_PLAIN, *_READERS, *_CONSTRAINT_READERS, *HARMLESS}
+    | {*ADDITIONS, *_CHAT_ONLY, "logprobs", "echo"}
 )
 _INSTEAD = {
     "echo": "for a chat, --keep-prompt repeats the messages; /v1/completions has echo",

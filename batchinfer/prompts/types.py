@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from batchinfer.core.errors import RowError
-from batchinfer.core.records import Failure, Pooling, Record, Request, RowKey, Sampling
+from batchinfer.core.records import AnswerForm, Failure, Pooling, Record, Request, RowKey, Sampling
 from batchinfer.core.tasks import GENERATE, PairForm
 
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -43,6 +43,7 @@ class Code(StrEnum):
     INVALID_MESSAGES = "invalid_messages", "The conversation has no known shape."
     EMPTY_CONVERSATION = "empty_conversation", "The conversation has no user message with text."
     MISSING_CONTENT = "missing_content", "A message has no content."
+    INVALID_TOOLS = "invalid_tools", "The row's tools have no known form, or lack the chosen tool."
     UNKNOWN_ROLE = "unknown_role", "A message's role is missing or unknown."
     UNSUPPORTED_CONTENT = "unsupported_content", "A message holds parts other than text and images."
     NOTHING_TO_CONTINUE = "nothing_to_continue", "No answer's beginning to continue."
@@ -136,6 +137,12 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """Column with the row's own constraint on its answer. Unset if there is none."""
     image_columns: list[str] | msgspec.UnsetType = msgspec.UNSET
     """Columns with the row's images. Unset if there are none."""
+    tools: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    """Tools that answers may call. Unset if there are none."""
+    tools_column: str | msgspec.UnsetType = msgspec.UNSET
+    """Column with the row's own tools, in place of the run's. Unset if there is none."""
+    tool_choice: str | msgspec.UnsetType = msgspec.UNSET
+    """``auto``, ``required``, ``none``, or the name of the tool that every answer calls. Unset means ``auto``."""
     output_format: str = "native"
     """Name of an entry of `batchinfer.formats.FORMATS`."""
     strip: bool = False
@@ -162,6 +169,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
             "--blank-columns": self.blank_columns,
             "--constraint-column": [self.constraint_column] if self.constraint_column else [],
             "--lora-column": [self.lora_column] if self.lora_column else [],
+            "--tools-column": [self.tools_column] if self.tools_column else [],
         }
 
 
@@ -255,6 +263,9 @@ class Draft(msgspec.Struct, gc=False):
     priority: int = 0
     media: list[MediaRef] | None = None
     """Images of the row, in the order in which the prompt has them; None if it has none."""
+    includes_reasoning: bool = True
+    form: AnswerForm | None = None
+    """Tools that the row's answer may call, and its choice among them."""
     is_cut: bool = False
     """Whether the prompt lost tokens because it was too long."""
     second: str | None = None
@@ -337,6 +348,8 @@ class EngineFacts(Record, frozen=True, kw_only=True):
     """Names of request parameters that go to the engine unread."""
     pairs: PairForm = PairForm.APART
     """How the model reads a pair of texts."""
+    finds_calls: bool = True
+    """Whether calls of tools are found in answers that no constraint makes calls."""
 
 
 class RequestFormat(Record, frozen=True, kw_only=True):

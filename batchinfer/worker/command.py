@@ -331,6 +331,11 @@ def prompt_config(options: dict[str, Any]) -> PromptConfig:
     return PromptConfig(**fields)
 
 
+def _budget(options: dict[str, Any]) -> dict[str, Any]:
+    tokens = value_of("thinking_budget", options)
+    return {} if tokens is None else {"thinking_token_budget": tokens}
+
+
 def sampling_config(options: dict[str, Any]) -> Sampling:
     """Make the run's sampling parameters from the options.
 
@@ -343,7 +348,7 @@ def sampling_config(options: dict[str, Any]) -> Sampling:
     names = ("json_schema", "regex", "grammar", "structural_tag")
     sampling = make_sampling(
         fields_of("Sampling", options),
-        value_of("sampling", options),
+        {**value_of("sampling", options), **_budget(options)},
         read_options(
             choices=value_of("choices", options) or [],
             **{name: value_of(name, options) or "" for name in names},

@@ -32,6 +32,7 @@ from batchinfer.prompts import (
     PromptConfig,
     Tokenizer,
     check_run_constraint,
+    check_run_tools,
 )
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
@@ -198,8 +199,8 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
 
     Raises:
         ConfigError: the engine does not know one of the additional sampling parameters, the constraint does not
-            compile, a parameter does not go with speculative decoding, or prompts should be cut and only another
-            program has the tokenizer.
+            compile, nor do the schemas of forced calls, a parameter does not go with speculative decoding, or prompts
+            should be cut and only another program has the tokenizer.
     """
     kind = find_engine(engine.engine)
     if sampling.extra:
@@ -222,6 +223,22 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
                 "--task score: the model embeds texts, so it scores pairs of them",
                 hint="name both columns: --pair-columns query,document",
             )
+    check_run_tools(prompt, sampling, checker_for(engine))
+    if has_budget(sampling) and not (kind.is_remote or may_end_reasoning(engine)):
+        raise ConfigError(
+            "--thinking-budget: without --reasoning-parser the engine does not know what reasoning is",
+            hint="add --reasoning-parser with the parser for your model (docs/tools.md)",
+        )
+
+
+def has_budget(sampling: Sampling) -> bool:
+    """Whether the run limits the tokens of reasoning."""
+    return (sampling.extra or {}).get("thinking_token_budget") is not None
+
+
+def may_end_reasoning(engine: EngineConfig) -> bool:
+    """Whether an option tells the engine with which tokens reasoning ends."""
+    return bool(engine.reasoning_parser or engine.engine_args.get("reasoning_config"))
 
 
 def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
@@ -232,6 +249,8 @@ def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
         pairs=pair_form_of(engine),
         max_images=engine.max_images,
         fetches_links=is_remote(engine),
+        finds_calls=bool(engine.tool_call_parser) or is_remote(engine),
+        finds_reasoning=bool(engine.reasoning_parser),
         own_names=[ANY_NAME] if is_remote(engine) else [*own_names(engine), assumed_name],
     )
 

@@ -15,6 +15,8 @@ from batchinfer import __version__
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
 from batchinfer.core.records import Completion, EngineInfo, Run
 from batchinfer.core.redaction import redact
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.parser_process import check_parsers
 from batchinfer.formats import find_format
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import (
@@ -28,7 +30,7 @@ from batchinfer.ledger.runs import (
 from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
 from batchinfer.storage import Store
 from batchinfer.worker.adapters import assumed_name, identify_adapters
-from batchinfer.worker.config import Environment, WorkerConfig, rules_of
+from batchinfer.worker.config import Environment, WorkerConfig, has_budget, rules_of
 from batchinfer.worker.media import check_media
 from batchinfer.worker.telemetry import Telemetry
 
@@ -82,6 +84,7 @@ class Membership:
             check_same(self.run, self._run_config(None), url=self._store.url)
         self._environment.check_sampling(self.config)
         check_media(self.config.prompt, self.config.limits)
+        check_parsers(self.config.engine, has_budget=has_budget(self.config.sampling))
         self._assumed_name = assumed_name(
             self.config, self.assignment, self._environment.open_store
         )
@@ -203,6 +206,7 @@ class Membership:
             # Most runs trust no remote code. They lack this key, so their fingerprints are those of earlier versions.
             **({"trust_remote_code": trusts} if trusts != trusted else {}),
             **config.engine.pooling_options,
+            **parsers_in(config.engine),
             "job_sha256": assignment.job_sha256,
             "model": config.engine.model or config.engine.engine,
             "model_identity": self._model_identity,
@@ -250,6 +254,15 @@ class Membership:
             "created": int(self._environment.clock.now()),
             **({"base_url": redact(engine.base_url)} if engine.base_url else {}),
         }
+
+
+def parsers_in(engine: EngineConfig) -> dict[str, str]:
+    """Return the names of the parsers, as far as there are any, for the run's configuration."""
+    names = {
+        "tool_call_parser": engine.tool_call_parser,
+        "reasoning_parser": engine.reasoning_parser,
+    }
+    return {key: name for key, name in names.items() if name}
 
 
 def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:

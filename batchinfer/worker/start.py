@@ -26,6 +26,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.engines import Engine
+from batchinfer.engines.answers import AnswerReader
 from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
@@ -126,7 +127,9 @@ class _Start:
             )
             self.limits.watch(self.environment.background, stack, self.environment.stopper)
             try:
-                engine = self.environment.create_engine(self.config.engine)
+                engine = AnswerReader(
+                    self.environment.create_engine(self.config.engine), self.config.engine
+                )
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
                 self._look_for_answers()

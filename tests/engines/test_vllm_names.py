@@ -13,7 +13,14 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines import vllm_names
-from batchinfer.engines.vllm_names import ARGUMENTS, SAMPLING, check_names, listed_names
+from batchinfer.engines.vllm_names import (
+    ARGUMENTS,
+    CALL_PARSERS,
+    REASONING_PARSERS,
+    SAMPLING,
+    check_names,
+    listed_names,
+)
 from making import make_job
 
 MISTAKES = [
@@ -59,7 +66,7 @@ def test_a_machine_without_vllm_refuses_what_is_like_a_known_name_and_warns_of_o
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="compares with vLLM's source")
-@pytest.mark.parametrize("kind", [ARGUMENTS, SAMPLING])
+@pytest.mark.parametrize("kind", [ARGUMENTS, SAMPLING, CALL_PARSERS, REASONING_PARSERS])
 def test_the_list_is_that_of_the_installed_vllm(kind: str) -> None:
     names = {name for name in vllm_names.installed_names(kind) if not name.startswith("_")}
     assert listed_names(kind) == names

@@ -384,7 +384,7 @@ def test_chat_parameters_reach_the_engine(parameters, field, value):
         ({"response_format": "json"}, "invalid_parameter", "response_format"),
         ({"response_format": {"type": "xml"}}, "invalid_parameter", "response_format"),
         ({"response_format": {"type": "json_schema"}}, "invalid_parameter", "response_format"),
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{"type": "function"}]}, "invalid_parameter", "tools"),
         ({"echo": True}, "unsupported_parameter", "echo"),
         ({"audio": {}}, "unsupported_parameter", "audio"),
         ({"continue_final_message": True}, "nothing_to_continue", "continue_final_message"),

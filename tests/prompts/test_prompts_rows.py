@@ -233,7 +233,7 @@ def test_a_message_that_only_calls_tools_needs_no_content():
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
-    assert contents(make({"m": messages}, messages_column="m", turns="all")) == ["u", "", "t"]
+    assert contents(make({"m": messages}, messages_column="m", turns="all")) == ["u", None, "t"]
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ BAD_BODIES = [
     (CHAT, {"messages": TALK, "max_tokens": 5, "max_completion_tokens": 6}, "invalid_parameter"),
     (CHAT, {"messages": TALK, "top_logprobs": 3}, "invalid_parameter"),
     (CHAT, {"messages": TALK, "logprobs": True, "top_logprobs": 21}, "invalid_parameter"),
-    (CHAT, {"messages": TALK, "tools": [{"type": "function"}]}, "unsupported_parameter"),
+    (CHAT, {"messages": TALK, "tools": [{"type": "function"}]}, "invalid_parameter"),
     (CHAT, {"messages": TALK, "stream": True}, "unsupported_parameter"),
     (CHAT, {"messages": TALK, "echo": True}, "unsupported_parameter"),
     (CHAT, {"messages": TALK, "use_beam_search": True, "n": 2}, "unsupported_parameter"),
