@@ -7,6 +7,8 @@
 #   MANIFEST_URL                 a URL or a path here; empty: this worker's share by its rank
 #   WORKER_ARGS                  further options, quoted as on a command line
 #   WORKER_WORDS                 further options as words of bash; `batchinfer launch` sets it
+#
+# With num_nodes above 1, the job's machines run one model together: the first is the worker.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -48,6 +50,11 @@ esac
 arguments=(--model "$MODEL_NAME" --output "$(as_url "$OUTPUT_BUCKET")")
 if [ -n "${DATA_BUCKET:-}" ]; then arguments+=(--job "$(as_url "$DATA_BUCKET")"); fi
 if [ -n "${MANIFEST_URL:-}" ]; then arguments+=(--manifest "$(as_url "$MANIFEST_URL")"); fi
+if [ "${SKYPILOT_NUM_NODES:-1}" -gt 1 ]; then
+  read -r first <<<"$SKYPILOT_NODE_IPS"
+  arguments+=(--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --master-addr "$first")
+  if [ "$SKYPILOT_NODE_RANK" -gt 0 ]; then arguments+=(--headless); fi
+fi
 # xargs splits at blanks and understands quotes, and runs nothing that it reads. The dot keeps
 # the shell from dropping an empty last word.
 words=$(xargs -r printf '%s\n' <<<"${WORKER_ARGS:-}" && echo .) \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -233,3 +234,15 @@ def put_raw(store: Store, key: str, data: bytes) -> None:
     path = Path(store.url) / key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"")
+
+
+def free_ports() -> int:
+    """Return a port of 127.0.0.1 that is free, as the next one is."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port: int = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            return port

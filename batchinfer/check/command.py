@@ -155,7 +155,7 @@ def tell(result: dict[str, Any]) -> None:
 )
 @click.option("--synthetic", type=click.IntRange(1), metavar="N", help="Check with N made-up rows.")
 @price_options
-@run_options(with_look=False, without=("price_per_hour",))
+@run_options(with_look=False, without=("price_per_hour", "headless"))
 @common_options
 def command(**options: Any) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.

@@ -17,6 +17,7 @@ from batchinfer.engines.gpus import (
     choose_parallelism,
     gib,
     memory_per_gpu,
+    whole_model,
 )
 from batchinfer.engines.models import ModelInfo
 
@@ -121,7 +122,7 @@ def ask_for_memory(
             cannot be divided evenly among the GPUs.
     """
     _, gpus = parse_gpu(gpu)
-    plan = choose_parallelism(model, gpus, engine)
+    plan = choose_parallelism(model, gpus * engine.nnodes, whole_model(engine, gpus))
     size = plan.tensor_parallel_size
     weights, cache_per_token = memory_per_gpu(model, engine, size, 1)
     share = engine.gpu_memory_utilization or DEFAULT_UTILIZATION

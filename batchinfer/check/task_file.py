@@ -85,6 +85,7 @@ def check_task_file(path: Path, accelerators: Iterable[str] = ()) -> list[Proble
         *_secrets(task),
         *_mounts(task),
         *_resources(task, list(accelerators)),
+        *_nodes(task),
     ]
     return [
         Problem(level=one.level, area="yaml", message=f"{path}: {one.message}", hint=one.hint)
@@ -291,6 +292,22 @@ def _codes(where: str, recovery: dict[str, Any]) -> Iterator[Problem]:
         yield _warning(
             f"{where}: recover_on_exit_codes lacks {', '.join(map(str, lacking))}",
             f"recover_on_exit_codes: {list(RESTART_STATUSES)}",
+        )
+
+
+def _nodes(task: dict[str, Any]) -> Iterator[Problem]:
+    """Find a number of machines that is none, and a job of several whose command does not bring them together."""
+    count = task.get("num_nodes", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        yield _error(f"num_nodes: {count!r}, expected a whole number from 1")
+        return
+    run = str(task.get("run") or "").lower()
+    is_together = any(name in run for name in ("skypilot_worker.sh", "--nnodes", "worker_nnodes"))
+    if count > 1 and "run" in task and not is_together:
+        yield _warning(
+            f"num_nodes: {count}, but `run` starts the same worker on each machine",
+            "give --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK --master-addr, and --headless on all "
+            "but the first, as scripts/skypilot_worker.sh does; or num_nodes: 1 and --num-jobs for more workers",
         )
 
 

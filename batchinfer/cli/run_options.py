@@ -197,6 +197,26 @@ OPTIONS: tuple[Option, ...] = (
             recorded="recorded",
         ),
         Option(
+            "--nnodes",
+            at_least(1),
+            "Machines that run one model together; see docs/features.md.",
+            default=1,
+        ),
+        Option("--node-rank", at_least(0), "Number of this machine among them, from 0.", default=0),
+        Option("--master-addr", TEXT, "Address of machine 0.", default=""),
+        Option(
+            "--master-port",
+            at_least(1, 65_534),
+            "Port of machine 0; the next one is used, too.",
+            default=29_501,
+        ),
+        Option(
+            "--headless",
+            FLAG,
+            "Run a share of the model for the worker on machine 0: with the same options, and --node-rank 1 or more.",
+            struct="",
+        ),
+        Option(
             "--replicas",
             whole_or("auto", "auto"),
             "Engine processes, or auto: as many as fit.",

@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import (
@@ -25,6 +25,9 @@ from batchinfer.core.records import (
 from batchinfer.core.tasks import PairForm, is_pooling
 from batchinfer.engines import openai_options
 from batchinfer.engines.config import EngineConfig, check_config
+
+if TYPE_CHECKING:
+    from batchinfer.engines.nodes import Leader
 
 UNLIMITED_LENGTH = 2**31 - 1
 """Value of `EngineInfo.max_model_len` for an engine that has no longest sequence."""
@@ -292,6 +295,11 @@ def check_engine(config: EngineConfig) -> EngineKind:
     """
     kind = find_engine(config.engine)
     check_config(config)
+    if config.nnodes > 1 and not kind.needs_model:
+        raise ConfigError(
+            f"--nnodes with --engine {kind.name}: this engine runs on one machine",
+            hint="leave --nnodes out",
+        )
     kind.check_options(config)
     if config.engine_args:
         kind.check_arguments(config.engine_args)
@@ -331,8 +339,12 @@ def own_parameters_of(config: EngineConfig) -> frozenset[str]:
     return frozenset() if kind is None else kind.own_parameters
 
 
-def create_engine(config: EngineConfig) -> Engine:
+def create_engine(config: EngineConfig, nodes: Leader | None = None) -> Engine:
     """Create an engine without opening it. Starts no process, and imports neither vllm nor torch.
+
+    Args:
+        config: The engine's configuration.
+        nodes: Connections to the other machines that run the model, if there are any.
 
     Raises:
         ConfigError: the engine is unknown, its package is not installed, or the configuration cannot work.
@@ -345,7 +357,7 @@ def create_engine(config: EngineConfig) -> Engine:
         return kind.create(config)
     from batchinfer.engines.pool import ProcessPool
 
-    return ProcessPool(config)
+    return ProcessPool(config, nodes)
 
 
 def identify_model(config: EngineConfig) -> str:

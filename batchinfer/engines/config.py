@@ -77,6 +77,14 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     quantization: str | None = None
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int = 1
+    nnodes: int = 1
+    """Number of machines ("nodes") that run the model together."""
+    node_rank: int = 0
+    """Number of this node. Node 0 is the worker, the others only compute."""
+    master_addr: str = ""
+    """Address of node 0."""
+    master_port: int = 29501
+    """Port of node 0 at which vLLM connects the nodes. `batchinfer.engines.nodes` uses the next port."""
     replicas: int | Literal["auto"] = "auto"
     """Number of engine processes. With "auto", each process gets the fewest GPUs that serve the model well, and there
     are as many processes as the GPUs suffice for."""
@@ -181,6 +189,7 @@ def check_config(config: EngineConfig) -> None:
             f"--hf-config-path: {config.hf_config_path} is a URL, expected a folder or a name on the Hub",
             hint="put config.json into the model's folder in the bucket, or copy it to this machine",
         )
+    _check_nodes(config)
     counts = {
         "--tensor-parallel-size": config.tensor_parallel_size,
         "--pipeline-parallel-size": config.pipeline_parallel_size,
@@ -244,6 +253,30 @@ def _check_pooling(config: EngineConfig) -> None:
                 f"{option} with --task {config.task}: only embeddings can be cut",
                 hint="leave it out",
             )
+
+
+def _check_nodes(config: EngineConfig) -> None:
+    """Refuse options of several nodes that contradict each other."""
+    if not 0 <= config.node_rank < config.nnodes:
+        raise ConfigError(
+            f"--node-rank: is {config.node_rank}, expected 0 to {config.nnodes - 1}, below --nnodes"
+        )
+    if config.nnodes == 1:
+        return
+    if not config.master_addr:
+        raise ConfigError(
+            f"--nnodes {config.nnodes} without --master-addr: expected the address of node 0",
+            hint="give it, and the same --master-port, to every node",
+        )
+    if config.replicas not in {1, "auto"}:
+        raise ConfigError("--replicas with --nnodes: several nodes run one replica together")
+    size = (config.tensor_parallel_size or config.nnodes) * config.pipeline_parallel_size
+    if size % config.nnodes:
+        raise ConfigError(
+            f"--tensor-parallel-size x --pipeline-parallel-size: is {size}, expected a multiple of --nnodes "
+            f"{config.nnodes}",
+            hint="every node has the same number of GPUs",
+        )
 
 
 def _check_arguments(config: EngineConfig) -> None:

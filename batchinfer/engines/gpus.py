@@ -88,12 +88,12 @@ def place(config: EngineConfig) -> Placement:
     config = msgspec.structs.replace(config, loras=folders)
     warning_of_length = check_length(config, model)
     gpus = visible_gpus(config.gpus)
-    layout = choose_parallelism(model, gpus, config)
+    layout = choose_parallelism(model, gpus * config.nnodes, whole_model(config, gpus))
     logger.info("%s", layout.explanation)
     for warning in filter(None, (warning_of_length, layout.warning)):
         logger.warning("%s", warning)
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
-    size = layout.tensor_parallel_size * config.pipeline_parallel_size
+    size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     replicas: list[tuple[str, dict[str, str]]] = []
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if is_driver_order(config.gpus) else {}
     for index in range(layout.replicas):
@@ -114,6 +114,20 @@ def place(config: EngineConfig) -> Placement:
             size,
         )
     return Placement(config=config, replicas=replicas, revision=model.revision)
+
+
+def whole_model(config: EngineConfig, gpus: Sequence[Gpu]) -> EngineConfig:
+    """Return the configuration with the one replica that several nodes run together, on all their GPUs by default.
+
+    Args:
+        config: The configuration.
+        gpus: GPUs of one node. Every node has as many.
+    """
+    if config.nnodes == 1:
+        return config
+    total = max(1, len(gpus)) * config.nnodes // config.pipeline_parallel_size
+    size = config.tensor_parallel_size or total
+    return msgspec.structs.replace(config, tensor_parallel_size=size, replicas=1)
 
 
 def choose_parallelism(model: ModelInfo, gpus: Sequence[Gpu], config: EngineConfig) -> Layout:
@@ -167,7 +181,7 @@ def layout_on_cpu(config: EngineConfig) -> Layout:
     """
     size = config.tensor_parallel_size or 1
     replicas = 1 if config.replicas == "auto" else config.replicas
-    cores = os.cpu_count() or 1
+    cores = (os.cpu_count() or 1) * config.nnodes
     if size > 1 and size > cores:
         raise ConfigError(
             f"--tensor-parallel-size: is {size}, but no GPU is visible and this machine has {cores} cores",

@@ -160,9 +160,17 @@ class Inbox:
 
 
 def serve(channel: Channel, inbox: Inbox) -> None:
-    """Load the engine, then answer requests until the worker sends `Close`."""
+    """Load the engine, then answer requests until the worker sends `Close`.
+
+    On a node other than node 0 there are no requests: vLLM on node 0 tells this node what to compute.
+    """
     config = inbox.config()
     if config is None:
+        return
+    if config.node_rank:
+        from batchinfer.engines.vllm_loading import run_node
+
+        run_node(config, inbox)
         return
     kind = find_engine(config.engine)
     engine = kind.create(config)

@@ -50,6 +50,7 @@ from batchinfer.engines.channel import (
 )
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.gpus import Placement, place
+from batchinfer.engines.nodes import Leader
 from batchinfer.engines.replica import Replica
 from batchinfer.engines.restarts import Restarts
 from batchinfer.engines.vllm_loading import MEMORY_ADVICE
@@ -70,6 +71,8 @@ RUNNING_LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 8.0
 # Seconds that `close` waits for replicas to end by themselves if the pool has failed.
 CLOSE_AFTER_FAILURE_SECONDS = 3.0
+# Seconds to wait, after a replica on several machines has ended, for the news that one of the machines has gone.
+NODE_NEWS_SECONDS = 2.0
 # If more seconds than this pass between two checks of the watchdog, this process itself was frozen, perhaps with its
 # machine. The watchdog then does not count these seconds against the engines.
 FROZEN_SECONDS = 5.0
@@ -81,10 +84,12 @@ class ProcessPool:
     Args:
         config: Configuration of every replica. Its `replicas`, `gpus` and parallel sizes decide how many replicas
             there are.
+        nodes: Connections to the other machines that run the model together with this one. None if there are none.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, nodes: Leader | None = None) -> None:
         self.config = config
+        self._nodes = nodes
         self.replicas: list[Replica] = []
         self._selector = selectors.DefaultSelector()
         self._round = 0
@@ -111,11 +116,15 @@ class ProcessPool:
         try:
             placement = place(config)
             self._loaded_config = placement.config
+            if self._nodes is not None:
+                self._nodes.gather(self.config, stop)
             for name, environment in placement.replicas:
                 self._start(name, environment)
             while any(not replica.info for replica in self.replicas):
                 if stop.is_set():
                     raise Interrupted("engine: stopped while it was loading")
+                if self._nodes is not None:
+                    self._nodes.check(EngineLoadError)
                 if time.monotonic() - start > self.config.load_timeout_seconds:
                     self._raise_not_ready()
                 for replica, frames in self._received(0.05):
@@ -247,6 +256,7 @@ class ProcessPool:
                 pause = 0.0 if finished else poll_seconds if hungry else LONGEST_WAIT_SECONDS
                 finished += self._collect(pause)
                 finished += self._check_stalls()
+                self._check_nodes()
                 yield finished
         finally:
             self._abandon()
@@ -261,6 +271,17 @@ class ProcessPool:
         else:
             time.sleep(LONGEST_WAIT_SECONDS)  # all replicas wait for their restart
         self._check_stalls()
+        self._check_nodes()
+
+    def _check_nodes(self, *, patience_seconds: float = 0.0) -> None:
+        """Raise EngineDied if another machine that runs the model has gone. No row in flight is to blame."""
+        if self._nodes is None:
+            return
+        try:
+            self._nodes.check(patience_seconds=patience_seconds)
+        except EngineDied as error:
+            self._failure = error
+            raise
 
     def _send(self, requests: list[Request]) -> list[Completion]:
         """Give requests to the replicas that hold the fewest. Returns failures for requests that cannot be encoded."""
@@ -422,12 +443,14 @@ class ProcessPool:
         """
         # If the engine reported the rows that it was working on, only these may have caused its death. Otherwise every
         # row in flight may have.
+        self._check_nodes(patience_seconds=NODE_NEWS_SECONDS)
         rows = dict(replica.in_flight)
         killed = {key: rows[key] for key in suspects if key in rows} or rows
         self._selector.unregister(replica.channel)
         self.replicas.remove(replica)
         replica.end(0.0)
-        comes_back = self._restarts.ended(
+        # A replica on several machines is only started again together with them, by a new start of the worker.
+        comes_back = self._nodes is None and self._restarts.ended(
             replica.name, replica.environment, num_finished=replica.num_finished
         )
         lost = EngineStats(replicas_lost=0 if comes_back else 1, restarts=1 if comes_back else 0)

@@ -20,12 +20,14 @@ import gc
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.errors import BatchinferError, ConfigError, EngineDied, EngineLoadError
 from batchinfer.core.tasks import is_pooling
+from batchinfer.engines import Stop
 from batchinfer.engines.adapters import (
     asked_slots,
     describe_adapters,
@@ -46,6 +48,8 @@ _MACHINE_ERRORS = frozenset(
     {errno.EAGAIN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
 )
 """Error numbers of the operating system that say that the machine is at fault, and not a path or an option."""
+# Seconds between two looks at vLLM's processes on a node that is not node 0.
+NODE_LOOK_SECONDS = 0.2
 MEMORY_ADVICE = (
     "try a smaller --max-model-len or --max-num-seqs, a larger --tensor-parallel-size, a quantized model, "
     "--cpu-offload-gb, or see with nvidia-smi who else uses the GPU"
@@ -113,6 +117,14 @@ def engine_arguments(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
         values["runner"] = "pooling"
     else:
         values["structured_outputs_config"] = CONSTRAINTS
+    if config.nnodes > 1:
+        values |= {
+            "nnodes": config.nnodes,
+            "node_rank": config.node_rank,
+            "master_addr": config.master_addr,
+            "master_port": config.master_port,
+            "distributed_executor_backend": "mp",
+        }
     if config.loras:
         values |= adapter_arguments(config, is_cpu=is_cpu)
     if is_cpu:
@@ -288,6 +300,38 @@ def failed_inspection(config: EngineConfig, error: Exception) -> BatchinferError
         f"vLLM: the process that inspects the class of the model ended by itself: {reason}",
         hint="the machine may lack memory or processes; start it again",
     )
+
+
+def run_node(config: EngineConfig, stop: Stop) -> None:
+    """Run this node's share of a model until `stop` is set, as `vllm serve --headless` does.
+
+    Raises:
+        ConfigError: vLLM refuses the configuration for this model.
+        EngineLoadError: loading failed.
+        EngineDied: one of vLLM's processes on this node has ended.
+    """
+    is_cpu = prepare_process()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = engine_arguments(config, is_cpu=is_cpu)
+    context = UsageContext.LLM_CLASS
+    vllm_config = create_config(
+        config, lambda: EngineArgs(**arguments).create_engine_config(context, headless=True)
+    )
+    try:
+        executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    except Exception as error:
+        raise failed_load(error) from error
+    executor.start_worker_monitor()
+    try:
+        while not stop.is_set():
+            if executor.is_failed:
+                raise EngineDied("one of vLLM's processes on this node has ended")
+            time.sleep(NODE_LOOK_SECONDS)
+    finally:
+        executor.shutdown()
 
 
 def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:

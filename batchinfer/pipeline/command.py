@@ -42,6 +42,11 @@ _GIVEN = {
     "allow_absolute": False,
     "worker_id": WORKER_ID,
     "steal": True,
+    "nnodes": 1,
+    "node_rank": 0,
+    "master_addr": "",
+    "master_port": 29_501,
+    "headless": False,
 }
 """Parameters of the worker that are no options of `run`, or mean something else there, with `run`'s own values."""
 

@@ -22,9 +22,10 @@ from batchinfer.worker.config import check_together
 
 _SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
 _PROMPT = ("system_prompt", "chat_template", "chat_template_kwargs")
-_LEFT_OUT = ("replicas", "logprobs", "task", "pooling", "dimensions", "normalize")
-"""Options without a use here: a second replica would wait most of the time, log-probabilities are not shown, and only
-texts are generated."""
+_NODES = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
+_LEFT_OUT = ("replicas", "logprobs", "task", "pooling", "dimensions", "normalize", *_NODES)
+"""Options without a use here: a second replica would wait most of the time, log-probabilities are not shown, only texts
+are generated, and the model runs on this machine."""
 _HELP = {
     "revision": "Commit, tag or branch of the model. Default: the latest.",
     "trust_remote_code": "Run code that comes with the model.",

@@ -6,10 +6,12 @@ The worker's other modules are imported only inside the functions that need them
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import fields_of, run_options, value_of
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import BatchinferError, ConfigError, InputError
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from batchinfer.core.prices import Price
     from batchinfer.core.records import Sampling
     from batchinfer.prompts import PromptConfig
-    from batchinfer.worker.config import WorkerConfig
+    from batchinfer.worker.config import Environment, WorkerConfig
 
 _MAX_OPEN_FILES = 65_536
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -88,6 +90,8 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     from batchinfer.worker.progress import MARKED_LINES, progress_for
     from batchinfer.worker.start import run_worker
 
+    if options.get("headless"):
+        return _follow(options)
     show_progress = progress_for(sys.stderr, as_marked_lines=bool(variables.get(MARKED_LINES)))
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
@@ -97,11 +101,50 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         stack.callback(show_progress.close)
         configure = partial(make_config, options, variables)
         config = unless_stopped(outside.background, outside.stopper, configure)
+        if config.engine.nnodes > 1:
+            outside = stack.enter_context(_with_nodes(config.engine, outside))
         service = find_service(config.host, variables) if options["notices"] else None
         if service is not None:
             watcher = watch(service, outside.background, outside.stopper.request)
             stack.callback(watcher.cancel)
         return run_worker(config, outside)
+
+
+def _follow(options: dict[str, Any]) -> dict[str, Any]:
+    """Run a share of another machine's model; see `batchinfer.engines.headless.follow`."""
+    from batchinfer.core.clock import SystemClock
+    from batchinfer.engines.headless import follow
+    from batchinfer.worker.background import Stopper, WhileLoading, install_signal_handlers
+
+    stopper = Stopper(SystemClock(), grace_seconds=options["grace_seconds"])
+    install_signal_handlers(stopper)
+    return follow(engine_config(options), loading=WhileLoading(stopper), stop=stopper)
+
+
+@contextlib.contextmanager
+def _with_nodes(engine: EngineConfig, outside: Environment) -> Iterator[Environment]:
+    """Give the environment of a worker whose model runs on several machines. At the end tell them how it ended."""
+    from batchinfer.engines import check_engine
+    from batchinfer.engines.nodes import Leader
+
+    if engine.node_rank:
+        raise ConfigError(
+            f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
+            hint="add --headless on the other nodes",
+        )
+    check_engine(engine)
+    nodes = Leader(engine)
+    status = 1
+    try:
+        yield dataclasses.replace(
+            outside, create_engine=partial(outside.create_engine, nodes=nodes)
+        )
+        status = 0
+    except BatchinferError as error:
+        status = error.exit_status
+        raise
+    finally:
+        nodes.tell(status)
 
 
 def _raise_file_limit() -> None:

@@ -143,7 +143,8 @@ class Environment:
     background: Background
     open_store: Callable[[str], Store]
     probe: Callable[[Store], Preconditions]
-    create_engine: Callable[[EngineConfig], Engine]
+    create_engine: Callable[..., Engine]
+    """Function that creates the engine from its configuration; `nodes` may be given, as in `engines.create_engine`."""
     load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
     identify_model: Callable[[EngineConfig], str]
     check_sampling: Callable[[WorkerConfig], None]
@@ -205,8 +206,9 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
     kind = find_engine(engine.engine)
     if sampling.extra:
         kind.check_parameters(sampling.extra)
-    if engine.speculation and (sampling.min_p or sampling.logit_bias):
-        name = "min_p" if sampling.min_p else "logit_bias"
+    is_cut = bool(sampling.min_p) and sampling.temperature != 0
+    if engine.speculation and (is_cut or sampling.logit_bias):
+        name = "min_p" if is_cut else "logit_bias"
         raise ConfigError(
             f"--speculative-config: vLLM does not speculate with {name}", hint=f"leave out {name}"
         )

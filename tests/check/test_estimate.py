@@ -215,6 +215,9 @@ TRANSFERS = {**CACHED, "config": {"mount_cached": {"transfers": 4}}}
         ({"file_mounts": {"/o": TRANSFERS}}, "error", "before its output"),
         ({"file_mounts": {"/o": CACHED}}, "warning", "is lost"),
         ({"pool": {"workers": 2}}, "error", "`run` in a pool"),
+        ({"num_nodes": 0}, "error", "num_nodes: 0, expected"),
+        ({"num_nodes": 2}, "warning", "num_nodes: 2, but.*--headless"),
+        ({"num_nodes": 2, "run": "bash scripts/skypilot_worker.sh"}, "", ""),
     ],
 )
 def test_what_skypilot_lets_through_is_found(

@@ -489,6 +489,43 @@ def test_options_of_pools_that_cannot_work_are_refused(
         find_cluster("skypilot").check(plan(options=options))
 
 
+@pytest.mark.parametrize(
+    ("rank", "count", "words"),
+    [
+        (0, 1, []),
+        (0, 2, ["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.7"]),
+        (1, 2, ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.7", "--headless"]),
+    ],
+)
+def test_machines_of_one_job_run_one_model(
+    tmp_path: Path, rank: int, count: int, words: list[str]
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts/skypilot_worker.sh"
+    script.write_text((ROOT / "scripts/skypilot_worker.sh").read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    program = tmp_path / ".venv/bin/batchinfer"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    variables = {
+        "PATH": "/usr/bin:/bin", "MODEL_NAME": "m", "OUTPUT_BUCKET": "s3://b/run", "DATA_BUCKET": "s3://b/job",
+        "SKYPILOT_NUM_NODES": str(count), "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n",
+    }  # fmt: skip
+    done = subprocess.run(["bash", script], env=variables, capture_output=True, check=True)
+    given = done.stdout.decode().split("\0")[:-1]
+    assert given == [
+        "worker",
+        "--model",
+        "m",
+        "--output",
+        "s3://b/run",
+        "--job",
+        "s3://b/job",
+        *words,
+    ]
+
+
 def test_skypilot_says_what_is_missing(clients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(clients))
     cluster = find_cluster("skypilot")

@@ -1,0 +1,107 @@
+"""Two machines that run one model with real vLLM, as two processes on 127.0.0.1: each of them is killed once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core import layout
+from batchinfer.ledger.survey import finished_chunks
+from batchinfer.storage.opening import open_store
+from making import finish_process, free_ports, read_marker, run_process, start_process
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples/demo-model"
+sys.path.insert(0, str(ROOT / "scripts"))
+demo_data = pytest.importorskip("demo_data", reason="scripts/ is part of the checkout")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NUM_ROWS = 360
+SECONDS = 500
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LOADED = (
+    "--model", str(MODEL), "--max-model-len", "256", "--max-num-seqs", "4",
+    "--engine-arg", "kv_cache_memory_bytes=67108864", "--engine-arg", "block_size=32",
+)  # fmt: skip
+
+
+def texts_of(run: str) -> list[str]:
+    store = open_store(run)
+    lines = []
+    for name in sorted(finished_chunks(store)):
+        data = store.get(layout.output_key(read_marker(store, name).output)).data
+        lines += [json.loads(line) for line in data.split(b"\n")[:-1]]
+    assert [line["_row"] for line in lines] == list(range(NUM_ROWS))
+    return [line["choices"][0]["text"] for line in lines]
+
+
+def checkpoints(run: str) -> int:
+    return sum(1 for _ in open_store(run).list(layout.CHECKPOINTS))
+
+
+@pytest.mark.timeout(2400)
+def test_two_machines_answer_as_one_and_end_together(tmp_path: Path) -> None:
+    source, job = tmp_path / "data.jsonl", str(tmp_path / "job")
+    examples = demo_data.draw_examples(NUM_ROWS, seed=7, held_out=True)
+    rows = [{"messages": [{"role": "user", "content": each.prompt}]} for each in examples]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_process(["split", str(source), "--output", job, "--chunk-rows", "60"]).status == 0
+    command = [
+        "worker", "--job", job, "--messages-column", "messages", "--temperature", "0", "--max-tokens", "64",
+        "--checkpoint-seconds", "0.3", "--worker-id", "w0", *LOADED,
+    ]  # fmt: skip
+    alone = [str(tmp_path / "one"), str(tmp_path / "two")]
+    for size, run in enumerate(alone, 1):
+        given = [*command, "--output", run, "--tensor-parallel-size", str(size)]
+        done = finish_process(start_process(given, environment=ONE_THREAD), SECONDS)
+        assert done.status == 0, done.stderr
+
+    run = str(tmp_path / "nodes")
+
+    def start() -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        several = (
+            "--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "127.0.0.1",
+            "--master-port", str(free_ports()),
+        )  # fmt: skip
+        first = [*command, "--output", run, *several]
+        second = ["worker", "--headless", "--node-rank", "1", *LOADED, *several]
+        found = [start_process(each, environment=ONE_THREAD) for each in (first, second)]
+        return found[0], found[1]
+
+    def wait_for_rows(*processes: subprocess.Popen[str]) -> None:
+        before, end = checkpoints(run), time.monotonic() + SECONDS
+        while checkpoints(run) <= before and not finished_chunks(open_store(run)):
+            assert [each.poll() for each in processes] == [None, None]
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    worker, other = start()
+    wait_for_rows(worker, other)
+    other.kill()
+    other.communicate()
+    done = finish_process(worker, 60)
+    assert done.status == 33, done.stderr
+    assert "node 1 of 2" in done.stderr
+
+    worker, other = start()
+    wait_for_rows(worker, other)
+    worker.kill()
+    worker.communicate()
+    gone = finish_process(other, 60)
+    assert (gone.status, "node 0 has gone" in gone.stderr) == (33, True), gone.stderr
+    assert len(finished_chunks(open_store(run))) < NUM_ROWS // 60, "killed too late"
+
+    worker, other = start()
+    done, gone = finish_process(worker, SECONDS), finish_process(other, 60)
+    assert (done.status, gone.status) == (0, 0), done.stderr + gone.stderr
+    assert done.result["rows_resumed"] > 0
+    assert gone.result == {"status": "SUCCESS", "node_rank": 1, "nnodes": 2}
+    answers = texts_of(run)
+    assert answers == texts_of(alone[1])
+    assert answers == texts_of(alone[0])
