@@ -16,7 +16,7 @@ import msgspec
 from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
 from batchinfer.check.task_file import ERROR, Problem
 from batchinfer.cli.options import SectionCommand
-from batchinfer.cli.run_options import run_options, value_of
+from batchinfer.cli.run_options import fields_of, run_options, value_of
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
@@ -27,6 +27,7 @@ from batchinfer.core.prices import Prices, listed_accelerators
 from batchinfer.split.command import parse_delimiter
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.command import engine_config, prompt_config, sampling_config
+from batchinfer.worker.config import Limits
 
 
 def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def make_config(options: dict[str, Any]) -> CheckConfig:
         show=options["show"],
         synthetic=options["synthetic"],
         scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
+        limits=Limits(**fields_of("Limits", options)),
     )
     return msgspec.structs.replace(config, problems=problems)
 
@@ -102,6 +104,11 @@ def tell(result: dict[str, Any]) -> None:
         for bound, count in lengths["histogram"].items():
             bar = "#" * max(1, round(40 * count / most))
             say(f"{'up to ' + bound:>14} {count:>6} {bar}")
+    if images := (result.get("sample") or {}).get("images"):
+        say(
+            f"images: {images['mean']:.3g} a row, of {units.count(round(images['mean_bytes']))} bytes on average, "
+            f"largest {images['largest']}"
+        )
     if "memory" in result:
         say(f"memory: {result['memory']['explanation']}")
     if "estimate" in result:

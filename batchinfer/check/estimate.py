@@ -20,7 +20,7 @@ from batchinfer.core.records import Record
 from batchinfer.ledger.inventory import RunReader
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.runs.overview import overview
-from batchinfer.worker.preview import RenderedRow
+from batchinfer.worker.preview import RenderedRow, ShownImage
 
 RESTART_SECONDS = 600.0
 """Assumed seconds from a preemption until a new machine can begin to load the model.
@@ -74,6 +74,16 @@ def measure_lengths(lengths: Sequence[int]) -> Lengths:
     )
 
 
+class Images(Record, frozen=True, kw_only=True):
+    """Images of the sample rows that can be answered. `largest` is the one with most pixels, as "WIDTH x HEIGHT"."""
+
+    mean: float
+    """Images a row, on average."""
+    mean_bytes: float
+    """Bytes an image, as it is stored, on average."""
+    largest: str
+
+
 class Measured(Record, frozen=True, kw_only=True):
     """What was found when prompts were made from the sample rows: errors by code, and prompt lengths."""
 
@@ -81,6 +91,8 @@ class Measured(Record, frozen=True, kw_only=True):
     rows_error: int
     errors: dict[str, int]
     lengths: Lengths | None
+    images: Images | msgspec.UnsetType = msgspec.UNSET
+    """Unset if no row has an image."""
 
     @classmethod
     def of(cls, rows: list[RenderedRow]) -> Measured:
@@ -98,7 +110,20 @@ class Measured(Record, frozen=True, kw_only=True):
             rows_error=sum(errors.values()),
             errors=errors,
             lengths=measure_lengths(lengths) if lengths else None,
+            images=_measure_images([row.images or [] for row in rows if not row.code]),
         )
+
+
+def _measure_images(rows: list[list[ShownImage]]) -> Images | msgspec.UnsetType:
+    images = [image for row in rows for image in row]
+    if not images:
+        return msgspec.UNSET
+    largest = max(images, key=lambda image: image.width * image.height)
+    return Images(
+        mean=len(images) / len(rows),
+        mean_bytes=sum(image.bytes for image in images) / len(images),
+        largest=f"{largest.width} x {largest.height}",
+    )
 
 
 # --------------------------------------------------------------------------- an earlier run

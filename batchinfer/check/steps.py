@@ -21,7 +21,7 @@ from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.records import Record, Sampling
 from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.models import check_length
+from batchinfer.engines.models import check_length, lacking_torchvision
 from batchinfer.engines.parser_process import check_parsers
 from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
@@ -29,8 +29,9 @@ from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
-from batchinfer.worker.config import check_together, has_budget
+from batchinfer.worker.config import Limits, check_together, has_budget
 from batchinfer.worker.joining import parsers_in
+from batchinfer.worker.media import MediaFetcher, check_media
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
 
 
@@ -62,6 +63,7 @@ class CheckConfig(Record, frozen=True, kw_only=True):
     show: int = 3
     synthetic: int | None = None
     scratch_dir: str | None = None
+    limits: Limits = Limits()
     problems: list[Problem] = []
     """Problems that were found while the command line's options were read."""
 
@@ -148,6 +150,8 @@ class Examination:
                 self.result["model"] = msgspec.to_builtins(self.model)
                 if adapters := identify_adapters(config.engine):
                     self.result["adapters"] = adapters
+                if (problem := lacking_torchvision(config.engine)) is not None:
+                    self._problem(WARNING, "model", problem.message, problem.hint)
                 budget = config.sampling is not None and has_budget(config.sampling)
                 check_parsers(config.engine, has_budget=budget, keeps=False)
                 if warning := check_length(config.engine, self.model):
@@ -321,9 +325,14 @@ class Examination:
                     data.counted.require_in_each_file(option, names)
         rows: list[RenderedRow] = []
         cut = 0
+        with self._step("config"):
+            check_media(config.prompt, config.limits)
+        fetcher = MediaFetcher(config.limits, self.world.open_store)
         for chunk, raw in data.sample:
-            for prepared in builder.build(chunk.name, chunk.first_row, raw):
-                row = rendered(prepared, has_tokenizer=tokenizer is not None)
+            built = builder.build(chunk.name, chunk.first_row, raw)
+            found = fetcher.fetch_all([prepared.media for prepared in built])
+            for prepared, media in zip(built, found, strict=True):
+                row = rendered(prepared, has_tokenizer=tokenizer is not None, media=media)
                 rows.append(row)
                 wanted = prepared.request.sampling.max_tokens if prepared.request else None
                 if row.tokens is not None and wanted and room and row.tokens + wanted > room:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -149,6 +150,26 @@ def _describe(config: EngineConfig) -> ModelInfo:
             hint="give a folder that holds config.json, or a name on the Hub as in Qwen/Qwen3-0.6B",
         )
     return describe_on_hub(config)
+
+
+def lacking_torchvision(config: EngineConfig) -> ConfigError | None:
+    """Return the error for a model that takes images where torchvision is not installed; None for all others.
+
+    Image processors of transformers need torchvision. vLLM only says that the model "failed to be inspected".
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    try:
+        takes_images = describe_model(config).takes_images
+    except BatchinferError:
+        return None
+    if not takes_images:
+        return None
+    return ConfigError(
+        f"--model: {Path(config.model).name} takes images, and the package torchvision is not installed",
+        hint="pip install torchvision, in the version that fits the installed torch; for torch without CUDA "
+        "from https://download.pytorch.org/whl/cpu (docs/images.md)",
+    )
 
 
 def looks_like_path(name: str) -> bool:

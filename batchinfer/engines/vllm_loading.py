@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib.util
 import logging
 import os
 import time
@@ -36,7 +35,7 @@ from batchinfer.engines.adapters import (
     slot_rank,
 )
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
-from batchinfer.engines.models import describe_model
+from batchinfer.engines.models import describe_model, lacking_torchvision
 
 T = TypeVar("T")
 
@@ -352,26 +351,6 @@ def refused_config(config: EngineConfig, error: Exception) -> BatchinferError:
     return ConfigError(
         f"--model: vLLM does not take {Path(config.model).name} with these options: {reason}",
         hint="the options are named in the reason; --engine-arg passes any other of vLLM's",
-    )
-
-
-def lacking_torchvision(config: EngineConfig) -> ConfigError | None:
-    """Return the error for a model that takes images where torchvision is not installed; None for all others.
-
-    Image processors of transformers need torchvision. vLLM only says that the model "failed to be inspected".
-    """
-    if importlib.util.find_spec("torchvision") is not None:
-        return None
-    try:
-        takes_images = describe_model(config).takes_images
-    except BatchinferError:
-        return None
-    if not takes_images:
-        return None
-    return ConfigError(
-        f"--model: {Path(config.model).name} takes images, and the package torchvision is not installed",
-        hint="pip install torchvision, in the version that fits the installed torch; for torch without CUDA "
-        "from https://download.pytorch.org/whl/cpu (docs/images.md)",
     )
 
 

@@ -12,8 +12,8 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from batchinfer.core.errors import (
     StorageError,
 )
 from batchinfer.core.records import Failure, Media
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.prompts import Code, MediaRef, PromptConfig
 from batchinfer.prompts.types import RowProblem
 from batchinfer.storage import Store, check_key, split_bucket, web
@@ -39,7 +40,7 @@ from batchinfer.storage.opening import (
     split_url,
 )
 from batchinfer.worker.background import Background, Pending
-from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.config import Limits
 
 NUM_THREADS = 16
 """Rows whose images are fetched at the same time."""
@@ -58,13 +59,17 @@ class MediaFetcher:
     """The images of a worker's rows.
 
     Args:
-        environment: The outside world. Images are fetched on threads of their own, beside those of its background.
         limits: Limits of the worker.
+        open_store: Function that opens the store at a URL.
+        background: The worker's background, for `fetch`. Images are fetched on threads beside its own.
     """
 
-    def __init__(self, environment: Environment, limits: Limits) -> None:
-        self._environment = environment
+    def __init__(
+        self, limits: Limits, open_store: OpenStore, background: Background | None = None
+    ) -> None:
         self._limits = limits
+        self._open_store = open_store
+        self._background = background
         self._threads: Background | None = None
         self._cache = MediaCache(_CACHE_BYTES)
         self._stores: dict[str, Store] = {}
@@ -73,7 +78,8 @@ class MediaFetcher:
     def fetch(self, refs: list[MediaRef]) -> Pending[list[Media] | Failure]:
         """Begin to fetch the images of one row. The result is a failure if one of them cannot be used."""
         if self._threads is None:
-            self._threads = self._environment.background.beside(NUM_THREADS)
+            assert self._background is not None, "only fetch_now needs no background"
+            self._threads = self._background.beside(NUM_THREADS)
         return self._threads.submit(partial(self.fetch_now, refs))
 
     def fetch_now(self, refs: list[MediaRef]) -> list[Media] | Failure:
@@ -86,6 +92,13 @@ class MediaFetcher:
             return [self._fetch_one(ref, index) for index, ref in enumerate(refs)]
         except RowError as error:
             return Failure(code=error.code, message=error.message)
+
+    def fetch_all(
+        self, rows: Iterable[list[MediaRef] | None]
+    ) -> list[list[Media] | Failure | None]:
+        """Fetch the images of several rows at once, and wait for all. A row without images gets None."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images") as pool:
+            return list(pool.map(lambda refs: self.fetch_now(refs) if refs else None, rows))
 
     def _fetch_one(self, ref: MediaRef, index: int) -> Media:
         try:
@@ -153,7 +166,7 @@ class MediaFetcher:
     def _in_a_store(self, root: str, key: str) -> bytes:
         store = self._stores.get(root)
         if store is None:
-            store = self._stores[root] = self._environment.open_store(root)
+            store = self._stores[root] = self._open_store(root)
         most = self._limits.max_media_bytes
         if (size := store.stat(check_key(key)).bytes) > most:
             raise too_large(f"{size} bytes", most)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from batchinfer.cli.terminal import say
-from batchinfer.core import codec
+from batchinfer.core import codec, units
 from batchinfer.core.errors import BatchinferError
-from batchinfer.core.records import Record, Sampling
+from batchinfer.core.records import Failure, Media, Record, Sampling
 from batchinfer.engines import check_engine, longest_sequence
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.chunk_files import fetch
@@ -27,6 +27,7 @@ from batchinfer.prompts import (
 )
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.config import WorkerConfig, check_sampling, rules_of
+from batchinfer.worker.media import MediaFetcher, check_media
 
 _SHOWN_CHARACTERS = 2000
 _SHOWN_CONSTRAINT = 300
@@ -46,6 +47,23 @@ def show_templates() -> dict[str, Any]:
 # --------------------------------------------------------------------------- --preview
 
 
+class ShownImage(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """An image of a row. Of one that the endpoint fetches only `url` is known."""
+
+    url: str = ""
+    width: int = 0
+    height: int = 0
+    bytes: int = 0
+    type: str = ""
+    sha256: str = ""
+
+    def describe(self) -> str:
+        """Describe the image in a line for people."""
+        if self.url:
+            return f"{self.url} (the endpoint fetches it)"
+        return f"{self.width} x {self.height} pixels, {self.type}, {units.count(self.bytes)} bytes"
+
+
 class RenderedRow(Record, frozen=True, kw_only=True):
     """One row as the engine would get it, or its error.
 
@@ -63,12 +81,25 @@ class RenderedRow(Record, frozen=True, kw_only=True):
     """Adapter that answers the row; unset if the model itself does."""
     constraint: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """Constraint on the row's answer; unset if there is none."""
+    images: list[ShownImage] | msgspec.UnsetType = msgspec.UNSET
+    """The row's images; unset if there are none. Their tokens are not among `tokens`."""
 
 
-def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
-    """Describe one prepared row. The middle of a long text prompt is left out."""
-    if prepared.failure is not None:
-        failure = prepared.failure
+def rendered(
+    prepared: Prepared,
+    *,
+    has_tokenizer: bool,
+    media: list[Media] | Failure | None = None,
+) -> RenderedRow:
+    """Describe one prepared row. The middle of a long text prompt is left out.
+
+    Args:
+        prepared: The row.
+        has_tokenizer: Whether token ids are the model's.
+        media: The row's images, or why they cannot be used; None if there are none.
+    """
+    failure = prepared.failure or (media if isinstance(media, Failure) else None)
+    if failure is not None:
         return RenderedRow(
             row=prepared.row, id=prepared.id, code=failure.code, message=failure.message
         )
@@ -85,6 +116,18 @@ def rendered(prepared: Prepared, *, has_tokenizer: bool) -> RenderedRow:
         prompt=prompt,
         adapter=(request.adapter if request is not None else None) or msgspec.UNSET,
         constraint=(request.sampling.structured if request is not None else None) or msgspec.UNSET,
+        images=[_shown(image) for image in media] if isinstance(media, list) else msgspec.UNSET,
+    )
+
+
+def _shown(image: Media) -> ShownImage:
+    return ShownImage(
+        url=image.url,
+        width=image.width,
+        height=image.height,
+        bytes=len(image.data),
+        type=image.mime,
+        sha256=image.digest,
     )
 
 
@@ -99,6 +142,8 @@ def show_rows(rows: Iterable[RenderedRow]) -> None:
             text = row.prompt if isinstance(row.prompt, str) else codec.encode(row.prompt).decode()
             for line in text.split("\n"):
                 say(line)
+            for number, image in enumerate(row.images or ()):
+                say(f"image {number}: {image.describe()}")
             if row.adapter:
                 say(f"adapter: {row.adapter}")
             if row.constraint:
@@ -160,6 +205,8 @@ def run_preview(
     )
     tokenizer = load_tokenizer(config.engine)
     check_sampling(config)
+    check_media(config.prompt, config.limits)
+    fetcher = MediaFetcher(config.limits, open_store)
     builder = make_preview_builder(
         config.prompt,
         config.sampling,
@@ -179,7 +226,7 @@ def run_preview(
             if len(found) >= count:
                 break
             rows = read_first_rows(chunk, count - len(found), open_store, scratch)
-            found += render(builder, chunk, rows, has_tokenizer=tokenizer is not None)
+            found += render(builder, chunk, rows, fetcher, has_tokenizer=tokenizer is not None)
     finally:
         scratch.close()
     show_rows(found)
@@ -191,10 +238,17 @@ def run_preview(
 
 
 def render(
-    builder: PromptBuilder, chunk: ChunkRef, rows: Sequence[RawRow], *, has_tokenizer: bool
+    builder: PromptBuilder,
+    chunk: ChunkRef,
+    rows: Sequence[RawRow],
+    fetcher: MediaFetcher,
+    *,
+    has_tokenizer: bool,
 ) -> list[RenderedRow]:
-    """Build the prompts of some rows of one chunk, and describe each as the engine would get it."""
+    """Build the prompts of some rows of one chunk, fetch their images, and describe each as the engine would get it."""
+    built = builder.build(chunk.name, chunk.first_row, rows)
+    found = fetcher.fetch_all([prepared.media for prepared in built])
     return [
-        rendered(prepared, has_tokenizer=has_tokenizer)
-        for prepared in builder.build(chunk.name, chunk.first_row, rows)
+        rendered(prepared, has_tokenizer=has_tokenizer, media=media)
+        for prepared, media in zip(built, found, strict=True)
     ]

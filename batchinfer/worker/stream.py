@@ -119,7 +119,7 @@ class RowStream:
         self._building: Pending[list[BuiltRows]] | None = None
         self._is_building_suspects = False
         self._num_building = 0
-        self._media = MediaFetcher(environment, limits)
+        self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._fetching: list[_Fetching] = []
         """Rows with images that are not fetched yet, in order."""
         self._is_fetching_suspects = False

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from batchinfer.check.command import command as check
 from batchinfer.core.errors import BatchinferError, ConfigError, RunMismatch
 from batchinfer.core.records import Failure, Media
 from batchinfer.ledger.survey import finished_chunks
@@ -23,7 +23,8 @@ from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import RetryPolicy
-from batchinfer.worker.config import Environment, Limits
+from batchinfer.worker.command import command as worker
+from batchinfer.worker.config import Limits
 from batchinfer.worker.media import (
     MAX_PIXELS,
     MediaCache,
@@ -32,6 +33,7 @@ from batchinfer.worker.media import (
     look_at_image,
     split_object,
 )
+from fake_endpoint import fake_endpoint, without_certificates
 from making import (
     finish_process,
     make_job,
@@ -60,9 +62,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetcher(**limits: Any) -> MediaFetcher:
-    environment = SimpleNamespace(open_store=open_store, background=None)
-    limits = {"allow_private_urls": True, **limits}
-    return MediaFetcher(cast("Environment", environment), Limits(**limits))
+    return MediaFetcher(Limits(**{"allow_private_urls": True, **limits}), open_store)
 
 
 def fetched(value: Any, **limits: Any) -> list[Media]:
@@ -395,3 +395,64 @@ def test_tables_have_the_images_bytes_back(tmp_path: Path) -> None:
     found = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["image"] for row in found] == [row["image"] for row in rows]
     assert found[1]["text"] == f"row 1 {word(RED, 40)}"
+
+
+def test_preview_and_check_show_images_and_find_broken_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = [as_hub(BLUE), [as_hub(RED), as_hub(BLUE)], as_hub(b"no image"), "a.png"]
+    lines = [json.dumps({"prompt": f"row {i}", "image": value}) for i, value in enumerate(values)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    config = SplitConfig(sources=[str(tmp_path / "in.jsonl")], output=str(tmp_path / "job"))
+    run_split(config, store=open_store(str(tmp_path / "job")))
+    options = ["--image-column", "image", "--as-chat", "--preview", "4"]
+    run_worker_here(tmp_path / "job", tmp_path / "run", *options)
+    shown = capsys.readouterr().err
+    assert f"image 1: 50 x 50 pixels, image/jpeg, {len(BLUE)} bytes" in shown
+    assert "error row: invalid_media" in shown
+    assert "error row: media_forbidden" in shown
+
+    common = ["--engine", "echo", "--prompt-column", "prompt", "--image-column", "image"]
+    found = check.main([str(tmp_path / "in.jsonl"), *common, "--as-chat"], standalone_mode=False)
+    assert found["sample"]["errors"] == {"invalid_media": 1, "media_forbidden": 1}
+    assert found["sample"]["images"]["mean"] == 1.5
+    assert found["sample"]["images"]["largest"] == "50 x 50"
+    assert "images: 1.5 a row" in capsys.readouterr().err
+
+
+def test_an_endpoint_gets_links_as_they_are_and_other_images_as_data_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-a1B2")
+    monkeypatch.setattr("openai.DefaultAsyncHttpxClient", without_certificates())
+    link = "https://example.com/a.png"
+    part = {"type": "image_url", "image_url": {"url": link, "detail": "low"}}
+    rows = [
+        {"m": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]},
+        {"m": "What now?", "image": as_hub(BLUE)},
+        {"m": "And now?", "image": as_hub(b"no image")},
+    ]
+    with fake_endpoint() as endpoint:
+        make_job(
+            tmp_path / "job",
+            rows=3,
+            per_chunk=3,
+            make_row=lambda index: {"image": None, **rows[index]},
+        )
+        worker.main(
+            [
+                *("--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")),
+                *("--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"),
+                *("--messages-column", "m", "--image-column", "image"),
+            ],
+            standalone_mode=False,
+        )
+        contents = [body["messages"][0]["content"] for body in endpoint.bodies]
+    assert [part, {"type": "text", "text": "What?"}] in contents
+    data_url = as_data_url(BLUE, "image/jpeg")
+    sent = {"type": "image_url", "image_url": {"url": data_url}}
+    assert [sent, {"type": "text", "text": "What now?"}] in contents
+    assert not any("And now?" in str(content) for content in contents)
+    errors = [line["error"] and line["error"]["code"] for line in answers(tmp_path / "run")]
+    assert errors == [None, None, "invalid_media"]
