@@ -302,6 +302,10 @@ class PromptBuilder:
             if self._is_pooling:
                 problem = "the row has images, expected texts: the run's task takes no images"
                 draft.fail(RowProblem(Code.UNSUPPORTED_CONTENT, problem))
+            elif draft.most_prompt_tokens is not None:
+                name = "truncate_prompt_tokens"
+                problem = f"{name}: a prompt with images cannot be cut"
+                draft.fail(RowProblem(Code.INVALID_PARAMETER, problem, param=name))
             elif most is not None and len(draft.media) > most:
                 draft.fail(
                     RowProblem(

@@ -185,6 +185,16 @@ def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
     assert prepared.media == [AT_A]
 
 
+def test_a_prompt_with_images_is_not_cut() -> None:
+    builder = PromptBuilder(PromptConfig(request_format="openai-batch"), Sampling(), 0, None, None)
+    line = json.loads(batch_line([text("What?"), {"type": "image", "url": AT_A.place}]))
+    line["body"]["truncate_prompt_tokens"] = 5
+    [prepared] = builder.build("part-00000", 0, [RawRow(0, json.dumps(line).encode())])
+    assert prepared.failure is not None
+    assert prepared.failure.code == "invalid_parameter"
+    assert prepared.param == "truncate_prompt_tokens"
+
+
 def test_links_are_passed_on_to_an_engine_that_fetches_them() -> None:
     row = {"q": "What?", "image": [AT_A.place, as_base64(RED), "s3://b/c.png"]}
     rules = EngineRules(fetches_links=True)
