@@ -42,6 +42,15 @@ class SourceFile(Record, frozen=True, kw_only=True):
     rows: Count
     digest: str = ""
     """sha256 of the file's content (JSON Lines, CSV) or footer (parquet), to notice that the file has changed."""
+    crc32: str | msgspec.UnsetType = msgspec.UNSET
+    """CRC-32 of a parquet file's bytes, 8 hexadecimal digits. Only for files on the machine that made the job: others
+    would have to be fetched twice."""
+
+    def is_same_as(self, other: SourceFile) -> bool:
+        """Whether two files have the same content, by all that is known of both. Their names do not matter."""
+        if (self.bytes, self.rows, self.digest) != (other.bytes, other.rows, other.digest):
+            return False
+        return not self.crc32 or not other.crc32 or self.crc32 == other.crc32
 
 
 class Source(Record, frozen=True, kw_only=True):

@@ -62,7 +62,7 @@ class DataSet:
 
     def __init__(self, sources: list[str], job: str, open_store: OpenStore) -> None:
         self.sources = sources
-        self.counted = count_sources(sources, choice=ColumnChoice())
+        self.counted = count_sources(sources, choice=ColumnChoice(), with_checksums=True)
         self.counted.check_apart(job)
         self._job = job
         self._open_store = open_store

@@ -115,7 +115,9 @@ class WorkFolder:
         """
         config = self.config
         choice = ColumnChoice()
-        counted = count_sources(config.sources, choice=choice, delimiter=config.delimiter)
+        counted = count_sources(
+            config.sources, choice=choice, delimiter=config.delimiter, with_checksums=True
+        )
         counted.check_apart(config.dest)
         options = options | recognise(counted.columns, options)
         options |= self._as_chat(options, world)

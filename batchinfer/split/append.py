@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ from batchinfer.split.command import (
 )
 from batchinfer.split.job_writer import JobWriter, replace_manifests
 from batchinfer.split.source_files import parse_hub_url
-from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources
+from batchinfer.split.sources import ColumnChoice, CountedSources, count_sources, source_file
 from batchinfer.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,9 @@ def run_append(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     job = decode_job(data, store.url)
     _check_job(config, job)
     choice = ColumnChoice(columns=config.columns, id_column=job.id_column)
-    counted = count_sources(config.sources, choice=choice, delimiter=config.delimiter)
+    counted = count_sources(
+        config.sources, choice=choice, delimiter=config.delimiter, with_checksums=True
+    )
     counted.check_apart(config.output)
     new = new_files(counted, job)
     num_known = _say_left_out(counted, job)
@@ -100,15 +103,15 @@ def run_append(config: SplitConfig, *, store: Store) -> dict[str, Any]:
 def new_files(counted: CountedSources, job: Job) -> CountedSources:
     """Return the sources without the files that the job has already. Their rows get the numbers after the job's.
 
-    Files are compared by size, number of rows and digest.
+    Files are compared by size, number of rows and checksums.
 
     Raises:
         InputError: A file has another content than when it became a part of the job, so that rows of it may be in the
             job already.
     """
-    known = _known_files(job)
-    addresses = {_address(file.url) for file in known.values()}
-    new = counted.only(lambda item: _content(item) not in known, first_row=job.rows)
+    known = _KnownFiles(job)
+    addresses = {_address(file.url) for file in known.files}
+    new = counted.only(lambda item: known.find(item) is None, first_row=job.rows)
     for item in new.files:
         url = redact(item.found.url)
         if item.rows and _address(url) in addresses:
@@ -127,8 +130,9 @@ def complete_manifests(store: Store) -> None:
 
 def has_files_of(job: Job, counted: CountedSources) -> bool:
     """Whether the sources have all of the job's files with rows. False for a job made with --limit."""
-    there = {_content(item) for item in counted.files}
-    return job.limit is None and all(key in there for key in _known_files(job) if key[1])
+    there = _KnownFiles(counted)
+    known = _KnownFiles(job).files
+    return job.limit is None and all(there.has(file) for file in known if file.rows)
 
 
 def refuse_other_columns(job: Job, counted: CountedSources) -> None:
@@ -139,32 +143,44 @@ def refuse_other_columns(job: Job, counted: CountedSources) -> None:
         )
 
 
-_Content = tuple[int, int, str]
+class _KnownFiles:
+    """The files of a job or of sources, by their content."""
 
+    def __init__(self, whole: Job | CountedSources) -> None:
+        self.files = [file for source in whole.sources for file in source.files]
+        self._by_digest: defaultdict[str, list[SourceFile]] = defaultdict(list)
+        for file in self.files:
+            self._by_digest[file.digest].append(file)
 
-def _content(item: CountedFile) -> _Content:
-    """Return the size, the number of rows and the digest of a file."""
-    return item.found.bytes, item.rows, item.digest
+    def find(self, item: CountedFile) -> SourceFile | None:
+        """Return a file with the content of this one; None if there is none."""
+        return self._find(source_file(item))
 
+    def has(self, file: SourceFile) -> bool:
+        """Whether a file has the content of this one."""
+        return self._find(file) is not None
 
-def _known_files(job: Job) -> dict[_Content, SourceFile]:
-    return {
-        (file.bytes, file.rows, file.digest): file
-        for source in job.sources
-        for file in source.files
-    }
+    def _find(self, wanted: SourceFile) -> SourceFile | None:
+        found = self._by_digest[wanted.digest]
+        return next((file for file in found if file.is_same_as(wanted)), None)
 
 
 def _say_left_out(counted: CountedSources, job: Job) -> int:
     """Log which files are left out because the job has them. Returns their number."""
-    known = _known_files(job)
-    left_out = [item for item in counted.files if item.rows and _content(item) in known]
-    for item in left_out:
-        url, there = redact(item.found.url), known[_content(item)].url
-        if url != there:
-            logger.warning("%s: has the same content as %s in the job; it is left out", url, there)
+    known = _KnownFiles(job)
+    left_out = [
+        (item, there)
+        for item in counted.files
+        if item.rows and (there := known.find(item)) is not None
+    ]
+    for item, there in left_out:
+        url = redact(item.found.url)
+        if url != there.url:
+            logger.warning(
+                "%s: has the same content as %s in the job; it is left out", url, there.url
+            )
     if left_out:
-        names = ", ".join(redact(item.found.url) for item in left_out[:_MAX_SHOWN])
+        names = ", ".join(redact(item.found.url) for item, _ in left_out[:_MAX_SHOWN])
         more = ", …" if len(left_out) > _MAX_SHOWN else ""
         logger.info(
             "%s in the job already, and left out: %s%s",

@@ -36,6 +36,8 @@ class CountedFile(Record, frozen=True, kw_only=True):
     (0, 0) in CSV."""
     digest: str
     """sha256 of the decompressed content (JSON Lines, CSV) or of the footer (parquet)."""
+    crc32: str = ""
+    """CRC-32 of a local parquet file, 8 hexadecimal digits; "" for others, or if it was not asked for."""
     byte_columns: list[str] = []
     """Columns whose values are bytes or contain bytes. Bytes become base64 text in the rows."""
     delimiter: str = ","

@@ -21,7 +21,7 @@ import msgspec
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record
+from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, SourceFile
 from batchinfer.storage import Store
 
 if TYPE_CHECKING:
@@ -94,7 +94,11 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         return run_append(config, store=store)
     choice = ColumnChoice(columns=config.columns, id_column=config.id_column)
     counted = count_sources(
-        config.sources, choice=choice, limit=config.limit, delimiter=config.delimiter
+        config.sources,
+        choice=choice,
+        limit=config.limit,
+        delimiter=config.delimiter,
+        with_checksums=True,
     )
     counted.check_apart(config.output)
     first, num_chunks = config.first_rows or 0, config.num_chunks
@@ -108,7 +112,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
     if config.overwrite:
         refuse_newer(store)
     elif (existing := read_job(store, hint=_made_anew(config))) is not None:
-        is_all = _contents(existing) == _contents(draft)
+        is_all = _have_same_files(existing, draft)
         _check_same(existing if is_all else _first_part(existing), draft, config)
         logger.info(
             "%s: finished before with the same sources and shape, nothing changed", config.output
@@ -249,11 +253,11 @@ def _draft_job(config: SplitConfig, counted: CountedSources, num_chunks: int | N
 def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
     """Raise InputError unless `existing` is the job that this split would make.
 
-    Files are compared by size, number of rows and digest, not by name.
+    Files are compared by size, number of rows and checksums, not by name.
     If no option says the size of chunks, any size will do.
     """
     differences = []
-    if _contents(existing) != _contents(wanted):
+    if not _have_same_files(existing, wanted):
         differences.append("the source's files")
     names = ["rows", "columns", "shape", "num_workers", "id_column", "group_by", "compression"]
     if config.num_chunks is None and config.chunk_rows is None:
@@ -299,8 +303,12 @@ def _first_part(job: Job) -> Job:
     )
 
 
-def _contents(job: Job) -> list[tuple[int, int, str]]:
-    return [(file.bytes, file.rows, file.digest) for source in job.sources for file in source.files]
+def _have_same_files(job: Job, other: Job) -> bool:
+    """Whether the files of two jobs are the same, in the same order."""
+    files, others = (
+        [file for source in each.sources for file in source.files] for each in (job, other)
+    )
+    return len(files) == len(others) and all(map(SourceFile.is_same_as, files, others))
 
 
 def _shown(value: Any) -> str:

@@ -31,6 +31,7 @@ from batchinfer.storage.opening import fsspec_options, local_path, open_store, s
 
 MAGIC_PARQUET = b"PAR1"
 _READ_AHEAD_BYTES = 4 << 20
+_CHECKSUM_BLOCK_BYTES = 1 << 20
 _STAMP_KEYS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "updated")
 """Keys in fsspec's descriptions of files whose values change with the file's bytes, the most reliable first."""
 _REFUSED_STATUS = (401, 403)
@@ -49,6 +50,15 @@ class FoundFile(NamedTuple):
     url: str
     bytes: int
     stamp: str
+
+
+def crc32_of(found: FoundFile) -> str:
+    """Return the CRC-32 of a local file's bytes, 8 hexadecimal digits. It is read as a whole."""
+    value = 0
+    with reading(found.url), open_binary(found) as file:
+        while block := file.read(_CHECKSUM_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
 
 
 def is_local(url: str) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Record, Source, SourceFile
 from batchinfer.core.redaction import redact
-from batchinfer.split import finding
+from batchinfer.split import finding, source_files
 from batchinfer.split.blocks import (
     OWN_FIELDS,
     ColumnChoice,
@@ -173,6 +173,7 @@ def count_sources(
     choice: ColumnChoice,
     limit: int | None = None,
     delimiter: str = "",
+    with_checksums: bool = False,
 ) -> CountedSources:
     """Find and count every SOURCE argument. Read-only.
 
@@ -181,6 +182,7 @@ def count_sources(
         choice: The columns to keep, and the column whose values become `_id`.
         limit: Largest number of rows to take. Files that lie wholly beyond it are not counted.
         delimiter: Character between the fields of CSV files; "" to find it.
+        with_checksums: Whether local parquet files are read as a whole, to notice any change.
 
     Raises:
         ConfigError: A delimiter is given, and no source is CSV.
@@ -196,7 +198,10 @@ def count_sources(
         for found in located.files:
             if limit is not None and rows >= limit:
                 break
-            counted.append(_count(found, located.format, delimiter))
+            item = _count(found, located.format, delimiter)
+            if with_checksums and item.format == "parquet" and source_files.is_local(found.url):
+                item = msgspec.structs.replace(item, crc32=source_files.crc32_of(found))
+            counted.append(item)
             rows += counted[-1].rows
         _warn_about_names(counted, located.format)
         files += counted
@@ -205,7 +210,7 @@ def count_sources(
             Source(
                 url=redact(argument),
                 format=_format_of(counted, located.format),
-                files=[_source_file(item) for item in counted],
+                files=[source_file(item) for item in counted],
                 revision=located.revision,
             )
         )
@@ -293,9 +298,14 @@ def _note_delimiters(files: list[CountedFile]) -> None:
                 return
 
 
-def _source_file(item: CountedFile) -> SourceFile:
+def source_file(item: CountedFile) -> SourceFile:
+    """Return a file as job.json describes it."""
     return SourceFile(
-        url=redact(item.found.url), bytes=item.found.bytes, rows=item.rows, digest=item.digest
+        url=redact(item.found.url),
+        bytes=item.found.bytes,
+        rows=item.rows,
+        digest=item.digest,
+        crc32=item.crc32 or msgspec.UNSET,
     )
 
 

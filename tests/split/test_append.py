@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -328,6 +329,37 @@ class TestWhatCannotBeAppended:
         assert (result["rows_appended"], result["files_left_out"]) == (2, 1)
         assert f"{copy}: has the same content as {new} in the job" in caplog.text
         assert chunk_rows(job)[-1]["_row"] == 64
+
+    def test_a_value_of_the_same_length_is_a_change(self, tmp_path: Path) -> None:
+        """Size and footer of such a parquet file are the same as before."""
+        words = ["apple", "grape", "lemon", "zebra"]
+        rows = [{"prompt": words[index % 4], "n": index} for index in range(40)]
+        source = parquet(tmp_path / "a.parquet", rows)
+        split(source, tmp_path / "job", num_chunks=4)
+        before = contents(tmp_path / "job")
+        assert split(source, tmp_path / "job", num_chunks=4)["status"] == "unchanged"
+        rows[5]["prompt"], rows[6]["prompt"] = rows[6]["prompt"], rows[5]["prompt"]
+        size = source.stat().st_size
+        footer = pq.read_metadata(source).to_dict()
+        parquet(source, rows)
+        assert (source.stat().st_size, pq.read_metadata(source).to_dict()) == (size, footer)
+        with pytest.raises(InputError, match="differs in the source's files"):
+            split(source, tmp_path / "job", num_chunks=4)
+        with pytest.raises(InputError, match="has changed since its rows became a part"):
+            append(source, to=tmp_path / "job")
+        assert contents(tmp_path / "job") == before
+        other = source.rename(tmp_path / "b.parquet")
+        assert append(other, to=tmp_path / "job")["rows_appended"] == 40
+
+    def test_a_job_of_an_earlier_version_has_footers_only(self, old: Path, tmp_path: Path) -> None:
+        job = tmp_path / "job"
+        split(old, job, num_chunks=4)
+        text = (job / "job.json").read_text()
+        plain = re.sub(r',\s*"crc32": "[0-9a-f]{8}"|"crc32": "[0-9a-f]{8}",\s*', "", text)
+        assert plain != text
+        overwrite(LocalStore(job), layout.JOB_KEY, plain.encode())
+        assert split(old, job, num_chunks=4)["status"] == "unchanged"
+        assert append(old, to=job)["rows_appended"] == 0
 
     def test_a_file_that_has_changed_is_refused(self, old: Path, tmp_path: Path) -> None:
         split(old, tmp_path / "job")
