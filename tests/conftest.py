@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -58,14 +59,50 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 LONGEST = (
     "test_worker_vllm",
     "test_engine_vllm",
-    "test_skypilot",
-    "test_simulation",
     "test_request_matrix_vllm",
+    "test_skypilot",
+    "test_features_vllm",
+    "test_pooling_vllm",
+    "test_python_examples",
+    "test_simulation",
+    "test_playground_vllm",
     "test_chaos",
+    "test_run",
 )
+
+# Modules that go to the process of another one, whose engine they share.
+TOGETHER = {
+    "test_formats_vllm": "test_engine_vllm",
+    "test_tokenizers_vllm": "test_engine_vllm",
+    "test_cookbook": "test_request_matrix_vllm",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest modules first. With `--dist loadfile` one process runs all tests of a module."""
+    """Put the longest modules first, and those that share an engine one after the other."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+    def place_of(item: pytest.Item) -> int:
+        name = item.path.stem
+        return places.get(TOGETHER.get(name, name), len(LONGEST))
+
+    items.sort(key=place_of)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, give modules to processes in the order above, those that share an engine to the same one.
+
+    xdist itself begins with the modules of the most tests.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = str(super()._split_scope(nodeid))
+            name = Path(module).stem
+            return TOGETHER.get(name, name if name in TOGETHER.values() else module)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)

@@ -6,11 +6,9 @@ import gzip
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -539,40 +537,3 @@ class TestWhatStopsIt:
         capsys.readouterr()
         assert run(source, "-o", dest, "--retry-errors") == 0
         assert last(capsys)[0]["worker"]["request_count"] == 1
-
-
-@pytest.mark.chaos
-class TestKills:
-    COMMAND = ("--engine", "echo", "--echo-latency-seconds", "0.02", "--max-num-seqs", "8")
-
-    def start(self, rows: Path, dest: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "batchinfer", "run", rows, "-o", dest,
-             "--checkpoint-seconds", "0.2", *self.COMMAND],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def test_killed_at_any_instant_it_ends_with_the_same_bytes(self, tmp_path: Path) -> None:
-        many = [{"text": f"row {index} " + "y " * (index % 11)} for index in range(400)]
-        rows = write_lines(tmp_path / "rows.jsonl", many)
-        undisturbed = tmp_path / "undisturbed.parquet"
-        started = time.monotonic()
-        assert self.start(rows, undisturbed).wait(timeout=120) == 0
-        whole = time.monotonic() - started
-        chance = random.Random(7)
-        kills, number = 0, 0
-        while kills < 30:
-            number += 1
-            dest = tmp_path / f"killed-{number}.parquet"
-            status = None
-            while status != 0:
-                child = self.start(rows, dest)
-                try:
-                    status = child.wait(timeout=chance.uniform(0.1, whole) if kills < 30 else 120)
-                except subprocess.TimeoutExpired:
-                    os.kill(child.pid, signal.SIGKILL)
-                    child.wait()
-                    kills += 1
-                else:
-                    assert status == 0
-            assert dest.read_bytes() == undisturbed.read_bytes()
