@@ -16,10 +16,10 @@ SEEDS ?= 3000
 KILLS ?= 60
 FREEZES ?= 10
 
-.PHONY: help setup demo test check bench simulate chaos docs
+.PHONY: help setup demo test check bench simulate simulate-scale chaos docs
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## make .venv/ (vLLM for CPU, test tools) and, for tests, .venv-sky/ (SkyPilot) and .venv-onnx/
 	@bash scripts/setup.sh --extras cpu,dev
@@ -57,6 +57,9 @@ endif
 
 simulate: setup ## the real worker on simulated time, storage and failures, SEEDS of them
 	PYTHONPATH=tests $(PY) -m simulation --seeds $(SEEDS) $(ARGS)
+
+simulate-scale: setup ## a thousand workers on simulated time: makespan, requests, dollars; ARGS="--workers 100" for fewer
+	PYTHONPATH=tests $(PY) -m simulation.scale $(ARGS)
 
 chaos: setup ## real workers over S3 on loopback, killed and frozen: KILLS and FREEZES of them
 	cd tests && ../$(PY) -m chaos.campaign --kills $(KILLS) --freezes $(FREEZES) $(ARGS)

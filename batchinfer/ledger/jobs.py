@@ -200,6 +200,11 @@ def chunk_key(job: Job, chunk: Chunk) -> str:
     return layout.chunk_file(chunk.name, job.compression, chunk.nonce or "")
 
 
+def _chunk_keys(job: Job) -> set[str]:
+    """Return the keys of the files of all chunks of a job."""
+    return {chunk_key(job, chunk) for chunk in job.chunks}
+
+
 def manifest_chunks(job: Job) -> dict[str, list[Chunk]]:
     """Return the chunks of every manifest of a job, by the manifest's key: all.txt and one for each worker. Pure.
 
@@ -305,7 +310,7 @@ def read_assignment(
         (manifest, line) for manifest in manifests for line in _read_lines(manifest, open_store)
     ]
     if found is not None and base:
-        if {line for _, line in lines} - {chunk_key(found[0], chunk) for chunk in found[0].chunks}:
+        if not _chunk_keys(found[0]).issuperset(line for _, line in lines):
             found = load_job(base, open_store) or found  # chunks were appended meanwhile, perhaps
         lines = _with_appended(lines, manifests, found[0], open_store(base).url, open_store)
     if not lines:

@@ -7,6 +7,8 @@ of the claim's owner.
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -20,7 +22,14 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Largest number of chunks that are looked up one by one. More chunks are looked up in a listing."""
+"""Largest number of neighbours that are looked up one by one. More of them are looked up in a listing."""
+_MOST_SINGLES = 5
+"""Times `_FEW`: largest number of chunks without many neighbours that are looked up one by one."""
+_NEIGHBOUR_DIGITS = 3
+"""Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
+MOST_SAMPLED = 64
+"""Largest number of claims that are read of a sample. Workers that each read the claims of all others would send the
+square of their number of requests."""
 
 
 class Survey(NamedTuple):
@@ -36,19 +45,32 @@ class Survey(NamedTuple):
     """Chunks that have no claim."""
 
 
+def neighbours_of(name: str) -> str:
+    """Return what the names of a chunk and its neighbours begin with: up to a thousand of a job's chunks share it.
+
+    >>> neighbours_of("part-04711"), neighbours_of("part-0104711")
+    ('part-04', 'part-0104')
+    """
+    return name[: max(0, len(name) - _NEIGHBOUR_DIGITS)]
+
+
 def finished_chunks(store: Store) -> dict[str, int]:
     """Return every chunk that has a marker, with the highest generation of its markers. See `newest_markers`."""
     return {name: marker.generation for name, marker in newest_markers(store).items()}
 
 
-def newest_markers(store: Store) -> dict[str, SeenMarker]:
+def newest_markers(store: Store, beginning: str = "") -> dict[str, SeenMarker]:
     """Return every chunk that has a marker, with the newest of its markers, from one listing of outputs/.
 
     A marker does not count if it is too short to be whole, or if its chunk has no output.
+
+    Args:
+        store: The run's store.
+        beginning: What the chunks' names begin with; others are not listed.
     """
     found: dict[str, SeenMarker] = {}
     outputs: set[str] = set()
-    for info in store.list(layout.OUTPUTS):
+    for info in store.list(layout.OUTPUTS + beginning):
         marker = layout.parse_marker(info.key)
         if marker is None:
             outputs.update(layout.chunks_of_output(info.key))
@@ -80,6 +102,7 @@ def look_at_owners(
     *,
     own: Collection[str] = (),
     listed: Collection[ChunkRef] = (),
+    sample: Collection[str] = (),
 ) -> Survey:
     """Find out which chunks are done, and which workers hold claims of the other chunks.
 
@@ -90,24 +113,31 @@ def look_at_owners(
         own: Names of the chunks in `generations` that this worker itself has open. Their claims are not read.
         listed: The chunks in `generations` that no job.json describes. Another file may have the same name as one of
             these, so a marker is read to see whether it was written for this file.
+        sample: The chunks in `generations` of which only some claims are read, if many of them have one. The others are
+            in no field then. They are sorted by preference.
     """
-    done = _done(store, generations)
+    places = _Places(generations)
+    done = places.done(store, generations)
     for ref in listed:
         if ref.name in done and not has_own_marker(store, ref, ref.generation):
             done.remove(ref.name)
     survey = Survey(done, {}, {}, [])
     if claims is None:
         return survey
-    wanted = [name for name in generations if name not in own]
-    claimed = _claimed(store) if len(wanted) > _FEW else None
+    sampled = set(sample)
+    left = {name for name in generations if name not in own and name not in done}
+    wanted = [name for name in generations if name in left and name not in sampled]
+    may_be_claimed = places.claimed(store, left)
+    num_sampled = 0
     owners: dict[tuple[str, int], Worker] = {}
-    for name in wanted:
-        if name in done:
+    for name in [*wanted, *(name for name in sample if name in left)]:
+        if name in sampled and name in may_be_claimed and num_sampled >= MOST_SAMPLED:
             continue
-        held = _read_claim(store, name) if claimed is None or name in claimed else None
+        held = _read_claim(store, name) if name in may_be_claimed else None
         if held is None:
             survey.unclaimed.append(name)
             continue
+        num_sampled += name in sampled
         if not held.claim.worker:
             survey.lapsed[name] = held  # A claim that names no worker was released.
             continue
@@ -140,20 +170,43 @@ def release_given_up(store: Store, claims: Claims | None, names: Collection[str]
                 claims.release(name, held.etag)
 
 
-def _done(store: Store, generations: dict[str, int]) -> set[str]:
-    if len(generations) > _FEW:
-        finished = finished_chunks(store)
-        return {name for name, wanted in generations.items() if finished.get(name, -1) >= wanted}
-    return {
-        name
-        for name, wanted in generations.items()
-        if read_marker(store, name, wanted)[0] is not None
-    }
+class _Places:
+    """How chunks are looked up: where many are neighbours in a listing that shows only those, else one by one."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            groups[neighbours_of(name)].append(name)
+        self._singles = {name for group in groups.values() if len(group) <= _FEW for name in group}
+        self._beginnings = [each for each, group in groups.items() if len(group) > _FEW]
+        if len(self._singles) > _MOST_SINGLES * _FEW:
+            self._singles, self._beginnings = set(), [""]
+
+    def done(self, store: Store, generations: dict[str, int]) -> set[str]:
+        """Return the chunks in `generations` that have a marker of that generation or a higher one."""
+        found = {
+            name
+            for name in self._singles
+            if read_marker(store, name, generations[name])[0] is not None
+        }
+        for beginning in self._beginnings:
+            for name, marker in newest_markers(store, beginning).items():
+                if marker.generation >= generations.get(name, sys.maxsize):
+                    found.add(name)
+        return found
+
+    def claimed(self, store: Store, names: Collection[str]) -> set[str]:
+        """Return those of `names` that have a claim, and those whose claims must be read to know it."""
+        found = self._singles.intersection(names)
+        for beginning in self._beginnings:
+            if any(name.startswith(beginning) for name in names):
+                found |= _claimed(store, beginning)
+        return found
 
 
-def _claimed(store: Store) -> set[str]:
-    """Return the names of all chunks that have a claim, from one listing of claims/."""
-    infos = store.list(layout.CLAIMS)
+def _claimed(store: Store, beginning: str = "") -> set[str]:
+    """Return the names of all chunks that begin so and have a claim, from one listing of claims/."""
+    infos = store.list(layout.CLAIMS + beginning)
     return {layout.stem(info.key).removesuffix(".json") for info in infos}
 
 

@@ -3,13 +3,18 @@
 Chunks of the worker's own manifests come first, then chunks that nobody has claimed, then the chunks of workers that
 are gone or slow. `OpenChunks` calls the schedule on the main thread. When no listed chunk is left to open, the schedule
 looks at the other workers' claims on storage, in the background (`ledger.survey`).
+
+A look shows some neighbours among a large job's chunks, not all of them, and what it found is forgotten after a while.
+Each worker begins at another place of the job. So a thousand workers that help each other neither list the whole run
+again and again, nor try chunks that others have done long ago (docs/performance.md).
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -17,7 +22,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Worker
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE, Held, stands_still
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.survey import Survey, look_at_owners, release_given_up
+from batchinfer.ledger.survey import Survey, look_at_owners, neighbours_of, release_given_up
 from batchinfer.worker.background import Pending
 from batchinfer.worker.config import Environment, RunAccess
 
@@ -27,6 +32,10 @@ SLOWER = 1.5
 """Factor between two workers' rates. If this worker's rate is more than SLOWER times another worker's rate, this worker
 helps with the chunks that the other one holds."""
 _LONGEST_LOOK_SECONDS = 10.0
+_NEXT_PART_SECONDS = 1.0
+"""Seconds between two looks at different parts of the job."""
+_FRESH_SECONDS = 60.0
+"""Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
 
 class Candidate(NamedTuple):
@@ -55,6 +64,62 @@ class _OwnerProgress(NamedTuple):
     """Seconds on this process's monotonic clock of the last look that saw a new heartbeat with unchanged `rows`."""
 
 
+class _Parts:
+    """The names of a job's chunks in parts of up to a thousand neighbours, which a worker looks at in turn.
+
+    `worker_id` decides with which part the worker begins, so that not all workers begin with the same one.
+    """
+
+    def __init__(self, names: Iterable[str], worker_id: str) -> None:
+        groups: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            groups[neighbours_of(name)].append(name)
+        self._parts = deque(groups.values())
+        self._parts.rotate(-random.Random(worker_id).randrange(len(groups) or 1))
+        self._num_left = len(self._parts)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether `next` has returned every part since the last `start_again`."""
+        return self._num_left == 0
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one part holds everything that is not done."""
+        return len(self._parts) <= 1
+
+    def start_again(self, *, at_last: bool) -> None:
+        """Let `next` return every part again; `at_last`: beginning with the one that it returned last."""
+        if at_last:
+            self._parts.rotate(1)
+        self._num_left = len(self._parts)
+
+    def has_any(self, done: set[str], others: set[str]) -> bool:
+        """Whether any chunk is neither in `done` nor in `others`. Forgets parts that are done."""
+        while self._parts:
+            part = self._parts[0]
+            if any(name not in done and name not in others for name in part):
+                return True
+            if any(name not in done for name in part):
+                break
+            self._parts.popleft()
+            self._num_left = max(0, self._num_left - 1)
+        return any(name not in done and name not in others for part in self._parts for name in part)
+
+    def next(self, done: set[str], others: set[str]) -> list[str]:
+        """Return the next part without chunks in `done`, which are forgotten, and in `others`; empty at the end."""
+        while self._num_left:
+            self._num_left -= 1
+            part = [name for name in self._parts.popleft() if name not in done]
+            if not part:
+                continue
+            self._parts.append(part)
+            part = [name for name in part if name not in others]
+            if part:
+                return part
+        return []
+
+
 class Schedule:
     """The list of chunks that this worker may open, in order.
 
@@ -79,6 +144,8 @@ class Schedule:
         done: Iterable[str],
     ) -> None:
         self._todo = deque(Candidate(ref) for ref in own)
+        self._found: deque[Candidate] = deque()
+        self._found_at = 0.0
         self._own = {candidate.ref.name: candidate.ref for candidate in self._todo}
         self._everything = everything
         self._store = run.store
@@ -95,12 +162,21 @@ class Schedule:
         self._has_changed = True
         self._helped: set[str] = set()
         self._given_up: list[str] = []
-        self._others: dict[str, ChunkRef] | None = None
+        self._others: dict[str, ChunkRef] = {}
+        self._parts: _Parts | None = None
+        self._is_asked = False
+        """Whether `next` was called in vain since it last returned a chunk."""
+        self._has_undecided = False
+        """Whether this round over the parts met a claim whose owner may be gone, or a part that could not be seen."""
         self._first_beats: dict[str, int] = {}
         self._progress: dict[str, _OwnerProgress] = {}
         self._found_done: set[str] = set()
         self._pending: Pending[Survey] | None = None
+        self._pending_has_part = False
         self._looked = float("-inf")
+        self._looked_at_own = float("-inf")
+        self._looked_at_part = float("-inf")
+        self._part_pause_seconds = 0.0
         self._has_nothing_to_help = everything is None
 
     # -- what happened to a chunk
@@ -134,16 +210,15 @@ class Schedule:
 
     def next(self) -> Candidate | None:
         """Take the next chunk to open. None if no chunk is listed now; `is_finished` says whether more may follow."""
-        while self._todo:
-            candidate = self._todo.popleft()
-            if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
-                return candidate
+        self._forget_stale()
+        for chunks in (self._todo, self._found):
+            while chunks:
+                candidate = chunks.popleft()
+                if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
+                    self._is_asked = False
+                    return candidate
+        self._is_asked = True
         return None
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `next` may return a chunk now."""
-        return bool(self._todo)
 
     @property
     def waiting_for(self) -> set[str]:
@@ -155,6 +230,7 @@ class Schedule:
         """Whether no chunk is left to open, to wait for or to help with. Chunks that are open here do not count."""
         return (
             not self._todo
+            and not self._found
             and self._pending is None
             and not self.waiting_for
             and self._has_nothing_to_help
@@ -182,47 +258,76 @@ class Schedule:
                 published = self._take_in(pending.result(), set(open_names), own_rate)
             except StorageError as error:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
-        is_due = self._is_due()
-        if self._pending is None and not self._todo and (is_due or self._has_changed):
-            self._has_changed = False
-            names = self._unsettled()
-            if not names:
-                self._has_nothing_to_help = True
-            # Open chunks are looked at too, because another worker may have published one of them to help this worker.
-            if is_due and (names or open_names):
-                self._look(names, set(open_names))
+                if self._parts is not None:
+                    self._has_undecided = True
+                    self._parts.start_again(at_last=self._pending_has_part)
+        self._forget_stale()
+        if self._pending is None and not self._todo:
+            self._look_around(set(open_names))
         return published
 
-    def _unsettled(self) -> set[str]:
-        """Names of chunks that are neither done nor being worked on by this worker.
-
-        If this worker may help others, these are chunks of the whole job, except those of others that it has helped
-        with already; else only its own.
-        """
-        names = self.waiting_for
-        if self._everything is not None:
-            if self._others is None:
-                self._others = self._everything()
-            names |= self._others.keys() - self._done - self._helped - self._busy
-        return names
+    def _look_around(self, open_names: set[str]) -> None:
+        """Look at this worker's own and open chunks, and at a part of the others', as far as that is due."""
+        if self._parts is None and self._everything is not None:
+            self._others = self._everything()
+            self._parts = _Parts(self._others, self._worker_id)
+        is_due, is_part_due = self._is_due(), self._is_part_due()
+        if not (is_due or is_part_due or self._has_changed):
+            return
+        self._has_changed = False
+        own, part = self.waiting_for, []
+        if self._parts is not None:
+            settled = self._helped | self._busy
+            if not own and not self._parts.has_any(self._done, settled):
+                self._has_nothing_to_help = True
+            elif is_part_due:
+                part = self._parts.next(self._done, settled | own)
+                if not part:
+                    self._end_round(self._parts)
+        elif not own:
+            self._has_nothing_to_help = True
+        # Open chunks are looked at too, because another worker may have published one of them to help this worker.
+        if is_due and (own or open_names or part):
+            self._look(own, open_names, part)
+        elif part:
+            self._look(set(), set(), part)
 
     def _is_due(self) -> bool:
-        return self._clock.monotonic() - self._looked >= self._look_seconds
+        return self._clock.monotonic() - self._looked_at_own >= self._look_seconds
 
-    def _look(self, names: set[str], open_names: set[str]) -> None:
+    def _is_part_due(self) -> bool:
+        """Whether to look at the next part. A worker whose engine has enough rows looks only if there is just one."""
+        is_wanted = self._parts is not None and (self._is_asked or self._parts.is_one)
+        since = self._clock.monotonic() - self._looked_at_part
+        return is_wanted and not self._found and since >= self._part_pause_seconds
+
+    def _look(self, own: set[str], open_names: set[str], part: list[str]) -> None:
         self._looked = self._clock.monotonic()
-        refs = {**(self._others or {}), **self._own}
+        if own or open_names:
+            self._looked_at_own = self._looked
+        if part:
+            self._looked_at_part = self._looked
+        # Each worker prefers other claims to watch, and the same ones at each look.
+        part.sort(key=lambda name: zlib.crc32(f"{self._worker_id} {name}".encode()))
         wanted = {
-            name: refs[name].generation for name in sorted(names | open_names) if name in refs
+            name: self._ref(name).generation
+            for name in [*sorted(own | open_names), *part]
+            if name in self._own or name in self._others
         }
-        listed = [refs[name] for name in wanted if refs[name].sha256 is None]
+        listed = [self._ref(name) for name in wanted if self._ref(name).sha256 is None]
         given_up = list(self._given_up)
 
         def look() -> Survey:
             release_given_up(self._store, self._claims, given_up)
-            return look_at_owners(self._store, self._claims, wanted, own=open_names, listed=listed)
+            return look_at_owners(
+                self._store, self._claims, wanted, own=open_names, listed=listed, sample=part
+            )
 
         self._pending = self._background.submit(look)
+        self._pending_has_part = bool(part)
+
+    def _ref(self, name: str) -> ChunkRef:
+        return self._own.get(name) or self._others[name]
 
     def _take_in(self, survey: Survey, open_names: set[str], own_rate: float | None) -> list[str]:
         published = [name for name in survey.done if name in open_names]
@@ -230,25 +335,56 @@ class Schedule:
         self._found_done |= survey.done
         self._own_left -= survey.done
         self._has_changed = True
-        refs = {**(self._others or {}), **self._own}
-        found = [Candidate(refs[name]) for name in survey.unclaimed if name not in open_names]
+        free = [Candidate(self._ref(name)) for name in survey.unclaimed if name not in open_names]
         # Each worker shuffles the unclaimed chunks in its own order, so that helpers seldom compete for one claim.
-        random.Random(f"{self._worker_id}{len(found)}").shuffle(found)
+        random.Random(f"{self._worker_id}{len(free)}").shuffle(free)
+        found = list(free)
         for name, held in survey.lapsed.items():
             if name not in open_names:
-                found.append(Candidate(refs[name], take_over=held))
-        undecided = False
+                found.append(Candidate(self._ref(name), take_over=held))
         for name, (held, owner) in survey.alive.items():
             if name in open_names:
                 continue
             if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
-                found.append(Candidate(refs[name], is_backup=True))
+                found.append(Candidate(self._ref(name), is_backup=True))
                 self._helped.add(name)
             elif name not in self._own and not self._has_beaten(held, owner):
-                undecided = True
-        self._todo.extend(found)
-        self._has_nothing_to_help = self._everything is None or (not found and not undecided)
+                self._has_undecided = True
+        if not self._found:
+            self._found_at = self._clock.monotonic()
+        self._found.extend(found)
+        if self._parts is not None:
+            self._plan_next_part(self._parts, is_free=bool(free), is_any=bool(found))
         return published
+
+    def _plan_next_part(self, parts: _Parts, *, is_free: bool, is_any: bool) -> None:
+        """After a look, decide when to look at a part again, and whether to begin a new round over all parts.
+
+        `is_free`: The look has found unclaimed chunks. `is_any`: It has found chunks to open.
+        """
+        self._part_pause_seconds = self._look_seconds
+        if is_free or not (is_any or parts.is_at_end):
+            self._part_pause_seconds = min(_NEXT_PART_SECONDS, self._look_seconds)
+        if is_any:
+            parts.start_again(at_last=self._pending_has_part)
+            self._has_nothing_to_help = self._has_undecided = False
+        elif parts.is_at_end and self._pending_has_part:
+            self._end_round(parts)
+
+    def _end_round(self, parts: _Parts) -> None:
+        """End a round over all parts in which there was nothing to open. The next one begins after a pause."""
+        self._has_nothing_to_help = not self._has_undecided
+        self._has_undecided = False
+        self._part_pause_seconds = self._look_seconds
+        self._looked_at_part = max(self._looked_at_part, self._looked)
+        parts.start_again(at_last=False)
+
+    def _forget_stale(self) -> None:
+        """Forget chunks that a look found long ago. They are found again if nobody has taken them meanwhile."""
+        if not self._found or self._clock.monotonic() - self._found_at < _FRESH_SECONDS:
+            return
+        self._helped -= {each.ref.name for each in self._found if each.is_backup}
+        self._found.clear()
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
         """Whether a claim's owner has renewed its record since this worker first saw it.

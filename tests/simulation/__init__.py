@@ -11,5 +11,6 @@
 * `cleaning`: `batchinfer clean --yes`, run beside the workers of a share of the seeds (`--clean`: of all).
 * `injections`: mishaps from outside of the workers, each kind in a share of the seeds (`--inject NAME`: in all).
 * `scenes`: scripted scenes for the defects that seeds meet too seldom.
+* `scale`: very many workers, without mishaps to storage: how long a run takes, and what the bucket has to bear.
 * `defects`: deliberate mistakes in the worker and in `clean`, each of which the simulation must catch.
 """

@@ -301,13 +301,15 @@ def make_environment(
     grace_seconds: float = 3.0,
     num_hands: int = 8,
     preconditions: Preconditions | None = None,
+    background: type[SimBackground] = SimBackground,
+    store: type[SimStore] = SimStore,
 ) -> Environment:
     """Everything outside of one worker. Without `preconditions` the worker probes the store itself."""
     clock = SimClock(process, skew_seconds)
     chance = process.scheduler.random
 
     def open_store(url: str) -> Store:
-        return SimStore(url, network, process)
+        return store(url, network, process)
 
     def look(store: Store) -> Preconditions:
         return probe(store) if preconditions is None else preconditions
@@ -317,7 +319,7 @@ def make_environment(
 
     return Environment(
         clock=clock,
-        background=SimBackground(process, num_hands=num_hands, latency_seconds=0.01),
+        background=background(process, num_hands=num_hands, latency_seconds=0.01),
         open_store=open_store,
         probe=look,
         create_engine=lambda _config: engine(),

@@ -41,6 +41,7 @@ from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
+from batchinfer.worker import schedule
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import Environment, Limits, WorkerConfig
 
@@ -126,6 +127,10 @@ class Plot:
     engine: EngineTraits = field(default_factory=EngineTraits)
     limits: Limits = field(default_factory=Limits)
     few: int = 20
+    neighbour_digits: int = 3
+    """0: a worker that helps looks at one chunk after the other, as at the parts of a large job."""
+    most_sampled: int = 64
+    fresh_seconds: float = 60.0
     temperature: float = 0.5
     """Temperature of the run. At 0, rows with equal prompts have equal answers."""
 
@@ -155,6 +160,10 @@ def draw_plot(seed: int) -> Plot:
     plot.mishaps_seconds = chance.choice([15.0, 30.0, 60.0])
     plot.mishap_gap = chance.choice([1.0, 3.0, 8.0])
     plot.few = chance.choice([20, 20, 1])
+    parts = random.Random(f"parts {seed}")
+    plot.neighbour_digits = parts.choice([0, 0, 3])
+    plot.most_sampled = parts.choice([1, 64])
+    plot.fresh_seconds = parts.choice([1.0, 10.0, 60.0])
     weather = plot.weather
     weather.latency_seconds = chance.choice([0.005, 0.03, 0.2])
     weather.refused = maybe(0.5, 0.2)
@@ -251,6 +260,9 @@ class Scenario:
             )
             with (
                 mock.patch.object(survey, "_FEW", self.plot.few),
+                mock.patch.object(survey, "_NEIGHBOUR_DIGITS", self.plot.neighbour_digits),
+                mock.patch.object(survey, "MOST_SAMPLED", self.plot.most_sampled),
+                mock.patch.object(schedule, "_FRESH_SECONDS", self.plot.fresh_seconds),
                 mock.patch.object(opening, "secrets", names),
                 cleaning.in_virtual_time(self.seed, self.scheduler),
                 tracked_files(lambda name: self.has_room is None or self.has_room(name)),

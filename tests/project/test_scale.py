@@ -1,0 +1,42 @@
+"""A small version of `make simulate-scale`: what it prints is right, and helpers do not do each other's work again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from simulation.scale import Plan, Tally, simulate_scale
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_ten_workers_of_which_machines_are_lost_finish_near_the_ideal() -> None:
+    plan = Plan(num_workers=10, num_chunks=200, lost_per_hour=1.0)
+    result = simulate_scale(plan)  # raises if a row, an output or a marker is missing
+    assert result["rows"] == 2_000_000
+    assert result["machines_lost"] > 0
+    assert 1.0 <= result["of_ideal"] < 1.2
+    assert result["done_twice"] < 0.1
+    places = result["requests_by_place"]
+    assert places["PUT markers"] >= 200
+    assert places["GET job.json"] == plan.num_workers + result["machines_lost"]
+    assert sum(result["requests"].values()) == sum(places.values())
+
+
+def test_requests_are_summed_by_second_and_priced() -> None:
+    tally = Tally()
+    for second in (3, 3, 4):
+        tally.note("PUT", "markers", second, 1)
+    tally.note("DELETE", "claims/", 4, 7)
+    tally.note("LIST", "outputs/", 5, 1)
+    tally.note("GET", "claims/", 5, 1)
+    assert tally.worst("writes") == (8, 4)
+    assert tally.worst("reads") == (2, 5)
+    assert tally.dollars() == pytest.approx((4 * 0.005 + 0.0004) / 1000)

@@ -1,0 +1,618 @@
+"""Very many workers on simulated time: how long a run takes, what is done twice, and what the bucket has to bear.
+
+    python -m simulation.scale --workers 10         (with tests/ on the path; `make simulate-scale` takes 1000)
+
+The workers are the real ones, over the parts of the other simulation: scheduler, machine, the S3 adapter. Simulated are
+time, the bucket (no request fails or is throttled) and the engines. An engine's row stands for many rows of the data:
+the engine finishes as many rows a second as a real one, in larger steps. Machines have speeds of their own, vanish
+without a signal, and come back as the same worker after a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import gc
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError, Interrupted
+from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Job, Request
+from batchinfer.engines import RequestSource, Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.ledger import jobs
+from batchinfer.prompts import PromptConfig
+from batchinfer.storage import ObjectInfo, Preconditions
+from batchinfer.storage.s3 import S3Store
+from batchinfer.worker import joining, tally
+from batchinfer.worker import start as worker_start
+from batchinfer.worker.config import WorkerConfig
+
+from .machine import EngineTraits, SimBackground, SimEngine, make_environment, sampling
+from .oracle import JOB, RUN
+from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
+from .scheduler import Process, Scheduler
+from .storage import EPOCH, Held, Network, Server, SimStore, _Moment
+
+_KINDS = {
+    "get_object": "GET",
+    "head_object": "HEAD",
+    "list_objects_v2": "LIST",
+    "put_object": "PUT",
+    "delete_objects": "DELETE",
+}
+_LATENCY_SECONDS = {"GET": 0.03, "HEAD": 0.02, "LIST": 0.1, "PUT": 0.05, "DELETE": 0.05}
+"""Mean seconds until a request is answered; each takes from half of it to one and a half."""
+DOLLARS_PER_1000 = {"PUT": 0.005, "LIST": 0.005, "GET": 0.0004, "HEAD": 0.0004, "DELETE": 0.0}
+"""List prices of S3 Standard in us-east-1, as of 2025-06."""
+WRITES_A_SECOND = 3500
+READS_A_SECOND = 5500
+"""What S3 takes for one prefix before it makes two of it; a deletion of many objects counts as so many writes."""
+MOST_OF_IDEAL = 1.05
+MOST_TWICE = 0.01
+_NUM_SEQS = 2
+"""Rows of an engine that it has at a time; it works on one after the other."""
+_TURN_SECONDS = 15.0
+"""Longest time between two turns of a worker's loop while its engine is busy. A real engine turns it much oftener."""
+_SNAPSHOT_SECONDS = 25.0
+"""Time between two copies of a worker's counters for its record, which is written every 30 s."""
+_POLL_SECONDS = 5.0
+"""Least time for which a worker waits for background work that does not finish; a real one looks more often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is simulated. Rows are those of the data; `steps` of the engine's rows make one chunk."""
+
+    num_workers: int
+    num_chunks: int
+    chunk_rows: int = 10_000
+    steps: int = 10
+    mean_rate: float = 60.0
+    """Rows a second that a machine of mean speed generates."""
+    fastest: float = 3.0
+    """Times the slowest machine's speed."""
+    lost_per_hour: float = 0.05
+    away_seconds: tuple[float, float] = (30.0, 600.0)
+    load_seconds: float = 120.0
+    launch_seconds: float = 60.0
+    """Time within which the workers begin."""
+    lease_seconds: float = 120.0
+    seed: int = 0
+    is_loud: bool = False
+    """Whether progress is printed."""
+
+
+class LargeServer(Server):
+    """The server with its keys in order, so that a page of a listing takes no look at all objects.
+
+    It keeps no bytes of outputs, but checks that each has a line for every row.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(is_safe=True, page_keys=1000, has_content_etags=False)
+        self._steps = plan.steps
+        self._order: list[str] = []
+        self._infos: dict[str, ObjectInfo] = {}
+
+    def put(self, key: str, data: bytes, process: Process | None = None) -> str:
+        is_output = key.endswith(".jsonl") and key.startswith(RUN + layout.OUTPUTS)
+        if is_output:
+            assert data.count(b"\n") == self._steps, f"{key}: lacks lines"
+        self._version += 1
+        etag = str(self._version)
+        if key not in self.objects:
+            if self._order and key > self._order[-1]:
+                self._order.append(key)
+            else:
+                bisect.insort(self._order, key)
+        moment = _Moment(EPOCH + self.clock())
+        self.objects[key] = Held(b"" if is_output else data, etag, moment)
+        self._infos[key] = ObjectInfo(key[len(RUN) :], len(data), etag, float(moment))
+        return etag
+
+    def delete(self, key: str, process: Process | None = None) -> None:
+        if self.objects.pop(key, None) is not None:
+            del self._order[bisect.bisect_left(self._order, key)], self._infos[key]
+
+    def keys(self, prefix: str) -> list[str]:
+        start = bisect.bisect_left(self._order, prefix)
+        return self._order[start : bisect.bisect_left(self._order, prefix + "\U0010ffff")]
+
+    def _list_objects_v2(
+        self,
+        _process: Process,
+        Prefix: str,  # noqa: N803 - S3's names
+        ContinuationToken: str = "",  # noqa: N803
+    ) -> dict[str, Any]:
+        start = bisect.bisect_left(self._order, Prefix)
+        if ContinuationToken:
+            start = bisect.bisect_right(self._order, ContinuationToken)
+        page = self._order[start : start + self._page_keys + 1]
+        if page and not page[-1].startswith(Prefix):
+            page = [key for key in page if key.startswith(Prefix)]
+        has_more, page = len(page) > self._page_keys, page[: self._page_keys]
+        infos = [self._infos[key] for key in page]
+        return {"Infos": infos, "Token": page[-1] if has_more else ""}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Requests that came: by kind and place, and how many in each second of the run."""
+
+    by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
+    by_second: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def note(self, kind: str, place: str, second: int, weight: int) -> None:
+        self.by_place[kind, place] += 1
+        self.by_second["reads" if kind in ("GET", "HEAD", "LIST") else "writes"][second] += weight
+
+    def worst(self, which: str) -> tuple[int, int]:
+        """Return the requests of the worst second, and the second."""
+        seconds = self.by_second[which]
+        second = max(seconds, key=lambda each: seconds[each], default=0)
+        return seconds[second], second
+
+    def kinds(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (kind, _), count in self.by_place.items():
+            found[kind] += count
+        return found
+
+    def dollars(self) -> float:
+        return sum(DOLLARS_PER_1000[kind] * count / 1000 for kind, count in self.kinds().items())
+
+
+class CalmNetwork(Network):
+    """The line to the bucket on a calm day: each request takes a while, and effect as it is answered."""
+
+    def __init__(self, scheduler: Scheduler, server: Server) -> None:
+        super().__init__(scheduler, server)
+        self.tally = Tally()
+
+    def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
+        kind = _KINDS[method]
+        key = self._subject(arguments)
+        process.sleep(_LATENCY_SECONDS[kind] * (0.5 + process.chance.random()))
+        weight = len(arguments["Delete"]["Objects"]) if kind == "DELETE" else 1
+        self.tally.note(kind, place_of(key), int(self.scheduler.now), weight)
+        return self.server.handle(method, arguments, process)
+
+
+class PlainStore(SimStore):
+    """The simulation's store. It tells no watcher about the worker's own record, and takes pages as they are kept."""
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        token: dict[str, str] = {}
+        while True:
+            arguments = {"Prefix": self._root + prefix, **token}
+            page = self._retry(partial(self._call, "list_objects_v2", **arguments))
+            yield from page["Infos"]
+            if not page["Token"]:
+                return
+            token = {"ContinuationToken": page["Token"]}
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        return S3Store.replace(self, key, data, etag)
+
+
+@cache
+def _folder_place(folder: str) -> str:
+    for name in (layout.OUTPUTS, layout.CHECKPOINTS, layout.CLAIMS, layout.WORKERS):
+        if folder.startswith(RUN + name):
+            return name
+    return folder
+
+
+def place_of(key: str) -> str:
+    """Return what a key is for: "claims/", "markers", "run.json".
+
+    >>> place_of("run/claims/part-00000.json"), place_of("run/outputs/part-00000.jsonl.succeed")
+    ('claims/', 'markers')
+    """
+    if layout.MARKER_SUFFIX in key:
+        return "markers"
+    folder, _, name = key.rpartition("/")
+    if folder + "/" in (RUN, JOB):
+        return name
+    return _folder_place(folder + "/").removeprefix(JOB)
+
+
+class PatientBackground(SimBackground):
+    """Waits longer for what does not finish, so that fewer things happen. Work that finishes still ends a wait."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        super().wait(max(timeout_seconds, _POLL_SECONDS))
+
+
+class CoarseEngine(SimEngine):
+    """Two rows at a time, each as long as so many rows of the data take on this machine."""
+
+    def __init__(self, process: Process, row_seconds: float, campaign: Campaign) -> None:
+        super().__init__(process, EngineTraits(), campaign)
+        self._row_seconds = row_seconds
+        self._campaign = campaign
+
+    def open(self, stop: Stop) -> EngineInfo:
+        process, seconds = self._process, self._campaign.plan.load_seconds
+        ready = process.scheduler.now + seconds
+        while process.scheduler.now < ready:
+            if stop.is_set():
+                raise Interrupted("sim: stopped while it was loading")
+            process.sleep(min(_TURN_SECONDS, ready - process.scheduler.now))
+        return EngineInfo(
+            name="sim", version="1", model="sim", max_model_len=4096, max_num_seqs=_NUM_SEQS, max_in_flight=_NUM_SEQS,
+            load_seconds=seconds,
+        )  # fmt: skip
+
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+        process, scheduler = self._process, self._process.scheduler
+        # The machine works on one row after the other; the second is there so that it never waits for a row.
+        queue: list[Request] = []
+        due = 0.0
+        process.on_exit.append(
+            lambda: self._campaign.lost(
+                1 - (due - scheduler.now) / self._row_seconds if queue else 0.0
+            )
+        )
+        while not stop.is_set():
+            if len(queue) < _NUM_SEQS:
+                requests = source.take(_NUM_SEQS - len(queue))
+                if requests is None and not queue:
+                    return
+                if requests:
+                    if not queue:
+                        due = scheduler.now + self._row_seconds
+                    queue += requests
+            if not queue:
+                yield []
+                source.wait(1.0)
+                continue
+            process.sleep(min(_TURN_SECONDS, due - scheduler.now))
+            if scheduler.now < due - 1e-6:
+                yield []
+                continue
+            request = queue.pop(0)
+            due = scheduler.now + self._row_seconds
+            completion = _complete(request)
+            self._campaign.yielded(process, [completion])
+            yield [completion]
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def _complete(request: Request) -> Completion:
+    return Completion(
+        key=request.key,
+        choices=[Choice(index=0, text=request.text or "")],
+        prompt_tokens=10,
+        completion_tokens=10,
+    )
+
+
+@dataclass(slots=True)
+class Machine:
+    """A place for a worker. `speed` is in the engine's rows a second; `ready`: when it could generate, from and to."""
+
+    index: int
+    speed: float
+    starts: int = 0
+    began: float = 0.0
+    ready: list[tuple[float, float]] = field(default_factory=list)
+    paid_seconds: float = 0.0
+
+
+class Campaign:
+    """One run from its first worker to the end of its last."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.scheduler = Scheduler(plan.seed, max_events=1 << 62)
+        self.chance = random.Random(f"scale {plan.seed}")
+        self.server = LargeServer(plan)
+        self.network = CalmNetwork(self.scheduler, self.server)
+        total = plan.num_chunks * plan.steps
+        self._finished = bytearray(total)
+        self.num_finished = 0
+        self.num_distinct = 0
+        self.lost_in_flight = 0.0
+        """Parts of the engine's rows that were computed and lost with a machine, or dropped at a worker's end."""
+        self.num_losses = 0
+        self.num_backups = 0
+        self.marked_at = 0.0
+        self.ended_at = 0.0
+        self.num_running = 0
+        unit = plan.chunk_rows / plan.steps
+        shares = [plan.fastest ** self.chance.uniform(-0.5, 0.5) for _ in range(plan.num_workers)]
+        mean = sum(shares) / len(shares)
+        self.machines = [
+            Machine(index, plan.mean_rate / unit * share / mean)
+            for index, share in enumerate(shares)
+        ]
+        self._put_job()
+
+    def _put_job(self) -> None:
+        plan = self.plan
+        # Every chunk holds the same bytes: what a prompt says decides nothing here.
+        part = [good_row(step, f"say {step}").line for step in range(plan.steps)]
+        lines = [line.replace(b'"_row"', b'"row"') for line in part]
+        put_job(self.server, [lines] * plan.num_chunks, num_workers=plan.num_workers)
+
+    def _report(self) -> None:
+        hours, total = self.scheduler.now / 3600, len(self._finished)
+        print(f"{hours:.2f} h: {self.num_distinct / total:.1%}", file=sys.stderr, flush=True)
+        self.scheduler.after(600.0, self._report)
+
+    def run(self) -> Outcome:
+        """Let all workers finish the run. Raises AssertionError if a row is missing, or a worker fails."""
+        self.folder = Path(tempfile.mkdtemp(prefix="batchinfer-scale-", dir=BASE))
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(tracked_files())
+                stack.enter_context(_one_job())
+                stack.enter_context(_less_detail())
+                for machine in self.machines:
+                    self.num_running += 1
+                    delay = self.chance.random() * self.plan.launch_seconds
+                    self.scheduler.after(delay, lambda machine=machine: self._start(machine))
+                if self.plan.is_loud:
+                    self._report()
+                self.scheduler.run(float("inf"), lambda: not self.num_running)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        assert self.num_distinct == len(self._finished), "rows are missing"
+        markers = [key for key in self.server.keys(RUN + layout.OUTPUTS) if ".succeed" in key]
+        assert len(markers) == self.plan.num_chunks, f"{len(markers)} markers"
+        self.marked_at = max(self.server.objects[key].modified - EPOCH for key in markers)
+        return Outcome(self)
+
+    # -- machines
+
+    def _start(self, machine: Machine) -> None:
+        plan, scheduler = self.plan, self.scheduler
+        machine.starts += 1
+        machine.began = scheduler.now
+        process = Process(scheduler, f"w{machine.index}#{machine.starts}")
+        environment = make_environment(
+            process,
+            self.network,
+            engine=lambda: CoarseEngine(process, 1 / machine.speed, self),
+            num_hands=8,
+            preconditions=Preconditions(create=True, replace=True),
+            background=PatientBackground,
+            store=PlainStore,
+        )
+        config = WorkerConfig(
+            manifests=[f"{BUCKET}job/{layout.worker_manifest(machine.index, plan.num_workers)}"],
+            output=f"{BUCKET}run",
+            engine=EngineConfig(engine="sim", model="sim", max_num_seqs=_NUM_SEQS),
+            prompt=PromptConfig(prompt_column="prompt"),
+            sampling=sampling(0.0),
+            worker_id=f"w{machine.index}",
+            lease_seconds=plan.lease_seconds,
+            scratch_dir=str(self.folder / process.name),
+        )
+        is_over = False
+
+        def main() -> None:
+            nonlocal is_over
+            try:
+                worker_start.run_worker(config, environment)
+            except BatchinferError as error:
+                raise AssertionError(f"{process.name}: {error}") from error
+            is_over = True
+            self._end(machine, is_lost=False)
+            self.num_running -= 1
+            self.ended_at = scheduler.now
+            scheduler.after(0.0, process.kill)
+
+        def vanish() -> None:
+            if is_over:
+                return
+            self.num_losses += 1
+            process.kill()
+            self._end(machine, is_lost=True)
+            scheduler.after(self.chance.uniform(*plan.away_seconds), lambda: self._start(machine))
+
+        process.on_exit.append(lambda: close_files(process.name))
+        process.spawn(main)
+        if plan.lost_per_hour:
+            scheduler.after(self.chance.expovariate(plan.lost_per_hour / 3600), vanish)
+
+    def _end(self, machine: Machine, *, is_lost: bool) -> None:
+        now = self.scheduler.now
+        machine.paid_seconds += now - machine.began
+        ready = machine.began + self.plan.load_seconds
+        # A machine whose worker is done might have gone on: the ideal run lets it.
+        machine.ready.append((ready, now if is_lost else float("inf")))
+        shutil.rmtree(self.folder / f"w{machine.index}#{machine.starts}", ignore_errors=True)
+
+    # -- engines (machine.Ward)
+
+    def took(self, process: Process, request: Request) -> None: ...
+
+    def died(self, in_flight: list[Any]) -> None: ...
+
+    def yielded(self, process: Process, completions: list[Completion]) -> None:
+        for completion in completions:
+            chunk, line = completion.key
+            index = int(chunk.rpartition("-")[2]) * self.plan.steps + line
+            self.num_finished += 1
+            if not self._finished[index]:
+                self._finished[index] = 1
+                self.num_distinct += 1
+
+    def lost(self, part: float) -> None:
+        """Note that a part of a row was computed for nothing."""
+        self.lost_in_flight += min(max(part, 0.0), 1.0)
+
+    def ideal_seconds(self) -> float:
+        """Least time in which these machines could have done all rows, loading and absences included."""
+        total = float(self.plan.num_chunks * self.plan.steps)
+        changes: list[tuple[float, float]] = []
+        for machine in self.machines:
+            for start, end in machine.ready:
+                if end > start:
+                    changes += [(start, machine.speed), (end, -machine.speed)]
+        rate = done = now = 0.0
+        for when, change in sorted(changes):
+            if done + rate * (when - now) >= total:
+                break
+            done += rate * (when - now)
+            now, rate = when, rate + change
+        return now + (total - done) / rate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a campaign."""
+
+    campaign: Campaign
+
+    @property
+    def result(self) -> dict[str, Any]:
+        campaign, plan = self.campaign, self.campaign.plan
+        requests = campaign.network.tally
+        total = plan.num_chunks * plan.steps
+        ideal = campaign.ideal_seconds()
+        again = campaign.num_finished - total + campaign.lost_in_flight
+        reads, reads_at = requests.worst("reads")
+        writes, writes_at = requests.worst("writes")
+        return {
+            "workers": plan.num_workers,
+            "chunks": plan.num_chunks,
+            "rows": plan.num_chunks * plan.chunk_rows,
+            "engine_rows": total,
+            "machines_lost": campaign.num_losses,
+            "makespan_seconds": round(campaign.ended_at),
+            "last_marker_seconds": round(campaign.marked_at),
+            "ideal_seconds": round(ideal),
+            "of_ideal": round(campaign.ended_at / ideal, 4),
+            "done_twice": round(again / total, 5),
+            "machine_hours": round(
+                sum(machine.paid_seconds for machine in campaign.machines) / 3600, 1
+            ),
+            "requests": dict(requests.kinds().most_common()),
+            "requests_by_place": {
+                " ".join(name): count for name, count in requests.by_place.most_common()
+            },
+            "requests_per_chunk": round(sum(requests.by_place.values()) / plan.num_chunks, 1),
+            "worst_second_reads": reads,
+            "worst_second_reads_at": reads_at,
+            "worst_second_writes": writes,
+            "worst_second_writes_at": writes_at,
+            "dollars": round(requests.dollars(), 2),
+        }
+
+
+@contextmanager
+def _less_detail() -> Iterator[None]:
+    """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
+    with (
+        mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
+        mock.patch.object(tally, "merge_minutes", return_value=[]),
+        mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
+        mock.patch.object(layout, "chunks_of_output", cache(layout.chunks_of_output)),
+    ):
+        yield
+
+
+@contextmanager
+def _one_job() -> Iterator[None]:
+    """Let all workers of this process share what they read of job.json: it is the same for each of them."""
+    decode, identity, chunks = jobs.decode_job, jobs.identity, jobs.job_chunks
+    known: dict[Any, Any] = {}
+
+    def once(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def shared(first: Any, *others: Any, **options: Any) -> Any:
+            key = (name, len(first) if isinstance(first, bytes) else id(first), others[1:])
+            if key not in known:
+                known[key] = make(first, *others, **options)
+            return known[key]
+
+        return shared
+
+    shared_chunks = once("chunks", chunks)
+
+    def job_chunks(job: Job, url: str, limit: int | None = None) -> Any:
+        return shared_chunks(job, url, limit)
+
+    def resolve(lines: list[tuple[str, str]], job: Job, url: str, limit: int | None) -> list[Any]:
+        everything = job_chunks(job, url, limit)
+        return [everything[layout.stem(line)] for _, line in lines]
+
+    with (
+        mock.patch.object(jobs, "decode_job", once("job", decode)),
+        mock.patch.object(jobs, "identity", once("identity", identity)),
+        mock.patch.object(jobs, "job_chunks", job_chunks),
+        mock.patch.object(jobs, "_chunk_keys", once("keys", jobs._chunk_keys)),
+        mock.patch.object(jobs, "_resolve_in_job", resolve),
+        mock.patch.object(joining, "job_chunks", job_chunks),
+    ):
+        yield
+
+
+def simulate_scale(plan: Plan) -> dict[str, Any]:
+    """Run a campaign. Returns its figures."""
+    return Campaign(plan).run().result
+
+
+def main() -> int:
+    """See the module. The last line is one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m simulation.scale", description=__doc__)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--chunks", type=int, help="default: 100 a worker")
+    parser.add_argument("--rate", type=float, default=Plan.mean_rate, help="rows a second")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="engine's rows a chunk")
+    parser.add_argument("--lost-per-hour", type=float, default=Plan.lost_per_hour)
+    parser.add_argument("--lease-seconds", type=float, default=Plan.lease_seconds)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    plan = Plan(
+        num_workers=options.workers,
+        num_chunks=options.chunks or 100 * options.workers,
+        steps=options.steps,
+        mean_rate=options.rate,
+        lost_per_hour=options.lost_per_hour,
+        lease_seconds=options.lease_seconds,
+        seed=options.seed,
+        is_loud=True,
+    )
+    logging.disable(logging.CRITICAL)
+    began = time.monotonic()
+    campaign = Campaign(plan)
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    result = campaign.run().result
+    result["real_seconds"] = round(time.monotonic() - began)
+    result["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    for name, count in result.pop("requests_by_place").items():
+        print(f"{count:12,}  {name}")
+    print(json.dumps(result))
+    is_good = result["of_ideal"] <= MOST_OF_IDEAL and result["done_twice"] <= MOST_TWICE
+    is_good &= result["worst_second_reads"] <= READS_A_SECOND
+    return int(not (is_good and result["worst_second_writes"] <= WRITES_A_SECOND))
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "simulation.scale", *sys.argv[1:]])
+    sys.exit(main())
