@@ -4,6 +4,7 @@
 
 Serves the bucket s3://stub. Unless CHUNKS is 0, the bucket holds s3://stub/job, a job of CHUNKS chunks of one row each,
 and its run, in which MARKERS of the chunks are done. Prints its port.
+``GET /stub-finish?markers=N`` finishes N chunks like the first one, which a worker has done.
 ``GET /stub-counts`` answers with the number of requests by method and place: "PUT claims/", "GET run.json".
 """
 
@@ -25,8 +26,10 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import unescape
 
 import harness
+import msgspec
 
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
+from batchinfer.core.records import Job, Marker
 from batchinfer.storage.opening import open_store
 
 PAGE = 1000
@@ -41,6 +44,8 @@ FOLDERS = (
     layout.PROBES,
 )
 _MODIFIED = "2026-01-01T00:00:00.000Z"
+_MARKED = "2026-01-01T00:00:01.000Z"
+"""When markers were written: after run.json."""
 
 objects: dict[str, bytes] = {}
 keys: list[str] = []
@@ -117,6 +122,31 @@ def fill(num_chunks: int, num_markers: int) -> None:
     keys.extend(sorted(objects))
 
 
+def finish(num_markers: int) -> None:
+    """Do the first chunks of the job by hand: each gets an output and a marker like those of the first chunk.
+
+    The first chunk must have been done by a worker, in the job's run.
+    """
+    job = codec.decode(objects["job/job.json"], Job, name="job.json")
+    first = job.chunks[0].name
+    line = objects[RUN + layout.output_key(layout.output_file(first))]
+    marker = codec.decode(objects[RUN + layout.marker_key(first)], Marker, name=first)
+    for index, chunk in enumerate(job.chunks[1:num_markers], 1):
+        file = layout.output_file(chunk.name)
+        data = line.replace(b'"_row":0,"_id":"0"', b'"_row":%d,"_id":"%d"' % (index, index))
+        own = msgspec.structs.replace(
+            marker,
+            output=file,
+            output_bytes=len(data),
+            output_sha256=codec.sha256(data),
+            chunk=layout.chunk_file(chunk.name, job.compression),
+            chunk_sha256=chunk.sha256,
+        )
+        objects[RUN + layout.output_key(file)] = data
+        objects[RUN + layout.marker_key(chunk.name)] = codec.encode(own)
+    keys[:] = sorted(objects)
+
+
 def list_page(query: dict[str, list[str]]) -> bytes:
     """Return one page of a listing as XML."""
     prefix = query.get("prefix", [""])[0]
@@ -133,7 +163,8 @@ def list_page(query: dict[str, list[str]]) -> bytes:
     if more:
         body.append(f"<NextContinuationToken>{page[-1]}</NextContinuationToken>")
     body += [
-        f"<Contents><Key>{quote(key)}</Key><LastModified>{_MODIFIED}</LastModified>"
+        f"<Contents><Key>{quote(key)}</Key>"
+        f"<LastModified>{_MARKED if layout.MARKER_SUFFIX in key else _MODIFIED}</LastModified>"
         f'<ETag>"{"0" * 32}"</ETag><Size>{len(objects[key])}</Size><StorageClass>STANDARD</StorageClass></Contents>'
         for key in page
     ]
@@ -156,6 +187,10 @@ class Handler(BaseHTTPRequestHandler):
             with lock:
                 found = json.dumps(counts).encode()
             self._send(200, found)
+        elif place.path == "/stub-finish":
+            with lock:
+                finish(int(query["markers"][0]))
+            self._send(200, b"")
         elif "list-type" in query:
             count("LIST", query.get("prefix", [""])[0])
             with lock:
