@@ -319,13 +319,19 @@ class OpenChunks:
         self._schedule.started(candidate.ref.name)
         opener, now = self._opener, self._clock.now()
         work: partial[Opened]
-        if candidate.is_backup:
+        if candidate.backed_up is not None:
             logger.info(
                 "%s: its worker is slow; working on it too",
                 candidate.ref.name,
                 extra=event("chunk_helped", chunk=candidate.ref.name),
             )
-            work = partial(opener.open_backup, candidate.ref, now=now)
+            work = partial(
+                opener.open_backup,
+                candidate.ref,
+                candidate.backed_up,
+                now=now,
+                yields=candidate.yields,
+            )
         else:
             work = partial(
                 opener.open,

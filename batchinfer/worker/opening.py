@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
-from batchinfer.core.records import Marker
+from batchinfer.core.records import Claim, Marker
 from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.chunk_files import fetch
@@ -149,12 +149,39 @@ class Opener:
         with contextlib.suppress(BatchinferError):
             claims.release(ref.name, claim.etag)
 
-    def open_backup(self, ref: ChunkRef, *, now: float) -> Opened:
+    def open_backup(self, ref: ChunkRef, owner: Held, *, now: float, yields: bool) -> Opened:
         """Open a chunk that a slower worker has claimed, without taking the claim.
 
         Both workers then do the chunk, and the first of them to publish wins.
+
+        Args:
+            ref: The chunk.
+            owner: The slower worker's claim.
+            now: The time in seconds since 1970.
+            yields: Whether not to open a chunk that a third worker does, too. Among many workers that have nothing else
+                to do, dozens would do the same chunk.
         """
+        helper = self._helper(ref.name, owner.claim.worker) if yields else None
+        if helper is not None:
+            return HeldByOther(helper)
         return self._open_claimed(ref, Taken(""), now=now)
+
+    def _helper(self, name: str, owner_id: str) -> Held | None:
+        """Return a live worker that has finished rows of a chunk, apart from its owner and this worker; None if none.
+
+        The worker is returned as if it held the chunk's claim.
+        """
+        if self._claims is None:
+            return None
+        for info in self._run.list(layout.checkpoint_prefix(name)):
+            segment = layout.parse_segment(info.key)
+            if segment is None or segment.rows is None:
+                continue
+            worker_id, _, nonce = segment.writer.rpartition(".")
+            held = Held(Claim(worker=worker_id, epoch=segment.epoch, nonce=nonce), "")
+            if worker_id != owner_id and self._claims.look(held) is not None:
+                return held
+        return None
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
         marker = self._current_marker(ref, ref.generation)

@@ -44,8 +44,10 @@ class Candidate(NamedTuple):
     ref: ChunkRef
     take_over: Held | None = None
     """Claim that was released or has lapsed, and is to be replaced; None if there is none."""
-    is_backup: bool = False
-    """Whether this worker does the chunk without a claim, while the owner of the claim works on it too."""
+    backed_up: Held | None = None
+    """Claim of a slow worker that does the chunk, too: this worker then takes none."""
+    yields: bool = False
+    """Whether this worker leaves the chunk alone if a third worker helps the slow one already."""
 
 
 class _OwnerProgress(NamedTuple):
@@ -161,6 +163,8 @@ class Schedule:
         self._own_left = self._own.keys() - self._done
         self._has_changed = True
         self._helped: set[str] = set()
+        self._yielded: dict[str, float] = {}
+        """Chunks of slow workers that a third worker was found to help with, and when that was found first."""
         self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] = {}
         self._parts: _Parts | None = None
@@ -202,8 +206,11 @@ class Schedule:
         self._has_changed = True
 
     def held_by_other(self, name: str) -> None:
-        """Note that this worker did not get a chunk, because another worker holds its claim."""
+        """Note that this worker did not get a chunk, because another worker holds its claim, or helps its owner."""
         self._busy.discard(name)
+        if name in self._helped:
+            self._helped.discard(name)
+            self._yielded.setdefault(name, self._clock.monotonic())
         self._has_changed = True
 
     # -- what is next
@@ -346,7 +353,9 @@ class Schedule:
             if name in open_names:
                 continue
             if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
-                found.append(Candidate(self._ref(name), is_backup=True))
+                found.append(
+                    Candidate(self._ref(name), backed_up=held, yields=self._may_yield(name))
+                )
                 self._helped.add(name)
             elif name not in self._own and not self._has_beaten(held, owner):
                 self._has_undecided = True
@@ -383,8 +392,13 @@ class Schedule:
         """Forget chunks that a look found long ago. They are found again if nobody has taken them meanwhile."""
         if not self._found or self._clock.monotonic() - self._found_at < _FRESH_SECONDS:
             return
-        self._helped -= {each.ref.name for each in self._found if each.is_backup}
+        self._helped -= {each.ref.name for each in self._found if each.backed_up}
         self._found.clear()
+
+    def _may_yield(self, name: str) -> bool:
+        """Whether to leave a slow worker's chunk to a third worker. Not for longer than a lease: that one may hang."""
+        now = self._clock.monotonic()
+        return now - self._yielded.get(name, now) < self._lease_seconds
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
         """Whether a claim's owner has renewed its record since this worker first saw it.

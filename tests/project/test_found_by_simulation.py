@@ -14,7 +14,7 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Claim, Worker
+from batchinfer.core.records import Claim, Request, Worker
 from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.survey import look_at_owners
@@ -503,6 +503,35 @@ def test_a_worker_that_hung_while_its_heart_beat_did_not_block_the_others(
     with Stage([["mine"] * 50, ["theirs"] * 5]) as stage:
         beat_for_ever(stage, ["part-00001"], **numbers)
         assert stage.run(within_seconds=60.0).is_success
+
+
+def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
+    """Each did the chunk, too. A third worker that hangs blocks the chunk for no longer than a lease."""
+    with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00001"], new_rows=1, rows_done=1, busy_seconds=10000.0)
+        stage.put(layout.segment_key("part-00001", 1, "w8.n", 1, 1), b"{}\n")
+        beats = iter(range(1, 1000))
+
+        def beat() -> None:
+            record = worker_record(id="w8", epoch=1, nonce="n", lease_seconds=6.0, beat=next(beats))
+            stage.put(layout.worker_key("w8"), codec.encode(record))
+            stage.scheduler.after(1.5, beat)
+
+        beat()
+        times: list[float] = []
+        took = stage.took
+
+        def took_at(process: Process, request: Request) -> None:
+            took(process, request)
+            if request.text == "theirs":
+                times.append(stage.scheduler.now - max(0.0, times_of_mine[-1]))
+            else:
+                times_of_mine.append(stage.scheduler.now)
+
+        times_of_mine = [0.0]
+        stage.took = took_at  # type: ignore[method-assign]
+        assert stage.run(within_seconds=120.0).is_success
+        assert min(times) >= 5.0
 
 
 @pytest.mark.parametrize("was_here_before", [False, True])
