@@ -66,7 +66,7 @@ class _OwnerProgress(NamedTuple):
     """Seconds on this process's monotonic clock of the last look that saw a new heartbeat with unchanged `rows`."""
 
 
-class _Parts:
+class _JobParts:
     """The names of a job's chunks in parts of up to a thousand neighbours, which a worker looks at in turn.
 
     `worker_id` decides with which part the worker begins, so that not all workers begin with the same one.
@@ -167,7 +167,7 @@ class Schedule:
         """Chunks of slow workers that a third worker was found to help with, and when that was found first."""
         self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] = {}
-        self._parts: _Parts | None = None
+        self._parts: _JobParts | None = None
         self._is_asked = False
         """Whether `next` was called in vain since it last returned a chunk."""
         self._has_undecided = False
@@ -277,7 +277,7 @@ class Schedule:
         """Look at this worker's own and open chunks, and at a part of the others', as far as that is due."""
         if self._parts is None and self._everything is not None:
             self._others = self._everything()
-            self._parts = _Parts(self._others, self._worker_id)
+            self._parts = _JobParts(self._others, self._worker_id)
         is_due, is_part_due = self._is_due(), self._is_part_due()
         if not (is_due or is_part_due or self._has_changed):
             return
@@ -366,7 +366,7 @@ class Schedule:
             self._plan_next_part(self._parts, is_free=bool(free), is_any=bool(found))
         return published
 
-    def _plan_next_part(self, parts: _Parts, *, is_free: bool, is_any: bool) -> None:
+    def _plan_next_part(self, parts: _JobParts, *, is_free: bool, is_any: bool) -> None:
         """After a look, decide when to look at a part again, and whether to begin a new round over all parts.
 
         `is_free`: The look has found unclaimed chunks. `is_any`: It has found chunks to open.
@@ -380,7 +380,7 @@ class Schedule:
         elif parts.is_at_end and self._pending_has_part:
             self._end_round(parts)
 
-    def _end_round(self, parts: _Parts) -> None:
+    def _end_round(self, parts: _JobParts) -> None:
         """End a round over all parts in which there was nothing to open. The next one begins after a pause."""
         self._has_nothing_to_help = not self._has_undecided
         self._has_undecided = False

@@ -8,6 +8,7 @@ started again on any machine: the next start needs only what is on storage.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,8 @@ _SAVE_SECONDS = 5.0
 _SAVE_PAUSE_SECONDS = 2.0
 """Seconds between two rounds of saving, once they have taken longer than the grace period."""
 _ROWS_WHILE_LOADING = 256
+_FEW_MARKERS = 20
+"""Number of markers that a start without an answer of its own reads before it lists all of them again."""
 
 
 def run_worker(config: WorkerConfig, environment: Environment) -> dict[str, Any]:
@@ -110,6 +113,8 @@ class _Start:
         self._checkpointed = (environment.clock.monotonic(), 0)
         self._snapshot_at = float("-inf")
         self._has_answers = True
+        self._done_before: list[tuple[str, int]] = []
+        """Some of the chunks that had a marker when this start began, with its generation."""
 
     def run(self) -> None:
         """Set up, generate answers, publish outputs, and clean up, also after an error."""
@@ -205,6 +210,7 @@ class _Start:
         markers = self._await(listed)
         self.looks.compare(membership, markers)
         done = {name: marker.generation for name, marker in markers.items()}
+        self._done_before = list(itertools.islice(done.items(), _FEW_MARKERS))
         done = self.looks.without_foreign(membership.assignment.chunks, done)
         access = self._access_run(heartbeat.lease, scratch)
         checkpointed = self._await(with_checkpoints)
@@ -230,9 +236,16 @@ class _Start:
         self.looks.confirm(membership, markers, open_chunks.published)
 
     def _look_for_answers(self) -> None:
-        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself."""
+        """Refuse to call a run done in which every row failed. Sends no request if this start has an answer itself.
+
+        Of the markers that the worker saw at its start a few are read first, which saves a second listing of the run.
+        """
         tally = self.telemetry.tally
         if tally.rows > tally.num_errors:
+            return
+        if self.looks.select(
+            lambda each: not has_only_errors(self.store, *each), self._done_before, most=1
+        ):
             return
         done: dict[str, int] = self._await(
             self.environment.background.submit(partial(finished_chunks, self.store))

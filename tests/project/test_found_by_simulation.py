@@ -505,6 +505,19 @@ def test_a_worker_that_hung_while_its_heart_beat_did_not_block_the_others(
         assert stage.run(within_seconds=60.0).is_success
 
 
+def test_a_start_that_finds_all_done_lists_the_markers_once() -> None:
+    with Stage([["mine"], ["theirs"]]) as stage:
+        assert stage.run("w0").is_success
+        listings = []
+
+        def note(_number: int, method: str, key: str, _process: Process) -> None:
+            if method == "list_objects_v2" and key.startswith(RUN + layout.OUTPUTS):
+                listings.append(key)
+
+        assert stage.run("w1", hook=note).is_success
+        assert len(listings) == 1
+
+
 def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
     """Each did the chunk, too. A third worker that hangs blocks the chunk for no longer than a lease."""
     with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:
