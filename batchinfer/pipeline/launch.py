@@ -45,7 +45,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 
 
 @click.command("launch", cls=SectionCommand)
-@click.argument("sources", metavar="JOB|SOURCE...", nargs=-1, required=True)
+@click.argument("sources", metavar="[JOB|SOURCE...]", nargs=-1)
 @click.option(
     "--run",
     cls=SectionOption,
@@ -58,7 +58,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     cls=SectionOption,
     section=FIRST,
     metavar="URL",
-    help="With SOURCE: place for its job.  [default: JOB, if the run is at JOB/runs/NAME]",
+    help="The job; with SOURCE, the place for its job.  [default: JOB, if the run is at JOB/runs/NAME]",
 )
 @click.option(
     "--on",
@@ -154,6 +154,8 @@ def command(**options: Any) -> dict[str, Any]:
         return _launch_ranks(options)
     if not options["run"]:
         raise ConfigError("--run: is missing", hint="say where the run goes, as in JOB/runs/llama")
+    if not options["sources"] and not options["job"]:
+        raise ConfigError("no job and no data set is named", hint="batchinfer launch JOB --run …")
     from batchinfer.check.steps import CheckWorld
     from batchinfer.core.clock import SystemClock
     from batchinfer.core.prices import Prices, listed_accelerators
@@ -176,7 +178,7 @@ def command(**options: Any) -> dict[str, Any]:
         clock=clock,
     )
     config = LaunchConfig(
-        sources=list(options["sources"]),
+        sources=list(options["sources"]) or [options["job"]],
         job=options.pop("job") or "",
         run=options["run"],
         cluster=options["cluster"],

@@ -526,6 +526,28 @@ def test_machines_of_one_job_run_one_model(
     ]
 
 
+def test_the_launching_script_is_the_command(clients: Path) -> None:
+    program = clients / "batchinfer"
+    program.write_text('#!/bin/bash\npwd\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    script = ROOT / "scripts/launch_workers.sh"
+    words = ["--job", "s3://b/my job", "--run", "s3://b/run", "--workers", "2"]
+    done = subprocess.run([script, *words], capture_output=True, check=True, text=True)
+    assert done.stdout.splitlines() == [str(ROOT), "launch", "--on", "skypilot", *words]
+
+
+def test_the_machine_to_work_on_has_a_variant_without_autostop() -> None:
+    """The command stands in dev.yaml and in the documentation. It takes away that block, and nothing else."""
+    command = "sed '/^  autostop:/,/wait_for:/d' dev.yaml"
+    for name in ("dev.yaml", "docs/skypilot.md"):
+        assert command in (ROOT / name).read_text()
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
+    variant = yaml.safe_load(done.stdout)
+    whole = yaml.safe_load((ROOT / "dev.yaml").read_text())
+    assert whole["resources"].pop("autostop")
+    assert variant == whole
+
+
 def test_skypilot_says_what_is_missing(clients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(clients))
     cluster = find_cluster("skypilot")

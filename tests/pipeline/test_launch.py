@@ -286,6 +286,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
         (["--what", "collect"], ["run", "out.csv"], "is no folder of a disk or bucket"),
         (["--what", "collect", "--workers", "9"], ["run", "out"], "the table has 1 file"),
         (["--workers", "2"], ["job"], "--run: is missing"),
+        (["--workers", "2", "--run", "run"], [], "no job and no data set is named"),
     ],
 )
 def test_ranks_that_cannot_work_are_refused_before_they_start(
