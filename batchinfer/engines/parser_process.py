@@ -6,6 +6,7 @@ the worker and beside its engines. An answer with which the process ends, or goe
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -170,6 +171,9 @@ def check_parsers(config: EngineConfig, *, has_budget: bool, keeps: bool = True)
     """
     parsers = parsers_of(config)
     if parsers is None:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        logger.warning("parsers are not tried here: vllm is not installed")
         return
     facts = parsers.start()
     if not keeps:

@@ -217,6 +217,7 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
             f"--truncate-prompt {prompt.truncate_prompt}: needs the model's tokenizer, which only the endpoint has",
             hint="a vLLM server cuts prompts itself: --sampling truncate_prompt_tokens=N",
         )
+    check_run_tools(prompt, sampling, checker_for(engine))
     check_run_constraint(sampling.structured, checker_for(engine))
     if prompt.task == SCORE and prompt.request_format == PromptConfig().request_format:
         is_apart = has_model(engine) and pair_form_of(engine) is PairForm.APART
@@ -225,7 +226,6 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
                 "--task score: the model embeds texts, so it scores pairs of them",
                 hint="name both columns: --pair-columns query,document",
             )
-    check_run_tools(prompt, sampling, checker_for(engine))
     if has_budget(sampling) and not (kind.is_remote or may_end_reasoning(engine)):
         raise ConfigError(
             "--thinking-budget: without --reasoning-parser the engine does not know what reasoning is",
