@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from tiny_model import write_tiny_model
+from tiny_model import DEMO_MODEL, write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +35,29 @@ def vllm_engine(vllm_config):
     """An open engine in a process of its own, as a worker would have it."""
     from batchinfer.engines import create_engine
 
-    class Never:
-        def is_set(self):
-            return False
-
     engine = create_engine(vllm_config)
-    engine.open(Never())
+    engine.open(threading.Event())
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def demo_config():
+    """Options of `demo_engine`."""
+    from batchinfer.engines.config import EngineConfig
+
+    return EngineConfig(
+        model=str(DEMO_MODEL),
+        max_model_len=256,
+        max_num_seqs=16,
+        engine_args={"kv_cache_memory_bytes": 64 << 20, "block_size": 32},
+    )
+
+
+@pytest.fixture(scope="session")
+def demo_engine(demo_config):
+    """An open engine with the demo's model, for the workers of all tests that can share it."""
+    from shared_engine import opened
+
+    with opened(demo_config) as engine:
+        yield engine

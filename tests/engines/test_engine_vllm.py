@@ -383,6 +383,7 @@ def test_a_worker_that_is_killed_leaves_nothing_of_vllm(vllm_config, monkeypatch
         wait_until_gone(pids, 5.0)
 
 
+@pytest.mark.slow  # tests/worker/test_worker_vllm.py sends a worker SIGTERM while it loads
 def test_a_stop_while_vllm_loads_is_obeyed_at_once(vllm_config):
     engine = create_engine(vllm_config)
     stop = Flag()
@@ -403,6 +404,7 @@ def test_a_stop_while_vllm_loads_is_obeyed_at_once(vllm_config):
     wait_until_gone(pids, 2.0)
 
 
+@pytest.mark.slow  # tests/worker/test_worker_vllm.py gives a worker such options
 def test_an_option_that_vllm_does_not_take_is_a_configuration_error(vllm_config):
     engine = create_engine(msgspec.structs.replace(vllm_config, dtype="float99"))
     with pytest.raises(ConfigError, match="float99") as caught:

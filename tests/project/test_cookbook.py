@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core.records import EngineInfo
-from batchinfer.engines import Engine, Stop, create_engine
+from batchinfer.engines import Engine, create_engine
 from batchinfer.engines.config import EngineConfig
 from fake_endpoint import fake_endpoint
 
@@ -56,31 +54,6 @@ def sections() -> Iterator[Any]:
     for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         marks = [pytest.mark.vllm] if MODEL in part else []
         yield pytest.param(steps_of(part), id=part.splitlines()[0], marks=marks)
-
-
-class KeptEngine:
-    """An engine that is open already, and stays so when a worker closes it."""
-
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._engine = engine
-        self._info = info
-
-    def open(self, stop: Stop) -> EngineInfo:
-        return self._info
-
-    def close(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-@pytest.fixture(scope="module")
-def kept_engine() -> Iterator[KeptEngine]:
-    """The engine of the demo's model, opened here, since its process ends with the thread that opens it."""
-    engine = create_engine(EngineConfig(model=str(ROOT / MODEL)))
-    yield KeptEngine(engine, engine.open(threading.Event()))
-    engine.close()
 
 
 @pytest.fixture
@@ -125,7 +98,7 @@ def test_the_commands_print_what_the_page_shows(
 ) -> None:
     assert steps
     if any(MODEL in step.command for step in steps):
-        kept = request.getfixturevalue("kept_engine")
+        kept = request.getfixturevalue("demo_engine")
 
         def create(config: EngineConfig) -> Engine:
             is_kept = (config.engine, config.model) == ("vllm", MODEL)

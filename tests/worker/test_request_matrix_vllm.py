@@ -10,7 +10,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from openai.types.chat import ChatCompletion
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import EngineInfo, Sampling
-from batchinfer.engines import create_engine
+from batchinfer.core.records import Sampling
 from batchinfer.engines.config import CONSTRAINTS, EngineConfig
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import PromptConfig
@@ -32,6 +32,7 @@ from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
 from making import read_marker
 from samples import SCHEMAS, SEED_REQUEST
+from shared_engine import SharedEngine
 
 pytestmark = [pytest.mark.vllm]
 
@@ -269,40 +270,14 @@ BAD_LINES = [
 # --------------------------------------------------------------------------- the engine and the worker
 
 
-class SharedEngine:
-    """An open engine as a worker's own: opening and closing it is the module's business."""
-
-    def __init__(self, engine: Any, info: EngineInfo) -> None:
-        self._engine = engine
-        self._info = info
-        self.generate = engine.generate
-        self.stats = engine.stats
-
-    def open(self, stop: Any) -> EngineInfo:
-        return self._info
-
-    def close(self) -> None:
-        pass
+@pytest.fixture(scope="session")
+def config(demo_config: EngineConfig) -> EngineConfig:
+    return demo_config
 
 
-class Never:
-    def is_set(self) -> bool:
-        return False
-
-
-@pytest.fixture(scope="module")
-def config() -> EngineConfig:
-    return EngineConfig(
-        model=str(MODEL), max_model_len=MODEL_LENGTH, max_num_seqs=16, engine_args=ENGINE_ARGS
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: EngineConfig) -> Iterator[SharedEngine]:
-    engine = create_engine(config)
-    info = engine.open(Never())
-    yield SharedEngine(engine, info)
-    engine.close()
+@pytest.fixture(scope="session")
+def engine(demo_engine: SharedEngine) -> SharedEngine:
+    return demo_engine
 
 
 @pytest.fixture(scope="module")
@@ -626,7 +601,7 @@ def test_a_runs_own_option_that_vllm_refuses_ends_it_with_2(
 def test_the_engines_own_limit_of_logprobs_holds(
     tmp_path: Path, engine: SharedEngine, config: EngineConfig
 ) -> None:
-    assert engine.open(Never()).max_logprobs == 20
+    assert engine.open(threading.Event()).max_logprobs == 20
     too_many = Sampling(logprobs=21)
     with pytest.raises(ConfigError, match="at most 20"):
         run(tmp_path, [b'{"text": "x"}'], engine, config, prompt_column="text", sampling=too_many)
