@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import venv
@@ -95,9 +96,11 @@ def convert(config: OnnxConfig, work: Conversion) -> dict[str, Any]:
         BatchinferError: With `verify`, the answers of the ONNX model differ from those of the original model.
     """
     if not _is_ready(config.environment):
+        is_default = config.environment == default_environment().absolute()
+        place = "" if is_default else f" --environment {shlex.quote(str(config.environment))}"
         raise ConfigError(
             f"{config.environment}: holds no environment for the exporter, which needs an older transformers",
-            hint="make it once (1.3 GB): batchinfer convert hf-to-onnx --setup",
+            hint=f"make it once (1.3 GB): batchinfer convert hf-to-onnx --setup{place}",
         )
     folder = work.fetch_model(config.source)
     result = work.folder.with_name("found.json")

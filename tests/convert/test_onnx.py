@@ -79,7 +79,8 @@ def test_a_missing_environment_says_how_to_make_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert(DEMO_MODEL, tmp_path / "onnx", "--environment", tmp_path / "none") == 2
-    assert "hf-to-onnx --setup" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"convert hf-to-onnx --setup --environment {tmp_path}/none" in said
 
 
 def test_the_default_environment_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
