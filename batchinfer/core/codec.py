@@ -57,7 +57,8 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
         check_version(data, name=name)
         what, cause = "empty" if not data else str(error), error
     raise InputError(
-        f"{name}: not a readable {kind.__name__.lower()} record ({what})", hint=hint
+        f"{name}: not a readable {kind.__name__.lower().removesuffix('record')} record ({what})",
+        hint=hint,
     ) from cause
 
 
