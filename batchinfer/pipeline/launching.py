@@ -379,5 +379,6 @@ class Launch:
             if launch.handle is None and age < LAUNCHING_SECONDS:
                 raise ConfigError(
                     f"{store.url}: the launch {launch.record.plan.id} has been under way for {units.duration(age)}",
-                    hint=f"wait for it; if it was killed, remove {layout.launch_key(launch.record.plan.id)}",
+                    hint="wait for it; if it was killed, remove "
+                    + join_url(store.url, layout.launch_key(launch.record.plan.id)),
                 )
