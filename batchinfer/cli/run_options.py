@@ -366,7 +366,7 @@ OPTIONS: tuple[Option, ...] = (
             REPEATED_OR_UNSET,
             "Column with the row's image: a URL, a path, base64, the Hub's bytes and path, or a list of these; may be "
             "repeated. See docs/images.md.",
-            field="image_columns",
+            name="image_columns",
             section="images",
             metavar="COLUMN",
         ),

@@ -206,6 +206,9 @@ def load_engine(config: EngineConfig, *, is_cpu: bool) -> Any:
     )
     try:
         return LLMEngine.from_vllm_config(vllm_config, usage_context=context)
+    except (ImportError, ValueError) as error:
+        # vLLM looks at some models' classes only now.
+        raise lacking_torchvision(config) or failed_load(error) from error
     except Exception as error:
         raise failed_load(error) from error
 

@@ -43,6 +43,11 @@ _TASKS = {
     "/v1/images/generations": "image",
 }
 
+_HINTS = {
+    "transcribe": "; audio is not taken: write it down with another program, and ask about the text",
+    "image": "; images are taken, not made",
+}
+"""What a row is told whose task no run can have."""
 _MAX_PLANS = 1000
 """Largest number of different parameter sets that a reader remembers, so that equal ones are read once."""
 _encode = msgspec.json.encode
@@ -163,7 +168,8 @@ class RequestsReader:
         if _TASKS[url] != self._config.task:
             raise RowProblem(
                 Code.WRONG_TASK,
-                f"url {url} asks for the task {_TASKS[url]}, expected {self._config.task}, the run's",
+                f"url {url} asks for the task {_TASKS[url]}, expected {self._config.task}, the run's"
+                + _HINTS.get(_TASKS[url], ""),
                 param="url",
             )
         if url == CHAT_URL:
@@ -185,8 +191,10 @@ class RequestsReader:
             raise RowProblem(
                 Code.EMPTY_CONVERSATION, "messages is empty, expected a message", param="messages"
             )
-        draft.messages, images = take_images(conversation.read_conversation(messages))
-        draft.media = images or None
+        draft.messages = conversation.read_conversation(messages)
+        if any(type(message["content"]) is not str for message in draft.messages):
+            draft.messages, images = take_images(draft.messages)
+            draft.media = images or None
         self._apply(draft, parameters, is_chat=True)
         if draft.continue_final and draft.messages[-1]["role"] != "assistant":
             raise RowProblem(

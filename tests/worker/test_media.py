@@ -16,9 +16,11 @@ import pytest
 from batchinfer.check.command import command as check
 from batchinfer.core.errors import BatchinferError, ConfigError, RunMismatch
 from batchinfer.core.records import Failure, Media
+from batchinfer.ledger.runs import read_run
 from batchinfer.ledger.survey import finished_chunks
 from batchinfer.prompts import MediaRef, PromptConfig
 from batchinfer.prompts.media import read_images
+from batchinfer.runs.resume_command import worker_command
 from batchinfer.split.command import SplitConfig, run_split
 from batchinfer.storage import web
 from batchinfer.storage.opening import open_store
@@ -369,6 +371,10 @@ def test_the_columns_and_the_limit_decide_answers_and_are_part_of_the_run(tmp_pa
     assert run["config"]["limit_mm_per_prompt"] == {"image": 2}
     assert run["config"]["prompt"]["image_columns"] == ["image"]
     assert run["recorded"]["media_root"] == str(tmp_path)
+    command = worker_command(read_run(open_store(str(tmp_path / "run"))), "RUN", "JOB")
+    assert "--image-column image" in command
+    assert "--limit-mm-per-prompt image=2" in command
+    assert f"--media-root {tmp_path}" in command
     with pytest.raises(RunMismatch, match="limit_mm_per_prompt"):
         run_worker_here(tmp_path / "job", tmp_path / "run", *base)
 
