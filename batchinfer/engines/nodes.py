@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 OWN_FIELDS = frozenset({"node_rank", "gpus", "model_cache", "revision"})
 # Seconds between two attempts to reach node 0, and between two looks at the connections.
 POLL_SECONDS = 0.2
-# Seconds that node 0, when it ends with 0, waits for nodes that have not come yet, so that they end with 0, too.
+# Exit statuses after which nothing is started again.
+LAST_STATUSES = (0, 2, 3)
+# Seconds that node 0, when it ends with one of these, waits for nodes that have not come yet, so that they end, too.
 LAST_CALL_SECONDS = 30.0
 # Seconds that a node has to say who it is, after it has connected.
 HELLO_SECONDS = 5.0
@@ -125,6 +127,8 @@ class Leader:
         self._num_others = config.nnodes - 1
         self._links: dict[int, NodeLink] = {}
         """Connections to the nodes that are there, by their ranks."""
+        self._refused: set[int] = set()
+        """Ranks of the nodes that came with other options, and end for this reason."""
         place = (config.master_addr, config.master_port + 1)
         try:
             self._server = socket.create_server(place)
@@ -186,6 +190,7 @@ class Leader:
             names = differing(options, options_of(config))
             link.send({"refused": f"{names}: differ from those of node 0"})
             link.close()
+            self._refused.add(rank)
             raise ConfigError(
                 f"{names}: node {rank} has other values",
                 hint="give all nodes of a model the same options",
@@ -215,8 +220,8 @@ class Leader:
 
     def tell(self, status: int) -> None:
         """Tell the nodes with which exit status node 0 ends, and close the connections."""
-        end = time.monotonic() + (LAST_CALL_SECONDS if status == 0 else 0.0)
-        while len(self._links) < self._num_others:
+        end = time.monotonic() + (LAST_CALL_SECONDS if status in LAST_STATUSES else 0.0)
+        while len(self._links) + len(self._refused) < self._num_others:
             self._accept(None, POLL_SECONDS)
             if time.monotonic() > end:
                 break

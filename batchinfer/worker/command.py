@@ -100,9 +100,9 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         stack.callback(outside.background.close)
         stack.callback(show_progress.close)
         configure = partial(make_config, options, variables)
+        if (engine := engine_config(options)).nnodes > 1:
+            outside = stack.enter_context(_with_nodes(engine, outside))
         config = unless_stopped(outside.background, outside.stopper, configure)
-        if config.engine.nnodes > 1:
-            outside = stack.enter_context(_with_nodes(config.engine, outside))
         service = find_service(config.host, variables) if options["notices"] else None
         if service is not None:
             watcher = watch(service, outside.background, outside.stopper.request)
