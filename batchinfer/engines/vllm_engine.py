@@ -45,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 # Number of requests that vLLM holds, as a multiple of the number that can run at once.
 IN_FLIGHT_FACTOR = 1.5
+# Reason to refuse a request that would end the engine: vLLM's kernels for the CPU take as many tokens as sequences.
+_NO_PROMPT_LOGPROBS = (
+    "prompt_logprobs: vLLM cannot compute them on a CPU in a run with LoRA adapters, "
+    "nor `echo` with `logprobs`"
+)
 # Seconds between two checks that the engine core's process is alive.
 WATCH_SECONDS = 0.2
 
@@ -75,6 +80,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._adapters: dict[str, Any] = {}
         """vLLM's LoRARequest of each adapter, by its name."""
+        self._lacks_prompt_logprobs = False
         self._closed = threading.Event()
         self._recorder = StepRecorder()
         self._steps = 0
@@ -88,6 +94,7 @@ class VllmEngine:
         self._engine = load_engine(self.config, is_cpu=is_cpu)
         self._recorder = install(self._engine)
         self._adapters = load_adapters(self._engine, self.config)
+        self._lacks_prompt_logprobs = is_cpu and bool(self._adapters)
         import vllm
         from vllm.platforms import current_platform
 
@@ -267,6 +274,8 @@ class VllmEngine:
             params = sampling_params(
                 request.sampling, self._defaults, is_streamed=request.is_streamed
             )
+            if self._lacks_prompt_logprobs and params.prompt_logprobs is not None:
+                raise RowError("invalid_parameter", _NO_PROMPT_LOGPROBS)
             prompt = self._prompt(request)
             adapter = self._adapter(request.adapter)
         except RowError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -680,3 +681,22 @@ def test_options_of_a_loaded_model_are_refused():
     }.items():
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-').removesuffix('s')}"):
             create_engine(msgspec.structs.replace(base, **{name: value}))
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_a_vllm_server_adds_about_tokens_is_read(is_chat):
+    """Its chats tell of the prompt in the body, its completions in each choice."""
+    position = {
+        "9": {"logprob": -3.0, "rank": 5, "decoded_token": " a"},
+        "4": {"logprob": -0.5, "rank": 1, "decoded_token": " b"},
+    }
+    of_prompt = {"prompt_token_ids": [8, 9], "prompt_logprobs": [None, position]}
+    choice = {"index": 0, "token_ids": [3], "finish_reason": "stop"}
+    choice |= {"message": {"content": "x"}} if is_chat else {"text": "x", **of_prompt}
+    body = {"choices": [choice], **(of_prompt if is_chat else {})}
+    request = Request(key=("c", 0), text="x", sampling=Sampling(prompt_logprobs=1))
+    found = openai_requests.completion_of(request, json.dumps(body).encode(), (0.0, 0.0))
+    assert (found.prompt_token_ids, found.choices[0].token_ids) == ([8, 9], [3])
+    [first, second] = found.prompt_logprobs
+    assert first is None
+    assert (second.token_id, second.rank, second.top_ids, second.top) == (9, 5, [4], [(" b", -0.5)])

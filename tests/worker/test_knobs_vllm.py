@@ -73,6 +73,21 @@ def test_a_quantized_model_answers_as_the_whole_one(engine: Engine) -> None:
     assert [each.choices[0].text for each in found] == list(names.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8", "awq"])
+def test_other_kinds_of_quantized_models_answer_too(tmp_path: Path, kind: str) -> None:
+    model = str(write_quantized(kind, tmp_path / kind))
+    engine = create_engine(
+        EngineConfig(model=model, max_model_len=256, max_num_seqs=4, engine_args=ARGUMENTS)
+    )
+    try:
+        engine.open(Flag())
+        found = ask(engine, [f"What is the capital of {name}?" for name in ("France", "Japan")])
+        assert [each.choices[0].text for each in found] == ["Paris", "Tokyo"]
+    finally:
+        engine.close()
+
+
 def test_requests_run_by_their_priority(engine: Engine) -> None:
     """Six requests are in the engine, of which four run at once: the two with the highest number come last."""
     sampling = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
