@@ -114,6 +114,8 @@ class HfTokenizer:
             RowError: the template refuses the conversation.
         """
         source = template or self._default_template(bool(kwargs.get("tools")))
+        if kwargs.get("tools") and "tools" not in source:
+            _warn_of_hidden_tools(source)
         conversation = [_in_template_form(message, source) for message in messages]
         options = {name: value for name, value in kwargs.items() if name not in _RESERVED}
         try:
@@ -195,6 +197,14 @@ class HfTokenizer:
             chosen = found.get("tool_use") if has_tools else None
             return str(chosen or found.get("default") or "")
         return str(found or "")
+
+
+@lru_cache(maxsize=32)
+def _warn_of_hidden_tools(_template: str) -> None:
+    """Warn once that a chat template does not mention tools."""
+    logger.warning(
+        "the chat template does not show tools to the model; --chat-template @FILE takes one that does"
+    )
 
 
 def _in_template_form(message: dict[str, Any], source: str) -> dict[str, Any]:

@@ -273,6 +273,14 @@ def test_the_template_gets_tools_and_earlier_calls_as_it_wants_them(template, co
     assert messages[2] == {"role": "tool", "content": "3", "tool_call_id": "1"}
 
 
+def test_a_template_that_hides_tools_is_warned_of_once(caplog):
+    tokenizer = HfTokenizer(FakeTokenizer("{{ hidden }}"))
+    for tools in ([ADD], [ADD], None):
+        options: dict[str, Any] = {"template": "", "continue_final": False}
+        tokenizer.apply_chat_template(TALK, kwargs={"tools": tools}, **options)
+    assert caplog.text.count("does not show tools") == 1
+
+
 @pytest.mark.parametrize("arguments", ["", None, {}])
 def test_a_call_without_arguments_gets_an_empty_object(arguments):
     call = {"function": {"name": "stop", "arguments": arguments}}
