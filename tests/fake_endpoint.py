@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from typing import Any
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.echo import WORDS, EchoEngine, prompt_text
+from batchinfer.engines.echo_pooling import pooled_of
 
 PROBE = "Hello"
 """Prompt of the engine's own short requests."""
@@ -200,7 +202,7 @@ class FakeEndpoint:
 
     @staticmethod
     def text_of(body: dict[str, Any]) -> str:
-        prompt = body.get("prompt")
+        prompt = body.get("prompt", body.get("input"))
         if isinstance(prompt, list):
             return " ".join(map(str, prompt))
         if prompt is not None:
@@ -209,6 +211,8 @@ class FakeEndpoint:
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What an endpoint that works answers."""
+        if path.endswith("/embeddings"):
+            return self.embeddings(body)
         is_chat = path.endswith("/chat/completions")
         num_logprobs = body.get("top_logprobs") if is_chat else body.get("logprobs")
         sampling = Sampling(
@@ -260,6 +264,29 @@ class FakeEndpoint:
                     }
             found["choices"].append(choice)
         return found
+
+    def embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request for embeddings, its vectors in no order."""
+        given = body.get("input")
+        several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        texts = [
+            text if isinstance(text, str) else self.text_of({**body, "prompt": text})
+            for text in several
+        ]
+        found = pooled_of(
+            texts,
+            "embed",
+            num_queries=0,
+            dimensions=body.get("dimensions"),
+            normalize=body.get("use_activation"),
+        )
+        data = [
+            {"object": "embedding", "index": index, "embedding": array("f", each.data).tolist()}
+            for index, each in enumerate(found)
+        ]
+        num_tokens = sum(len(text.split(" ")) for text in texts)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "model": body["model"], "data": data[::-1], "usage": usage}
 
 
 def without_certificates() -> type:

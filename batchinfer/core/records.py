@@ -7,6 +7,7 @@ records to which a newer program has added fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -172,6 +173,8 @@ class Pooling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
     dimensions: int | None = None
     normalize: bool | None = None
+    extra: dict[str, Any] | None = None
+    """Parameters that go to an endpoint unread."""
 
 
 class RequestInput(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -249,6 +252,11 @@ class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     query is compared with all others, several queries with one other input each. With 0, each input is scored by
     itself."""
     pooling: Pooling | None = None
+
+    @property
+    def prompts(self) -> Sequence[Request | RequestInput]:
+        """The inputs, or the request itself if it has only one text."""
+        return self.inputs or (self,)
 
 
 class TextPiece(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):

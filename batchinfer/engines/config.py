@@ -235,6 +235,17 @@ def check_config(config: EngineConfig) -> None:
 
 def _check_pooling(config: EngineConfig) -> None:
     """Refuse options that mean nothing for the run's task."""
+    of_texts = {
+        "--tool-call-parser": config.tool_call_parser,
+        "--reasoning-parser": config.reasoning_parser,
+        "--speculative-config": config.engine_args.get("speculative_config"),
+    }
+    for option, value in of_texts.items():
+        if value and is_pooling(config.task):
+            raise ConfigError(
+                f"{option} with --task {config.task}: means nothing for this task",
+                hint="leave it out",
+            )
     given = {
         "--pooling": config.pooling,
         "--dimensions": config.dimensions,

@@ -322,8 +322,7 @@ class EchoEngine:
         )
 
     def _pool(self, request: Request) -> Completion:
-        inputs: list[RequestInput] | list[Request] = request.inputs or [request]
-        texts = [prompt_text(each) for each in inputs]
+        texts = list(map(prompt_text, request.prompts))
         own = request.pooling or Pooling()
         config = self.config
         pooled = pooled_of(

@@ -22,6 +22,7 @@ import msgspec
 
 from batchinfer.core.errors import AccessDenied, ConfigError, RowError
 from batchinfer.core.records import Completion, Failure, Request, TextPiece
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.openai_client import (
     CallError,
@@ -31,6 +32,12 @@ from batchinfer.engines.openai_client import (
     Reply,
     TooSlow,
     Unavailable,
+)
+from batchinfer.engines.openai_embeddings import (
+    EMBEDDINGS_PATH,
+    embeddings_body,
+    read_vectors,
+    vectors_completion,
 )
 from batchinfer.engines.openai_pace import LONGEST_HOLD_SECONDS, Pace
 from batchinfer.engines.openai_requests import (
@@ -61,9 +68,10 @@ _PROMPT_PARAMS = frozenset({"input_tokens", "input_text"})
 _SHORT: dict[str, dict[str, Any]] = {
     CHAT_PATH: {"messages": [{"role": "user", "content": "Hello"}]},
     COMPLETIONS_PATH: {"prompt": "Hello"},
+    EMBEDDINGS_PATH: {"input": "Hello"},
 }
 """Prompt of a probe, by its path."""
-_OF_THE_PROMPT = ("messages", "prompt", "add_generation_prompt", "continue_final_message")
+_OF_THE_PROMPT = ("messages", "prompt", "input", "add_generation_prompt", "continue_final_message")
 # Most names of models in a message.
 _SHOWN_MODELS = 10
 # Largest number of different parameter sets for which it is remembered whether the endpoint takes them.
@@ -138,7 +146,7 @@ class Calls:
         began = time.monotonic()
         fault, num_attempts, is_last = 0, 0, False
         try:
-            path, body = body_of(request, self._config.model)
+            path, body = self._body_of(request)
             parts = parts_of(request, self._show)
             while True:
                 try:
@@ -159,6 +167,11 @@ class Calls:
         except (AccessDenied, ConfigError) as error:
             self._end(error)
             return None
+
+    def _body_of(self, request: Request) -> tuple[str, dict[str, Any]]:
+        if is_pooling(request.task):
+            return embeddings_body(request, self._config)
+        return body_of(request, self._config.model)
 
     def _hopeless(
         self, request: Request, error: CallError, parts: AnswerParts | None
@@ -211,7 +224,8 @@ class Calls:
             reply = await self._send(call, sent)
             seconds = time.monotonic() - sent
         try:
-            completion = completion_of(request, reply.data, (sent - began, seconds))
+            read = vectors_completion if path == EMBEDDINGS_PATH else completion_of
+            completion = read(request, reply.data, (sent - began, seconds))
         except BrokenAnswer as error:
             cut = Cut(str(error))
             self._note_failure(cut, sent)
@@ -370,7 +384,9 @@ class Calls:
             return self._probed[path][1]
 
     async def _probe_now(self, path: str) -> CallError | None:
-        body = {"model": self._config.model, "max_tokens": 1, **_SHORT[path]}
+        body = {"model": self._config.model, **_SHORT[path]}
+        if path != EMBEDDINGS_PATH:
+            body["max_tokens"] = 1
         error = await self._ask(path, body, num_tokens=8)
         if isinstance(error, Refusal) and not _may_concern_all(error):
             return None
@@ -383,7 +399,7 @@ class Calls:
                 reply = await self._send(
                     _Call(path, body, timeout_seconds, num_tokens), time.monotonic()
                 )
-                read_answer(reply.data)
+                (read_vectors if path == EMBEDDINGS_PATH else read_answer)(reply.data)
             except CallError as error:
                 return error
             except BrokenAnswer as error:
@@ -404,7 +420,8 @@ class Calls:
         """
         if names is None or self._config.model in names:
             return
-        probed = await self._probe_now(CHAT_PATH)
+        is_embedding = is_pooling(self._config.task)
+        probed = await self._probe_now(EMBEDDINGS_PATH if is_embedding else CHAT_PATH)
         if isinstance(probed, Refusal):
             error = self._error_for_all(probed)
             some = ", ".join(names[:_SHOWN_MODELS])

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Sampling
+from batchinfer.core.tasks import EMBED, GENERATE, SCORE
 from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ PASSED_NAMES = frozenset(
 )
 """Request parameters that go to the endpoint as they are. The endpoint checks their values."""
 _OF_THE_MODEL = (
+    "pooling",
     "tokenizer",
     "revision",
     "hf_config_path",
@@ -90,6 +92,11 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(
             "--model: is missing, expected a name that the endpoint gives one of its models",
             hint="curl BASE_URL/models lists them",
+        )
+    if config.task not in (GENERATE, EMBED, SCORE):
+        raise ConfigError(
+            f"--task {config.task} with --engine openai: the OpenAI API knows texts and embeddings",
+            hint="expected --task generate, embed or score (of pairs, by their embeddings)",
         )
     nothing = EngineConfig()
     for name in _OF_THE_MODEL:
@@ -134,7 +141,7 @@ def base_url_of(text: str) -> str:
             hint="give it as in --base-url http://127.0.0.1:8000/v1",
         )
     path = parts.path.rstrip("/")
-    for end in ("/chat/completions", "/completions"):
+    for end in ("/chat/completions", "/completions", "/embeddings"):
         if path.endswith(end):
             raise ConfigError(
                 f"--base-url{shown}: is the address of one kind of requests, expected that of the endpoint",

@@ -16,9 +16,11 @@ from batchinfer.core.records import (
     Failure,
     Media,
     Request,
+    RequestInput,
     Sampling,
     TokenLogprob,
 )
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.vllm_requests import keeps_best, num_generated
 
 CHAT_PATH = "/chat/completions"
@@ -148,17 +150,20 @@ def num_tokens_asked(request: Request, mean_answer: float) -> int:
         request: The request.
         mean_answer: Tokens of an answer whose length has no limit.
     """
-    if request.token_ids is not None:
-        prompt = len(request.token_ids)
-    elif request.text is not None:
-        prompt = len(request.text) // 4
-    else:
-        prompt = sum(
-            len(str(message.get("content"))) // 4 + 4 for message in request.messages or []
-        )
+    prompt = sum(map(_num_prompt_tokens, request.prompts))
+    if is_pooling(request.task):
+        return prompt
     sampling = request.sampling
     answer = mean_answer if sampling.max_tokens is None else sampling.max_tokens
     return prompt + math.ceil(answer * max(sampling.n, sampling.best_of or 0))
+
+
+def _num_prompt_tokens(prompt: Request | RequestInput) -> int:
+    if prompt.token_ids is not None:
+        return len(prompt.token_ids)
+    if prompt.text is not None:
+        return len(prompt.text) // 4
+    return sum(len(str(message.get("content"))) // 4 + 4 for message in prompt.messages or [])
 
 
 # --------------------------------------------------------------------------- answers

@@ -32,7 +32,7 @@ from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_images import prompt_with_images
 from batchinfer.engines.vllm_loading import last_line, load_adapters, load_engine, prepare_process
-from batchinfer.engines.vllm_pooling import Gathering, Pooler, inputs_of
+from batchinfer.engines.vllm_pooling import Gathering, Pooler
 from batchinfer.engines.vllm_requests import (
     AnswerStream,
     client_errors,
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 # Number of requests that vLLM holds, as a multiple of the number that can run at once.
 IN_FLIGHT_FACTOR = 1.5
+# The same for pooling models, which finish all requests of a step at once. What waits must fill the next step, and the
+# one after it, while new requests are on their way.
+POOLING_IN_FLIGHT_FACTOR = 3.0
 # Reason to refuse a request that would end the engine: vLLM's kernels for the CPU take as many tokens as sequences.
 _NO_PROMPT_LOGPROBS = (
     "prompt_logprobs: vLLM cannot compute them on a CPU in a run with LoRA adapters, "
@@ -106,7 +109,8 @@ class VllmEngine:
         else:
             self._defaults = model.get_diff_sampling_param()
         self._max_model_len = int(model.max_model_len)
-        self.max_in_flight = math.ceil(scheduler.max_num_seqs * IN_FLIGHT_FACTOR)
+        factor = IN_FLIGHT_FACTOR if self._pooler is None else POOLING_IN_FLIGHT_FACTOR
+        self.max_in_flight = math.ceil(scheduler.max_num_seqs * factor)
         self._closed.clear()
         self._watch_core()
         ready = time.monotonic()
@@ -307,11 +311,13 @@ class VllmEngine:
         added: list[str] = []
         try:
             adapter = self._adapter(request.adapter)
-            texts = zip(inputs_of(request), pooler.params_of(request), strict=True)
+            texts = zip(request.prompts, pooler.params_of(request), strict=True)
             for index, (text, params) in enumerate(texts):
                 prompt, request_id = self._prompt(text), str(next(self._ids))
                 try:
-                    self._engine.add_request(request_id, prompt, params, lora_request=adapter)
+                    self._engine.add_request(
+                        request_id, prompt, params, lora_request=adapter, priority=request.priority
+                    )
                 except client_errors() as error:
                     self._drop(added)
                     return self._refusal(prompt, params, error)

@@ -21,13 +21,6 @@ _VLLM_TASKS = {
 _EMBEDDINGS = ("embed", "token_embed")
 
 
-def inputs_of(request: Request) -> list[RequestInput]:
-    """Return the texts of a request, also if it has only one."""
-    if request.inputs:
-        return request.inputs
-    return [RequestInput(text=request.text, token_ids=request.token_ids, messages=request.messages)]
-
-
 class Pooler:
     """What a loaded pooling model does, and how it is asked.
 
@@ -110,9 +103,13 @@ class Pooler:
             normalize = own.normalize if own.normalize is not None else normalize
         if normalize is None and request.task == REWARD and task == "classify":
             normalize = False  # a reward is the raw number
-        for each in inputs_of(request):
+        for each in request.prompts:
             params = self._params(task, dimensions, normalize)
-            if each.second_start is not None and task == "classify":
+            if (
+                isinstance(each, RequestInput)
+                and each.second_start is not None
+                and task == "classify"
+            ):
                 # vLLM does not take token types from the prompt; its own scores give them this way.
                 params.extra_kwargs = {"compressed_token_type_ids": each.second_start}
             yield params
@@ -153,7 +150,7 @@ class Gathering:
         """
         self._found[index] = output
         self._seconds.append(seconds)
-        if len(self._found) < len(inputs_of(self.request)):
+        if len(self._found) < len(self.request.prompts):
             return None
         outputs = [self._found[index] for index in sorted(self._found)]
         pooled = [self._pooler.pooled(output, self.request.task) for output in outputs]

@@ -153,7 +153,9 @@ class NativeEncoder:
 
     def _add_vectors(self, line: _NativeLine, prepared: Prepared, pooled: Sequence[Pooled]) -> None:
         task = task_of(prepared)
-        found = [shown_vectors(each, task, as_base64=self._as_base64) for each in pooled]
+        form = (prepared.body or {}).get("encoding_format")
+        as_base64 = form == "base64" if form else self._as_base64
+        found = [shown_vectors(each, task, as_base64=as_base64) for each in pooled]
         if prepared.body is not None:  # a request may ask about several texts
             line.data = found
             return

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.core.records import Choice, Completion, Failure, TokenLogprob
+from batchinfer.core.tasks import is_pooling
 from batchinfer.formats.lines import (
     OutputChoice,
     OutputError,
@@ -21,8 +22,11 @@ from batchinfer.formats.lines import (
     finite,
     num_completion_tokens,
     shown_choices,
+    task_of,
     to_line,
 )
+from batchinfer.formats.openai_vectors import PooledBody, pooled_body
+from batchinfer.formats.vectors import is_base64
 from batchinfer.prompts import COMPLETIONS_URL, Code, Prepared
 
 # Finish reasons that OpenAI's chat and completions APIs know. Other reasons are written as "stop".
@@ -41,9 +45,11 @@ class OpenAIBatchEncoder:
         model: The run's model.
         created: Time to write into the response bodies, in Unix seconds.
         strip: Remove white space around every answer.
+        as_base64: Write vectors as base64, where a request does not say otherwise.
     """
 
-    def __init__(self, *, model: str, created: int, strip: bool) -> None:
+    def __init__(self, *, model: str, created: int, strip: bool, as_base64: bool = False) -> None:
+        self._as_base64 = as_base64
         self._model = model
         self._created = created
         self._strip = strip
@@ -71,6 +77,15 @@ class OpenAIBatchEncoder:
         return to_line(line)
 
     def _body(self, digest: str, prepared: Prepared, completion: Completion) -> dict[str, Any]:
+        if is_pooling(task_of(prepared)):
+            return pooled_body(
+                prepared,
+                completion,
+                digest=digest,
+                created=self._created,
+                model=answering_model(prepared, self._model),
+                as_base64=self._as_base64,
+            )
         choices = shown_choices(prepared, completion)
         is_completion = _is_completion(prepared)
         make = self._completion_choice if is_completion else self._chat_choice
@@ -268,7 +283,7 @@ class _BatchUsage(OutputUsage, gc=False):
     completion_tokens_details: _AnswerDetails | None = None
 
 
-class _Body(msgspec.Struct, gc=False):
+class _Body(PooledBody, gc=False):
     choices: list[_BatchChoice] = []
     usage: _BatchUsage = msgspec.field(default_factory=_BatchUsage)
     model: str | None = None
@@ -313,13 +328,14 @@ def _to_output_line(line: _BatchLine) -> OutputLine:
         prompt=line.prompt,
         source=line.source,
         model=body.model if is_ok else None,
+        data=body.vectors() if is_ok else [],
     )
 
 
 FORMAT = OutputFormat(
     name="openai-batch",
     make_encoder=lambda config, model, created: OpenAIBatchEncoder(
-        model=model, created=created, strip=config.strip
+        model=model, created=created, strip=config.strip, as_base64=is_base64(config)
     ),
     decoder=msgspec.json.Decoder(_BatchLine),
     convert=_to_output_line,

@@ -10,7 +10,7 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Sampling
-from batchinfer.prompts import conversation, json_lines
+from batchinfer.prompts import conversation, from_pooling_requests, json_lines
 from batchinfer.prompts.from_columns import token_ids
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 from batchinfer.prompts.media import take_images
@@ -33,11 +33,8 @@ from batchinfer.prompts.types import (
 _TASKS = {
     CHAT_URL: "generate",
     COMPLETIONS_URL: "generate",
-    "/v1/embeddings": "embed",
-    "/v1/moderations": "classify",
-    "/v1/classify": "classify",
-    "/v1/score": "score",
-    "/v1/rerank": "score",
+    **from_pooling_requests.TASKS,
+    "/v1/moderations": "moderate",
     "/v1/audio/transcriptions": "transcribe",
     "/v1/audio/translations": "transcribe",
     "/v1/images/generations": "image",
@@ -76,6 +73,8 @@ class RequestsReader:
         _refuse_row_options(config)
         self._config = config
         self._sampling = sampling
+        self._facts = facts
+        self._tasks = from_pooling_requests.tasks_of(config.task, facts.pairs)
         self._limits = RequestLimits(
             max_n=config.max_n,
             max_logprobs=config.max_logprobs,
@@ -147,7 +146,7 @@ class RequestsReader:
         if not isinstance(url, str) or url not in _TASKS:
             raise RowProblem(
                 Code.UNKNOWN_URL,
-                f"url {str(url)[:80]!r}: expected {CHAT_URL} or {COMPLETIONS_URL}"
+                f"url {str(url)[:80]!r}: expected {self._expected_urls()}"
                 + near(str(url)[:80], _TASKS),
                 param="url",
             )
@@ -165,17 +164,23 @@ class RequestsReader:
                 param="body",
             )
         draft.body = body
-        if _TASKS[url] != self._config.task:
+        if _TASKS[url] not in self._tasks:
             raise RowProblem(
                 Code.WRONG_TASK,
-                f"url {url} asks for the task {_TASKS[url]}, expected {self._config.task}, the run's"
+                f"url {url} asks for the task {_TASKS[url]}, expected {' or '.join(sorted(self._tasks))}, the run's"
                 + _HINTS.get(_TASKS[url], ""),
                 param="url",
             )
-        if url == CHAT_URL:
+        if url in from_pooling_requests.TASKS:
+            from_pooling_requests.fill_request(draft, url, body, self._facts)
+        elif url == CHAT_URL:
             self._fill_chat(draft, body)
         else:
             self._fill_completion(draft, body)
+
+    def _expected_urls(self) -> str:
+        found = [url for url, task in _TASKS.items() if task in self._tasks]
+        return " or ".join(found[:2])
 
     def _fill_chat(self, draft: Draft, body: dict[str, Any]) -> None:
         draft.model = body.get("model")
@@ -293,6 +298,7 @@ def _refuse_row_options(config: PromptConfig) -> None:
         "--tools": config.tools,
         "--tools-column": config.tools_column,
         "--tool-choice": config.tool_choice,
+        "--pair-columns": config.pair_columns,
     }
     for name, value in options.items():
         if value:

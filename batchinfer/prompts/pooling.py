@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.core.records import Sampling
-from batchinfer.core.tasks import EMBED, SCORE, TOKEN_EMBED, is_pooling
+from batchinfer.core.tasks import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, is_pooling
 from batchinfer.prompts.types import Code, Draft, PromptConfig, RowProblem, Tokenizer
 
 _FLAGS = {
@@ -47,6 +47,10 @@ def check_task(config: PromptConfig, sampling: Sampling, run_seed: int | None) -
             "--continue-final": config.continue_final,
             "--constraint-column": config.constraint_column,
             "--strip": config.strip,
+            "--image-column": config.image_columns,
+            "--tools": config.tools,
+            "--tools-column": config.tools_column,
+            "--tool-choice": config.tool_choice,
         }.items()
         if value
     ]
@@ -54,6 +58,8 @@ def check_task(config: PromptConfig, sampling: Sampling, run_seed: int | None) -
         unused.append("--embedding-format")
     if config.pair_columns and task != SCORE:
         unused.append("--pair-columns")
+    if task not in (EMBED, CLASSIFY, SCORE) and config.request_format == "openai-batch":
+        unused.append("--request-format openai-batch")
     for option, value in {
         "--request-format completions": config.request_format,
         "--output-format completions": config.output_format,
@@ -62,7 +68,7 @@ def check_task(config: PromptConfig, sampling: Sampling, run_seed: int | None) -
             unused.append(option)
     if unused:
         raise ConfigError(
-            f"{unused[0]} with --task {task}: means nothing for this task, which generates no text",
+            f"{unused[0]} with --task {task}: means nothing for this task",
             hint=f"leave {' and '.join(unused)} out",
         )
     if config.pair_columns and len(config.pair_columns) != 2:

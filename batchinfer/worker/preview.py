@@ -104,7 +104,8 @@ def rendered(
             row=prepared.row, id=prepared.id, code=failure.code, message=failure.message
         )
     request = prepared.request
-    tokens = request.token_ids if request is not None else None
+    prompts = request.prompts if request is not None else ()
+    lengths = [len(each.token_ids) for each in prompts if each.token_ids is not None]
     prompt = prepared.prompt
     if isinstance(prompt, str) and len(prompt) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
@@ -112,7 +113,7 @@ def rendered(
     return RenderedRow(
         row=prepared.row,
         id=prepared.id,
-        tokens=len(tokens) if tokens is not None and has_tokenizer else None,
+        tokens=sum(lengths) if lengths and has_tokenizer else None,
         prompt=prompt,
         adapter=(request.adapter if request is not None else None) or msgspec.UNSET,
         constraint=(request.sampling.structured if request is not None else None) or msgspec.UNSET,

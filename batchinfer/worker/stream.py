@@ -704,7 +704,7 @@ def _num_bytes_of(row: RawRow, prepared: Prepared) -> int:
         return 0
     if request.text is not None:
         return max(sys.getsizeof(request.text), len(row.data))
-    num_tokens = len(request.token_ids or ())
+    num_tokens = sum([len(each.token_ids or ()) for each in request.prompts])
     is_text_held = any(
         part is not None
         for part in (

@@ -160,6 +160,8 @@ def test_a_conversation_is_sent_with_its_answers() -> None:
         (("--task", "embed", "--continue-final", "Sure"), "--continue-final with"),
         (("--task", "embed", "--strip"), "--strip with"),
         (("--task", "embed", "--output-format", "completions"), "--output-format completions with"),
+        (("--task", "embed", "--tool-choice", "auto"), "--tool-choice with"),
+        (("--task", "embed", "--reasoning-parser", "qwen3"), "--reasoning-parser with"),
         (("--task", "score", "--dimensions", "3"), "--dimensions with --task score"),
         (("--task", "score", "--embedding-format", "base64"), "--embedding-format with"),
         (("--task", "embed", "--pair-columns", "a,b"), "--pair-columns with --task embed"),

@@ -288,3 +288,41 @@ def test_a_model_without_the_task_is_refused_when_it_is_loaded(
     """Also where no rule of ours knows the architecture's name."""
     with pytest.raises(ConfigError, match=r"--task classify: .* does not do it; vLLM's tasks"):
         load(bert, "classify")
+
+
+def test_requests_of_several_kinds_are_answered_by_one_model(
+    tmp_path: Path, load: Callable[..., Loaded], cross_encoder: Path
+) -> None:
+    query, documents = "what is it?", ["it is this", "that one", "it?" * 60]
+    cut = documents[2][: (LONGEST - len("whatisit?") - 3)]
+    rows = [
+        {"custom_id": str(index), "method": "POST", "url": url, "body": {"model": "cross", **body}}
+        for index, (url, body) in enumerate(
+            [
+                (
+                    "/v1/rerank",
+                    {"query": query, "documents": documents, "truncate_prompt_tokens": -1},
+                ),
+                ("/v1/score", {"text_1": query, "text_2": documents}),
+                ("/v1/classify", {"input": ["it is this"]}),
+                ("/v1/embeddings", {"input": "it is this"}),
+            ]
+        )
+    ]
+    found = run(
+        tmp_path,
+        rows,
+        load(cross_encoder, "score"),
+        request_format="openai-batch",
+        output_format="openai-batch",
+    )
+    ranked = found[0]["response"]["body"]["results"]
+    wanted = [float(logits(cross_encoder, query, text).sigmoid()) for text in [*documents[:2], cut]]
+    assert sorted((each["index"], each["relevance_score"]) for each in ranked) == [
+        (index, pytest.approx(score, abs=1e-4)) for index, score in enumerate(wanted)
+    ]
+    codes = [line["response"]["body"].get("error", {}).get("code") for line in found]
+    assert codes == [None, "prompt_too_long", None, "wrong_task"]
+    [classified] = found[2]["response"]["body"]["data"]
+    own = float(logits(cross_encoder, "it is this").sigmoid())
+    assert classified["probs"] == [pytest.approx(own, abs=1e-4)]
