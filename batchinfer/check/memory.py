@@ -139,10 +139,11 @@ def ask_for_memory(
             f"--gpu {gpu}: the KV cache holds {tokens:,} tokens, less than one row of {limit:,}",
             hint=f"--max-model-len {tokens // 16 * 16}, or more or larger GPUs",
         )
-    at_once = None
+    # An encoder keeps no cache, so nothing but the option limits the rows.
+    at_once = engine.max_num_seqs if model.is_encoder else None
     if tokens and prompt_tokens is not None:
         # On average over the time that a row runs, half of its answer is in the cache.
-        per_row = prompt_tokens + (answer_tokens or 512) / 2
+        per_row = prompt_tokens + (512 if answer_tokens is None else answer_tokens) / 2
         at_once = rows_at_once(tokens, per_row, engine.max_num_seqs)
     return Memory(
         explanation=plan.explanation,

@@ -19,6 +19,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, ObjectNotFound
 from batchinfer.core.prices import Machine, Prices
 from batchinfer.core.records import Record, Sampling
+from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.models import check_length, lacking_torchvision
@@ -170,6 +171,7 @@ class Examination:
         if config.gpu and self.model is not None and config.engine is not None:
             with self._step("memory"):
                 answer = config.sampling.max_tokens if config.sampling else None
+                answer = 0 if is_pooling(config.engine.task) else answer
                 memory = ask_for_memory(
                     config.gpu, self.model, config.engine, lengths.mean if lengths else None, answer
                 )

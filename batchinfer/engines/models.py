@@ -376,6 +376,7 @@ def build_info(
     """
     task_values = with_overrides(config, values)
     check_task(config, task_values)
+    is_encoder = is_pooling(config.task) and keeps_no_cache(task_values)
     stored = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
     # If the user's dtype is "auto", vLLM runs weights that are stored as float32 in 16 bits.
     automatic = "bfloat16" if stored in {"float32", "float"} else stored
@@ -399,7 +400,9 @@ def build_info(
         max_model_len=longest_length(values),
         is_length_exact=not has_other_lengths(values) and not config.hf_config_path,
         parameter_bytes=parameter_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(config, values, heads, kv_heads, dtype),
+        kv_bytes_per_token=0
+        if is_encoder
+        else kv_bytes_per_token(config, values, heads, kv_heads, dtype),
         num_layers=number(values, "num_hidden_layers", "n_layer", "n_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -407,7 +410,7 @@ def build_info(
         adapter_bytes_per_rank=adapter_bytes_per_rank(values, heads, kv_heads, dtype),
         vocab_size=number(values, "vocab_size"),
         pairs=pair_form(task_values),
-        is_encoder=is_pooling(config.task) and keeps_no_cache(task_values),
+        is_encoder=is_encoder,
         takes_images=any(name.startswith(("vision_", "image_", "mm_")) for name in values),
         **identity,
     )

@@ -378,7 +378,8 @@ class PromptBuilder:
         if draft.is_cut and self._tokenizer is not None and draft.token_ids is not None:
             return self._tokenizer.decode(draft.token_ids)
         if draft.parts:
-            return [self._prompt_of(part) for part in draft.parts]
+            prompts = [self._prompt_of(part) for part in draft.parts]
+            return prompts if len(prompts) > 1 else prompts[0]
         if draft.second is not None:
             return [draft.text, draft.second]
         if draft.text is not None:

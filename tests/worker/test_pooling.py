@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from batchinfer.check.memory import Memory, ask_for_memory
 from batchinfer.cli.main import main
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError, RunMismatch
@@ -223,6 +224,18 @@ def test_dimensions_of_a_model_that_is_not_made_for_it_are_refused(tmp_path: Pat
     )
     with pytest.raises(ConfigError, match="cut to 16, 32 numbers"):
         describe_model(EngineConfig(model=str(some), task="embed", dimensions=8))
+
+
+def test_check_knows_that_encoders_keep_no_cache(tmp_path: Path) -> None:
+    def memory(architecture: str, name: str) -> Memory:
+        folder = write_model_stub(tmp_path / name, architectures=[architecture])
+        engine = EngineConfig(model=str(folder), task="embed", max_num_seqs=64)
+        return ask_for_memory("L4", describe_model(engine), engine, 100.0, 0)
+
+    encoder, decoder = memory("BertModel", "bert"), memory("LlamaForCausalLM", "llama")
+    assert (encoder.cache_tokens, encoder.rows_at_once) == (0, 64)
+    assert decoder.cache_tokens > 1000
+    assert decoder.rows_at_once == 64
 
 
 # --------------------------------------------------------------------------- kills
