@@ -15,8 +15,7 @@ from batchinfer.collect.table import CollectConfig
 from batchinfer.core import layout
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import EngineInfo, Request, Sampling
-from batchinfer.engines import create_engine
+from batchinfer.core.records import Request, Sampling
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.vllm_loading import adapter_arguments
 from batchinfer.prompts import Code, PromptConfig
@@ -27,6 +26,7 @@ from engine_contract import ListSource, drive
 from making import make_job, read_marker
 from mixed_requests import BAD, bad_request, expected_code, good_request
 from peft_adapter import write_adapter
+from shared_engine import SharedEngine, opened
 from tiny_model import DEMO_MODEL
 
 pytestmark = pytest.mark.vllm
@@ -44,26 +44,6 @@ SCHEMA = {
     "required": ["name", "n"],
     "additionalProperties": False,
 }
-
-
-class Never:
-    def is_set(self) -> bool:
-        return False
-
-
-class SharedModel:
-    """An open engine as a worker's own: opening and closing it is the module's business."""
-
-    def __init__(self, engine: Any, info: EngineInfo) -> None:
-        self._info = info
-        self.generate = engine.generate
-        self.stats = engine.stats
-
-    def open(self, stop: Any) -> EngineInfo:
-        return self._info
-
-    def close(self) -> None:
-        pass
 
 
 def config_with(loras: dict[str, str]) -> EngineConfig:
@@ -90,11 +70,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def engine(config: EngineConfig) -> Iterator[SharedModel]:
-    engine = create_engine(config)
-    info = engine.open(Never())
-    yield SharedModel(engine, info)
-    engine.close()
+def engine(config: EngineConfig) -> Iterator[SharedEngine]:
+    with opened(config) as engine:
+        yield engine
 
 
 def ask(engine: Any, adapters: list[str | None]) -> list[Any]:
@@ -115,7 +93,7 @@ def texts(completions: list[Any]) -> list[str]:
 
 
 def test_each_row_is_answered_by_its_adapter_and_the_others_by_the_model(
-    engine: SharedModel,
+    engine: SharedEngine,
 ) -> None:
     """On a CPU, vLLM gives rows without an adapter the one in its last slot: this slot must be empty."""
     base, first, second = (texts(ask(engine, [each])) for each in (None, "first", "second"))
@@ -132,7 +110,7 @@ def test_each_row_is_answered_by_its_adapter_and_the_others_by_the_model(
         assert texts(ask(engine, mixture)) == wanted, mixture
 
 
-def test_an_adapter_that_the_engine_does_not_have_fails_its_row_alone(engine: SharedModel) -> None:
+def test_an_adapter_that_the_engine_does_not_have_fails_its_row_alone(engine: SharedEngine) -> None:
     found = ask(engine, [None, "nobody"])
     assert [one.failure.code if one.failure else "" for one in found] == ["", "model_not_found"] * 5
 
@@ -153,7 +131,7 @@ def test_too_few_slots_are_refused_on_a_cpu(config: EngineConfig) -> None:
 def run(
     folder: Path,
     rows: list[dict[str, Any]],
-    engine: SharedModel,
+    engine: SharedEngine,
     config: EngineConfig,
     **given: Any,
 ) -> list[dict[str, Any]]:
@@ -190,7 +168,7 @@ def chat(index: int, name: Any, **body: Any) -> dict[str, Any]:
 
 
 def test_a_file_of_good_and_bad_requests_of_many_kinds(
-    tmp_path: Path, engine: SharedModel, config: EngineConfig
+    tmp_path: Path, engine: SharedEngine, config: EngineConfig
 ) -> None:
     """Each bad request is its own error row; its neighbours are answered as they are without it."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -247,7 +225,7 @@ def test_a_file_of_good_and_bad_requests_of_many_kinds(
 
 
 def test_rows_of_a_table_name_their_adapter_and_constraint(
-    tmp_path: Path, engine: SharedModel, config: EngineConfig
+    tmp_path: Path, engine: SharedEngine, config: EngineConfig
 ) -> None:
     rows = [
         {"q": QUESTIONS[0], "lora": "first", "c": None},
@@ -297,7 +275,7 @@ def answer_of(line: dict[str, Any]) -> Any:
 
 
 def test_fifty_bad_requests_of_five_hundred_leave_the_others_as_they_are(
-    tmp_path: Path, engine: SharedModel, config: EngineConfig
+    tmp_path: Path, engine: SharedEngine, config: EngineConfig
 ) -> None:
     good = [good_request(index) for index in range(450)]
     bad = [bad_request(index) for index in range(50)]
