@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from batchinfer.storage.opening import open_store
 from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
 from engine_contract import ListSource, drive
-from making import make_job, read_marker
+from making import finish_process, make_job, read_marker, start_process
 from pooling_models import write_bert
 
 pytestmark = pytest.mark.vllm
@@ -326,3 +327,37 @@ def test_requests_of_several_kinds_are_answered_by_one_model(
     [classified] = found[2]["response"]["body"]["data"]
     own = float(logits(cross_encoder, "it is this").sigmoid())
     assert classified["probs"] == [pytest.approx(own, abs=1e-4)]
+
+
+def test_a_killed_worker_leaves_the_vectors_of_an_undisturbed_one(
+    tmp_path: Path, load: Callable[..., Loaded], bert: Path
+) -> None:
+    """SIGKILL, then the same worker again, with a model in processes of their own."""
+    rows = [{"text": f"row {index} " + "word " * (index % 5)} for index in range(3000)]
+    make_job(tmp_path / "job", rows=3000, per_chunk=1000, make_row=rows.__getitem__)
+    arguments = [
+        *("worker", "--job", str(tmp_path / "job"), "--output", str(tmp_path / "run")),
+        *("--model", str(bert), "--task", "embed", "--prompt-column", "text", "--no-timing"),
+        *("--dtype", "float32", "--max-model-len", str(LONGEST), "--worker-id", "w0"),
+        *("--engine-arg", f"kv_cache_memory_bytes={64 << 20}", "--checkpoint-seconds", "0.3"),
+    ]
+    store = open_store(str(tmp_path / "run"))
+    process = start_process([*arguments, "--max-num-seqs", "1"])
+    deadline = time.monotonic() + 240
+    while not any(True for _ in store.list(layout.CHECKPOINTS)):
+        assert process.poll() is None, "it ended"
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.05)
+    process.kill()
+    finish_process(process)
+    again = finish_process(start_process([*arguments, "--max-num-seqs", "64"]), 280)
+    assert again.status == 0, again.stderr
+    assert 0 < again.result["rows_resumed"] < 3000
+    found = []
+    for index in range(3):
+        key = layout.output_key(read_marker(store, f"part-{index:05d}").output)
+        found += map(json.loads, store.get(key).data.splitlines())
+    whole = run(tmp_path / "whole", rows, load(bert, "embed"), prompt_column="text")
+    for one, other in zip(found, whole, strict=True):
+        assert {**one, "embedding": None} == {**other, "embedding": None}
+        assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
