@@ -206,3 +206,13 @@ def test_worked_examples_have_no_images() -> None:
     example = {"m": [{"role": "user", "content": [{"type": "image", "url": AT_A.place}]}]}
     with pytest.raises(ConfigError, match="holds an image"):
         built({}, messages_column="m", few_shot=[example])
+
+
+@pytest.mark.parametrize("kind", ["transcriptions", "translations"])
+def test_a_request_for_a_transcription_is_told_that_audio_is_not_taken(kind: str) -> None:
+    builder = PromptBuilder(PromptConfig(request_format="openai-batch"), Sampling(), 0, None, None)
+    line = {"custom_id": "a", "method": "POST", "url": f"/v1/audio/{kind}", "body": {}}
+    [prepared] = builder.build("part-00000", 0, [RawRow(0, json.dumps(line).encode())])
+    assert prepared.failure is not None
+    assert prepared.failure.code == "wrong_task"
+    assert "audio is not taken" in prepared.failure.message
