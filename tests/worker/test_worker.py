@@ -762,8 +762,8 @@ class TestOutputOptions:
         from batchinfer.worker.command import command
 
         names = {parameter.name for parameter in command.params}
-        # The engine's own limit, the only task there is, a limit that nobody needed to change, and the names in --lora.
-        fixed = {"max_logprobs", "task", "max_n", "adapters"}
+        # The engine's own limit, a limit that nobody needed to change, and the names in --lora.
+        fixed = {"max_logprobs", "max_n", "adapters"}
         assert set(PromptConfig.__struct_fields__) - names == fixed
 
 

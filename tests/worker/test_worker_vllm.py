@@ -319,10 +319,10 @@ def test_a_users_mistake_is_named(
 
 
 def test_vllm_is_not_imported_by_the_worker_itself(tmp_path: Path, source: Path) -> None:
-    """The worker's process stays free of torch's threads and memory: its engine is somebody else's crash."""
+    """The engine is in a process of its own: its crash is not the worker's."""
     code = (
         "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
-        "print([name for name in ('vllm', 'torch') if name in sys.modules], status)"
+        "print([name for name in ('vllm',) if name in sys.modules], status)"
     )
     job, run = str(tmp_path / "job"), str(tmp_path / "run")
     split(source, job)
