@@ -80,8 +80,9 @@ def test_every_line_of_the_full_example_is_an_option(
     for name in ("prompt.jinja", "system.txt", "chat.jinja"):
         (tmp_path / name).write_text("Hello {{ messages }}")
         text = text.replace(name, str(tmp_path / name))
-    (tmp_path / "examples.jsonl").write_text('{"a": 1}\n')
-    text = text.replace("examples.jsonl", str(tmp_path / "examples.jsonl"))
+    for name, content in {"examples.jsonl": '{"a": 1}\n', "tools.json": '[{"name": "f"}]'}.items():
+        (tmp_path / name).write_text(content)
+        text = text.replace(name, str(tmp_path / name))
     settings = tmp_path / "run.yaml"
     settings.write_text(re.sub(r"(?m)^  #(?=\w)", "  ", text))
     status, result, shown = call(capsys, "--config", str(settings), "--show-config")
