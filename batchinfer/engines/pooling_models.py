@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.core.errors import ConfigError
-from batchinfer.core.tasks import CLASSIFY, EMBED, REWARD, SCORE, TOKEN_EMBED, PairForm
+from batchinfer.core.tasks import CLASSIFY, EMBED, GENERATE, REWARD, SCORE, TOKEN_EMBED, PairForm
 from batchinfer.engines.config import EngineConfig
 
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel")
 _TOKEN_CLASSIFIERS = ("ForTokenClassification",)
-_JUDGES = ("ForRewardModel", "ForProcessRewardModel", "ForRewardModeling", "RewardModel")
-_CAUSAL = "is_causal"
+_ENCODERS = ("BertModel", "RobertaModel")
 _DEFAULT_LABELS = 2
 """Number of classes that transformers takes if a config names none."""
 
@@ -43,15 +42,18 @@ def check_task(config: EngineConfig, values: Mapping[str, Any]) -> None:
     if not architecture or is_converted:
         return
     task = config.task
+    if task == GENERATE and architecture.endswith((*_ENCODERS, *_CLASSIFIERS, *_TOKEN_CLASSIFIERS)):
+        instead = EMBED if architecture.endswith(_ENCODERS) else CLASSIFY
+        raise _refused(config, f"{architecture} writes no text", instead)
     if task in (EMBED, TOKEN_EMBED):
         if is_classifier or architecture.endswith(_TOKEN_CLASSIFIERS):
             raise _refused(config, f"{architecture} gives classes and no embedding", CLASSIFY)
         _check_dimensions(config, values)
-    if task == CLASSIFY and architecture.endswith((*_GENERATORS, "BertModel", "RobertaModel")):
+    if task == CLASSIFY and architecture.endswith((*_GENERATORS, *_ENCODERS)):
         raise _refused(config, f"{architecture} has no classes", EMBED)
     if task == CLASSIFY and architecture.endswith(_TOKEN_CLASSIFIERS):
         raise _refused(config, f"{architecture} classifies tokens and not texts", REWARD)
-    if task == REWARD and architecture.endswith((*_GENERATORS, "BertModel", "RobertaModel")):
+    if task == REWARD and architecture.endswith((*_GENERATORS, *_ENCODERS)):
         raise _refused(config, f"{architecture} is no reward model", EMBED)
     if task == SCORE and is_classifier and num_labels(values) > 1:
         raise _refused(
@@ -74,7 +76,7 @@ def keeps_no_cache(values: Mapping[str, Any]) -> bool:
     """Whether the model is an encoder, which reads a text in one step and keeps no KV cache."""
     architecture = _architecture(values)
     is_encoder = any(name in architecture for name in ("Bert", "Roberta", "Deberta", "T5Encoder"))
-    return is_encoder or values.get(_CAUSAL) is False
+    return is_encoder or values.get("is_causal") is False
 
 
 def num_labels(values: Mapping[str, Any]) -> int:

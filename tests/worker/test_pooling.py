@@ -195,6 +195,7 @@ def test_a_worker_with_other_vectors_is_refused(job: Path) -> None:
     ("architecture", "task", "values", "reason"),
     [
         ("LlamaForCausalLM", "classify", {}, "has no classes"),
+        ("BertModel", "generate", {}, "writes no text"),
         ("BertModel", "classify", {}, "has no classes"),
         ("BertModel", "reward", {}, "is no reward model"),
         ("BertForSequenceClassification", "embed", {}, "gives classes and no embedding"),
