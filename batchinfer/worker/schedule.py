@@ -221,7 +221,8 @@ class Schedule:
         for chunks in (self._todo, self._found):
             while chunks:
                 candidate = chunks.popleft()
-                if candidate.ref.name not in self._done and candidate.ref.name not in self._busy:
+                name = candidate.ref.name
+                if name not in self._done and name not in self._busy and name not in self._given_up:
                     self._is_asked = False
                     return candidate
         self._is_asked = True
@@ -342,15 +343,17 @@ class Schedule:
         self._found_done |= survey.done
         self._own_left -= survey.done
         self._has_changed = True
-        free = [Candidate(self._ref(name)) for name in survey.unclaimed if name not in open_names]
+        # A chunk may have been given up since the look began.
+        not_wanted = open_names.union(self._given_up)
+        free = [Candidate(self._ref(name)) for name in survey.unclaimed if name not in not_wanted]
         # Each worker shuffles the unclaimed chunks in its own order, so that helpers seldom compete for one claim.
         random.Random(f"{self._worker_id}{len(free)}").shuffle(free)
         found = list(free)
         for name, held in survey.lapsed.items():
-            if name not in open_names:
+            if name not in not_wanted:
                 found.append(Candidate(self._ref(name), take_over=held))
         for name, (held, owner) in survey.alive.items():
-            if name in open_names:
+            if name in not_wanted:
                 continue
             if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
                 found.append(

@@ -45,9 +45,14 @@ class Done:
 
 
 class Helper:
-    """A worker that has no chunks of its own left, in a run over `num_chunks` chunks."""
+    """A worker that has no chunks of its own left, in a run over `num_chunks` chunks.
 
-    def __init__(self, name: str, num_chunks: int, worker_id: str = "w0") -> None:
+    With `is_alone` all chunks are its own, and it helps nobody.
+    """
+
+    def __init__(
+        self, name: str, num_chunks: int, worker_id: str = "w0", *, is_alone: bool = False
+    ) -> None:
         self.clock = FakeClock()
         self.memory = MemoryStore(f"memory://schedule-{name}")
         self.store = CountingStore(self.memory)
@@ -59,7 +64,7 @@ class Helper:
         lease = Lease(self.store, worker_id, self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
         background = SimpleNamespace(submit=Done)
         self.schedule = Schedule(
-            [],
+            list(refs.values()) if is_alone else [],
             environment=cast(
                 "Environment", SimpleNamespace(clock=self.clock, background=background)
             ),
@@ -71,7 +76,7 @@ class Helper:
                     claims=Claims(self.store, lease, self.clock, new_nonce=nonces()),
                 ),
             ),
-            everything=lambda: refs,
+            everything=None if is_alone else lambda: refs,
             earlier_rate=0.0,
             done=(),
         )
@@ -125,6 +130,22 @@ def test_the_last_chunk_is_found_wherever_it_is_and_whoever_looks() -> None:
         helper.schedule.finished(found.ref.name)
         assert helper.find(most_ticks=10) is None
         assert helper.store.requests["list"] <= 16  # each page of markers was listed about once
+
+
+def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again() -> None:
+    """The look's result names it, as unclaimed or with a claim that has lapsed. The worker crashed over that."""
+    for is_alone in (True, False):
+        helper = Helper(f"given-up-{is_alone}", 1, is_alone=is_alone)
+        [name] = helper.names
+        if is_alone:
+            helper.schedule.next()
+            helper.schedule.started(name)
+            helper.schedule.held_by_other(name)
+        helper.schedule.next()
+        helper.schedule.tick((), 1.0)  # begins a look
+        helper.schedule.gave_up(name)
+        helper.schedule.tick((), 1.0)  # takes its result in
+        assert helper.schedule.next() is None
 
 
 def test_a_part_that_could_not_be_listed_is_looked_at_again_before_the_worker_ends() -> None:
