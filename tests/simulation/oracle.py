@@ -273,11 +273,8 @@ class Oracle:
 
     def check_saved(self, process: Process) -> None:
         """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind."""
-        epoch = self._epochs.get(process.name)
-        if epoch is not None:  # else it was stopped before it had its record
-            record = self._record(process.name.split("#")[0])
-            if record is not None and record["epoch"] != epoch:
-                return  # a ghost must not write
+        if self._is_ghost(process):
+            return
         for chunk, line in sorted(self._finished.get(process.name, ())):
             if not self._is_kept(chunk, line):
                 self.fail(
@@ -294,6 +291,8 @@ class Oracle:
             process: The worker's process.
             promised_seconds: Seconds after which a finished row is in a checkpoint.
         """
+        if self._is_ghost(process):
+            return
         now = self._scheduler.now
         calm_since = max(process.troubled_at, self._late_beat_of(process))
         for (chunk, line), finished in self._finished.get(process.name, {}).items():
@@ -379,6 +378,12 @@ class Oracle:
             if ends[index] - start > 0.5 * self.lease_seconds
         ]
         return max(late, default=0.0)
+
+    def _is_ghost(self, process: Process) -> bool:
+        """Whether a later start has the worker's record. A worker that has lost it must not write."""
+        epoch = self._epochs.get(process.name)
+        record = self._record(process.name.split("#")[0])
+        return epoch is not None and record is not None and record["epoch"] != epoch
 
     def _record(self, worker: str) -> dict[str, Any] | None:
         """A worker's record; None if it is gone or damaged."""

@@ -158,7 +158,7 @@ class Process:
         frozen_until = max(self.thawed_at, self.scheduler.now)
         self.thawed_at = max(frozen_until, self.scheduler.now + seconds)
         self.has_been_frozen = True
-        self.troubled_at = self.thawed_at
+        self.troubled_at = max(self.troubled_at, self.thawed_at)
         if stops_clock:
             self.frozen_seconds += self.thawed_at - frozen_until
 
