@@ -44,7 +44,7 @@ for extra in ${extras//,/ }; do
 done
 
 # The stamp holds the checksum of what decides the result, then the extras that are installed.
-inputs=$({ pwd; cat pyproject.toml scripts/setup.sh; } | cksum | tr -d ' ')
+inputs=$({ pwd -P; cat pyproject.toml scripts/setup.sh; } | cksum | tr -d ' ')
 stamp=$venv/.batchinfer-setup
 installed_extras() { sed -n 2p "$stamp" 2>/dev/null || true; }
 is_current() {

@@ -177,10 +177,10 @@ class _Places:
         groups: dict[str, list[str]] = defaultdict(list)
         for name in names:
             groups[neighbours_of(name)].append(name)
-        self._singles = {name for group in groups.values() if len(group) <= _FEW for name in group}
+        self._singles = [name for group in groups.values() if len(group) <= _FEW for name in group]
         self._beginnings = [each for each, group in groups.items() if len(group) > _FEW]
         if len(self._singles) > _MOST_SINGLES * _FEW:
-            self._singles, self._beginnings = set(), [""]
+            self._singles, self._beginnings = [], [""]
 
     def done(self, store: Store, generations: dict[str, int]) -> set[str]:
         """Return the chunks in `generations` that have a marker of that generation or a higher one."""
@@ -197,7 +197,7 @@ class _Places:
 
     def claimed(self, store: Store, names: Collection[str]) -> set[str]:
         """Return those of `names` that have a claim, and those whose claims must be read to know it."""
-        found = self._singles.intersection(names)
+        found = set(self._singles).intersection(names)
         for beginning in self._beginnings:
             if any(name.startswith(beginning) for name in names):
                 found |= _claimed(store, beginning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,8 +250,9 @@ def test_answers_that_were_complete_when_the_engine_ended_are_not_lost():
 # ------------------------------------------------------------------ the process
 
 
-def test_a_process_that_ends_with_an_answer_costs_this_answer_its_parts(caplog):
+def test_a_process_that_ends_with_an_answer_costs_this_answer_its_parts(caplog, monkeypatch):
     """One answer of three ends the process; the others are asked for again, one by one."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     process = ParserProcess(Setup(model="m", tokenizer="t", tool_call_parser="x"))
     process._process._module = "parser_that_dies"
     found = process.read(
