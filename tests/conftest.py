@@ -60,6 +60,7 @@ LONGEST = (
     "test_worker_vllm",
     "test_engine_vllm",
     "test_request_matrix_vllm",
+    "test_worker",
     "test_skypilot",
     "test_features_vllm",
     "test_pooling_vllm",
