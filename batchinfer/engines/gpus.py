@@ -309,16 +309,22 @@ def advice(model: ModelInfo, config: EngineConfig, size: int, cache_bytes: int) 
 def memory_per_gpu(
     model: ModelInfo, config: EngineConfig, size: int, tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes of weights with adapters, and of a KV cache for `tokens` tokens, on each GPU."""
+    """Return the bytes of weights and of a KV cache for `tokens` tokens on each GPU.
+
+    Adapters count among the weights. A draft model counts among both.
+    """
     pipeline = config.pipeline_parallel_size
     offload = int(config.cpu_offload_gb * GIB)
     weights = max(0, model.parameter_bytes // (size * pipeline) - offload)
+    # vLLM divides a draft model among the GPUs of a tensor-parallel group, but not over a pipeline's stages.
+    weights += model.draft_bytes // size
     # By default each GPU of a group holds most of an adapter.
     weights += adapter_bytes(config, model) // pipeline
     # Each GPU holds at least one key-value head. So if there are more GPUs than key-value heads, another GPU does not
     # make the cache per GPU smaller.
     split = min(size, model.num_kv_heads or size)
-    return weights, model.kv_bytes_per_token * tokens // (split * pipeline)
+    cache = model.kv_bytes_per_token * tokens // pipeline + model.draft_kv_bytes_per_token * tokens
+    return weights, cache // split
 
 
 def gib(size_bytes: int) -> str:

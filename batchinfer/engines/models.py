@@ -72,6 +72,10 @@ LENGTHS = (
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 # Name of a config entry that exists only for models with latent attention (DeepSeek).
 LATENT_RANK = "kv_lora_rank"
+# Methods of speculative decoding whose `model` is a checkpoint of its own. None: vLLM finds the method out.
+DRAFTING_METHODS = (None, "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
+# Engine arguments that hold for a draft model as well.
+SHARED_ARGUMENTS = ("load_format", "kv_cache_dtype")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 
@@ -109,6 +113,9 @@ class ModelInfo(Record, frozen=True, kw_only=True):
     is_encoder: bool = False
     """Whether the model keeps no KV cache."""
     takes_images: bool = False
+    draft_bytes: int = 0
+    """Bytes of the weights of the draft model, where --speculative-config names one."""
+    draft_kv_bytes_per_token: int = 0
 
 
 def describe_model(config: EngineConfig) -> ModelInfo:
@@ -122,7 +129,7 @@ def describe_model(config: EngineConfig) -> ModelInfo:
         EngineLoadError: the Hub cannot be reached and the model is not in the cache.
         StorageError: a bucket cannot be read.
     """
-    model = _describe(config)
+    model = _with_draft(_describe(config), config)
     if not is_in_bucket(config.tokenizer):
         return model
     tokenizer = list_model(str(config.tokenizer), "--tokenizer")
@@ -150,6 +157,35 @@ def _describe(config: EngineConfig) -> ModelInfo:
             hint="give a folder that holds config.json, or a name on the Hub as in Qwen/Qwen3-0.6B",
         )
     return describe_on_hub(config)
+
+
+def _with_draft(model: ModelInfo, config: EngineConfig) -> ModelInfo:
+    """Return the model's description with the sizes of the draft model, if the run speculates with one."""
+    speculation = config.speculation
+    name = speculation.get("model")
+    if not isinstance(name, str) or speculation.get("method") not in DRAFTING_METHODS:
+        return model
+    if name.strip("[]") == "ngram":
+        return model
+    arguments = config.engine_args
+    draft = EngineConfig(
+        model=name,
+        revision=speculation.get("revision"),
+        tokenizer=config.model,  # A draft model needs no tokenizer of its own.
+        quantization=speculation.get("quantization"),
+        dtype=config.dtype,
+        engine_args={key: arguments[key] for key in SHARED_ARGUMENTS if key in arguments},
+    )
+    try:
+        described = _describe(draft)
+    except BatchinferError as error:
+        message = error.message.replace("--model:", "--speculative-config: the draft model", 1)
+        raise type(error)(message, hint=error.hint) from error
+    return msgspec.structs.replace(
+        model,
+        draft_bytes=described.parameter_bytes,
+        draft_kv_bytes_per_token=described.kv_bytes_per_token,
+    )
 
 
 def lacking_torchvision(config: EngineConfig) -> ConfigError | None:

@@ -11,6 +11,7 @@ from batchinfer.cli.main import main
 from batchinfer.core.errors import ConfigError
 from batchinfer.engines import check_engine
 from batchinfer.engines.config import KV_CACHE_BYTES, EngineConfig
+from batchinfer.engines.gpus import memory_per_gpu
 from batchinfer.engines.models import describe_model
 from batchinfer.engines.weights import read_header
 from making import make_job
@@ -117,6 +118,29 @@ def test_a_wrong_name_is_refused_before_anything_loads(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_engine(EngineConfig(model=str(DEMO_MODEL), engine_args=arguments))
+
+
+def test_a_draft_model_takes_memory_and_ngrams_take_none() -> None:
+    def memory(speculation: dict[str, object] | None, size: int = 1) -> tuple[int, int]:
+        arguments = {"speculative_config": speculation} if speculation else {}
+        config = EngineConfig(
+            model=str(DEMO_MODEL), pipeline_parallel_size=2, engine_args=arguments
+        )
+        return memory_per_gpu(describe_model(config), config, size, 64)
+
+    plain, ngram = memory(None), memory({"method": "ngram", "prompt_lookup_max": 3})
+    assert ngram == plain == memory({"model": "ngram"})
+    # The stages of a pipeline share the model; the last holds the whole draft model.
+    draft: dict[str, object] = {"model": str(DEMO_MODEL), "num_speculative_tokens": 2}
+    assert memory(draft) == (3 * plain[0], 3 * plain[1])
+    assert memory(draft, 2)[0] == 3 * memory(None, 2)[0]
+
+
+def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    speculation = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    config = EngineConfig(model=str(DEMO_MODEL), engine_args={"speculative_config": speculation})
+    with pytest.raises(ConfigError, match=r"--speculative-config: the draft model .*/draft is no"):
+        describe_model(config)
 
 
 @pytest.mark.parametrize(
