@@ -268,6 +268,7 @@ class Schedule:
                 logger.warning("cannot look at the other workers (%s); trying again", error)
                 if self._parts is not None:
                     self._has_undecided = True
+                    self._part_pause_seconds = self._look_seconds
                     self._parts.start_again(at_last=self._pending_has_part)
         self._forget_stale()
         if self._pending is None and not self._todo:

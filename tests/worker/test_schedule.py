@@ -167,6 +167,22 @@ def test_a_part_that_could_not_be_listed_is_looked_at_again_before_the_worker_en
     assert found.ref.name == helper.names[0]
 
 
+def test_a_look_that_fails_is_not_repeated_at_once() -> None:
+    """The first one had no pause after it, so a worker asked a store that was away as fast as it could."""
+    helper = Helper("away", 3000)
+
+    def fail(prefix: str = "") -> Iterator[ObjectInfo]:
+        raise StorageError("away")
+
+    helper.memory.list = fail  # type: ignore[method-assign]
+    for _ in range(20):
+        helper.schedule.next()
+        helper.tick(seconds=0.2)
+    assert helper.store.requests["list"] == 1
+    helper.tick(seconds=11.0)
+    assert helper.store.requests["list"] == 2
+
+
 def test_chunks_that_a_look_found_long_ago_are_not_tried() -> None:
     helper = Helper("stale", 50)
     helper.tick()
