@@ -59,6 +59,11 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
     repeat_key: bytes | None = None
     """The row's key by `repeats.repeat_key`; None for a row that neither leads nor follows."""
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the row was in the engine at so many deaths that it may be their cause."""
+        return self.chunk.is_suspect(self.prepared.key[1])
+
 
 def _request_of(flight: _Flight) -> Request:
     request = flight.prepared.request
@@ -122,17 +127,15 @@ class RowStream:
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._fetching: list[_Fetching] = []
         """Rows with images that are not fetched yet, in order."""
-        self._is_fetching_suspects = False
-        """Whether the rows with images that are not fetched yet are suspects."""
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
         self._window = PrefixWindow(limits.prefix_window, _request_of)
         self._in_flight: dict[RowKey, _Flight] = {}
         self._dropped: set[RowKey] = set()
         """Keys of rows that the engine still has although another worker has published their chunk."""
         self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
-        """Waiting rows of the group of suspects that runs now."""
+        """Waiting rows of the group of suspects that runs now. Rows with images come once these are fetched."""
         self._is_isolating = False
-        """Whether a group of suspects runs. Then all rows in the engine are of this group."""
+        """Whether a group of suspects runs. Then all rows in the engine are of this group, and others wait."""
         self._repeats: Repeats[_Flight] = Repeats(self._max_bytes)
         self._without_leader: list[_Flight] = []
         """Rows that followed a row whose chunk was closed before the engine got the row."""
@@ -175,7 +178,7 @@ class RowStream:
 
         Returns at once if rows wait for the engine already, or if no more rows will come.
         """
-        if not self._num_waiting and not self._open_chunks.is_closing:
+        if not self._has_takeable and not self._open_chunks.is_closing:
             self._background.wait(timeout_seconds)
 
     # -- the worker's loop
@@ -223,10 +226,10 @@ class RowStream:
             self._drop_suspects_behind()
         for flight in killed:
             # A suspect's prompt is built again when its group runs.
-            if not flight.chunk.is_suspect(flight.prepared.key[1]):
-                self._put_back(flight)
-            else:
+            if flight.is_suspect:
                 self._ask_followers(flight)
+            else:
+                self._put_back(flight)
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
         """Note that the worker's engine ended while it worked on the rows of these keys.
@@ -294,8 +297,8 @@ class RowStream:
         When no other row is left, prepare the next group of suspects. When no suspect is left and no chunk can be
         opened any more, end the stream.
         """
-        if not self._in_flight and not self._suspects:
-            self._is_isolating = False
+        if self._is_isolating and not self._in_flight and not self._suspects:
+            self._is_isolating = any(each.flight.is_suspect for each in self._fetching)
         self._build_more()
         self._fetch_more()
         if self._open_chunks.is_closing or self._in_flight or self._num_waiting or self._fetching:
@@ -334,6 +337,11 @@ class RowStream:
     def _num_waiting(self) -> int:
         """Number of rows that have a request and wait until the engine takes them."""
         return len(self._ready) + len(self._window) + len(self._suspects)
+
+    @property
+    def _has_takeable(self) -> bool:
+        """Whether a row waits that the engine may take now. While a group of suspects runs, only its rows count."""
+        return bool(self._suspects) if self._is_isolating else self._num_waiting > 0
 
     def _release(self, free_slots: Sequence[int]) -> None:
         """Move the rows of the prefix window to the queues of ready rows, if the queues cannot fill all free slots.
@@ -388,7 +396,7 @@ class RowStream:
     def _drop_suspects_behind(self) -> None:
         """Drop the followers that are suspects now. Their prompts are built again when their group runs."""
         before = sum(flight.num_bytes for flight in self._repeats)
-        self._repeats.keep(lambda flight: not flight.chunk.is_suspect(flight.prepared.key[1]))
+        self._repeats.keep(lambda flight: not flight.is_suspect)
         self._num_bytes -= before - sum(flight.num_bytes for flight in self._repeats)
 
     def _abandon(self, flight: _Flight) -> list[_Flight]:
@@ -538,24 +546,20 @@ class RowStream:
             if failed:
                 self._finish(chunk.name, failed)
         if suspects:
-            self._isolate(suspects)
-
-    def _isolate(self, suspects: list[_Flight]) -> None:
-        """Let a group of suspects wait for the engine, once all of them have their images."""
-        if any(flight.prepared.media for flight in suspects):
-            self._is_fetching_suspects = True
-            self._fetching += [_Fetching(flight, None) for flight in suspects]
-            return
-        self._suspects.extend(suspects)
-        self._is_isolating = True
+            self._is_isolating = True
+            self._suspects.extend(self._without_images(suspects))
 
     def _take(self, flights: list[_Flight]) -> None:
         """Let rows wait for the engine. Those with images that are not fetched yet wait for these first."""
+        self._window.extend(self._without_images(flights))
+
+    def _without_images(self, flights: list[_Flight]) -> list[_Flight]:
+        """Return the rows that need no images. The others are to wait for theirs."""
         with_media = [flight for flight in flights if flight.prepared.media]
-        if with_media:
-            self._fetching += [_Fetching(flight, None) for flight in with_media]
-            flights = [flight for flight in flights if not flight.prepared.media]
-        self._window.extend(flights)
+        if not with_media:
+            return flights
+        self._fetching += [_Fetching(flight, None) for flight in with_media]
+        return [flight for flight in flights if not flight.prepared.media]
 
     def _fetch_more(self) -> None:
         """Begin to fetch images of the next rows.
@@ -564,7 +568,7 @@ class RowStream:
         the memory that they may, unless the engine would have nothing to do.
         """
         num_free = NUM_THREADS - sum(each.pending is not None for each in self._fetching)
-        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._num_waiting
+        is_idle = num_free == NUM_THREADS and not self._in_flight and not self._has_takeable
         for index, (flight, pending) in enumerate(self._fetching):
             if num_free <= 0:
                 break
@@ -585,10 +589,11 @@ class RowStream:
         """Take in images that were fetched. A row with an image that cannot be used becomes an error row."""
         if not self._fetching:
             return
-        if self._is_fetching_suspects and not all(each.is_done() for each in self._fetching):
-            return
-        done = [each for each in self._fetching if each.is_done()]
-        self._fetching = [each for each in self._fetching if not each.is_done()]
+        done: list[_Fetching] = []
+        left: list[_Fetching] = []
+        for each in self._fetching:  # each is asked once, since its image may arrive meanwhile
+            (done if each.is_done() else left).append(each)
+        self._fetching = left
         fetched: list[_Flight] = []
         failed: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         for flight, pending in done:
@@ -604,12 +609,8 @@ class RowStream:
                 self._num_bytes += fetched[-1].num_bytes - flight.num_bytes
         for name, rows in failed.items():
             self._finish(name, rows)
-        if self._is_fetching_suspects:
-            self._is_fetching_suspects = False
-            if fetched:
-                self._isolate(fetched)
-        else:
-            self._window.extend(fetched)
+        self._suspects.extend([flight for flight in fetched if flight.is_suspect])
+        self._window.extend(flight for flight in fetched if not flight.is_suspect)
 
     def _encode_failed(self, chunk: OpenChunk, prepared: Prepared) -> FinishedRow:
         """Encode a row that does not go to the engine: its request cannot be built, or it kills engines."""

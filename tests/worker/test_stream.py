@@ -55,6 +55,19 @@ class AtOnce:
         pass
 
 
+class FetchesLater(AtOnce):
+    """A background that fetches images only once it is told to."""
+
+    def __init__(self) -> None:
+        self.has_fetched = False
+
+    def beside(self, num_threads: int) -> AtOnce:
+        def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
+            return SimpleNamespace(is_done=lambda: self.has_fetched, result=work)
+
+        return cast("AtOnce", SimpleNamespace(submit=submit))
+
+
 class ChunksPutByHand:
     """Open chunks that the test puts there by hand."""
 
@@ -113,8 +126,11 @@ def stream_over(
     dedupe: bool = False,
     prompt: PromptConfig = PROMPT,
     open_store: Callable[[str], Any] = open_store,
+    background: AtOnce | None = None,
 ) -> RowStream:
-    environment = SimpleNamespace(clock=FakeClock(), background=AtOnce(), open_store=open_store)
+    environment = SimpleNamespace(
+        clock=FakeClock(), background=background or AtOnce(), open_store=open_store
+    )
     telemetry = SimpleNamespace(row_failed=lambda *_: None)
     return RowStream(
         cast("Environment", environment),
@@ -347,6 +363,111 @@ def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHa
     assert all(len(request.media or []) == 1 for request in group)
     stream.handle([answer(request) for request in group])
     assert len(chunks.finished) == 8
+
+
+def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
+    chunks: ChunksPutByHand,
+) -> None:
+    """The row was asked twice whether it has its image. It was in neither list if only the second answer was yes."""
+
+    class ArrivesWhenAsked(AtOnce):
+        def beside(self, num_threads: int) -> AtOnce:
+            def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
+                answers = itertools.chain([False], itertools.repeat(True))
+                return SimpleNamespace(is_done=lambda: next(answers), result=work)
+
+            return cast("AtOnce", SimpleNamespace(submit=submit))
+
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    chunks.put("first", 3, [f'say","image":"{as_base64(picture("red"))}'])
+    stream = stream_over(chunks, prompt=prompt, background=ArrivesWhenAsked())
+    assert len(take_all(stream)) == 3
+
+
+NO_IMAGE = 'say","image":null,"more":"'
+
+
+def suspects_with_images(chunks: ChunksPutByHand, name: str, number: int) -> None:
+    texts = [f'say","image":"{as_base64(picture("red"))}']
+    chunks.put(name, number, texts).deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
+
+
+def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
+    chunks: ChunksPutByHand,
+) -> None:
+    """The worker waited for ever: it fetched no more images before the whole group had its own."""
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
+    stream = stream_over(chunks, prompt=prompt)
+    while group := take_all(stream):
+        stream.handle([answer(request) for request in group])
+    assert len(chunks.finished) == 2 * NUM_THREADS + 1
+
+
+def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wait(
+    chunks: ChunksPutByHand,
+) -> None:
+    """They were in the engine together with the suspects, or were taken into their group."""
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    background = FetchesLater()
+    suspects_with_images(chunks, "first", 1)
+    stream = stream_over(chunks, prompt=prompt, background=background)
+    assert not take(stream)
+    chunks.put("second", 1, [NO_IMAGE])
+    chunks.put("third", 1, [f'say","image":"{as_base64(picture("blue"))}'])
+    assert not take(stream), "the group of suspects has begun"
+    background.has_fetched = True
+    [suspect] = take_all(stream)
+    assert suspect.key == ("first", 0)
+    stream.handle([answer(suspect)])
+    assert [request.key for request in take_all(stream)] == [("second", 0), ("third", 0)]
+
+
+def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from_them(
+    chunks: ChunksPutByHand,
+) -> None:
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    background, number = FetchesLater(), NUM_THREADS + 4
+    texts = ['say","image":"memory://pictures/red.png']
+    deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
+    chunks.put("first", number, texts).deaths = deaths
+    pictures = SimpleNamespace(
+        stat=lambda _key: SimpleNamespace(bytes=100),
+        get=lambda _key: SimpleNamespace(data=picture("red")),
+    )
+    stream = stream_over(
+        chunks,
+        prompt=prompt,
+        max_in_flight=100,
+        max_row_memory=1,
+        background=background,
+        open_store=lambda _url: pictures,
+    )
+    assert not take(stream)
+    chunks.put("second", 2, ["x" * MIB + NO_IMAGE])
+    assert not take_all(stream)
+    background.has_fetched = True
+    order = []
+    while group := take_all(stream):
+        order += [request.key[0] for request in group]
+        stream.handle([answer(request) for request in group])
+    assert order == ["first"] * number + ["second"] * 2
+
+
+def test_suspects_whose_chunk_is_published_while_their_images_are_fetched_hold_nobody_up(
+    chunks: ChunksPutByHand,
+) -> None:
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    background = FetchesLater()
+    suspects_with_images(chunks, "first", 1)
+    stream = stream_over(chunks, prompt=prompt, background=background)
+    assert not take(stream)
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    chunks.put("second", 2, [f'say","image":"{as_base64(picture("blue"))}', NO_IMAGE])
+    assert [request.key for request in take_all(stream)] == [("second", 1)]
+    background.has_fetched = True
+    assert [request.key for request in take_all(stream)] == [("second", 0)]
 
 
 def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand) -> None:
