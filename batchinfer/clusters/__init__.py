@@ -225,6 +225,13 @@ def command_words(plan: Plan) -> str:
     )
 
 
+def assignments(variables: Mapping[str, str]) -> str:
+    """Return variables as bash assigns them: NAME=VALUE for each, with one blank between two."""
+    from batchinfer.cli.shell import quote
+
+    return " ".join(f"{name}={quote(value)}" for name, value in variables.items())
+
+
 def make_log_folder(plan: Plan) -> Path:
     """Make the folder on this machine for the logs of a launch, and return its path.
 

@@ -170,7 +170,7 @@ def _pod(plan: Plan) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "worker",
         "image": options.get("image", ""),
-        "command": ["bash", "-c", f"exec batchinfer {command_words(plan)}"],
+        "command": ["bash", "-c", _literal(f"exec batchinfer {command_words(plan)}")],
         "env": [
             {
                 "name": "BATCHINFER_RANK",
@@ -180,7 +180,7 @@ def _pod(plan: Plan) -> dict[str, Any]:
                     }
                 },
             },
-            *({"name": key, "value": value} for key, value in plan.variables().items()),
+            *({"name": key, "value": _literal(value)} for key, value in plan.variables().items()),
         ],
         "envFrom": [{"secretRef": {"name": secret}} for secret in plan.secrets],
         "resources": {"requests": requests, "limits": gpus},
@@ -203,6 +203,11 @@ def _pod(plan: Plan) -> dict[str, Any]:
         label, _, value = selector.partition("=")
         pod["nodeSelector"] = {label: value}
     return pod
+
+
+def _literal(text: str) -> str:
+    """Return a text of a manifest that Kubernetes turns into `text`: it replaces $(NAME), and $$ by $."""
+    return text.replace("$", "$$")
 
 
 def _seen(status: dict[str, Any]) -> ClusterState:

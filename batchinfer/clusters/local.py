@@ -28,6 +28,7 @@ from batchinfer.clusters import (
     STARTING,
     ClusterState,
     Plan,
+    assignments,
     command_words,
     make_log_folder,
 )
@@ -67,10 +68,10 @@ class Local:
         """See `Cluster`."""
         lines = []
         for rank, devices in enumerate(_devices(plan)):
-            variables = worker_variables(plan, rank, devices).items()
+            variables = assignments(worker_variables(plan, rank, devices))
             # bash would expand the variable before it sets it for the command.
             command = _command(plan).replace('"$BATCHINFER_RANK"', str(rank))
-            lines.append(f"{shlex.join(f'{name}={value}' for name, value in variables)} {command}")
+            lines.append(f"{variables} {command}")
         return "\n".join(lines)
 
     def submit(self, plan: Plan) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    assignments,
     command_words,
     log_folder,
     make_log_folder,
@@ -112,7 +113,7 @@ class Slurm:
         """See `Cluster`."""
         return _SCRIPT.format(
             directives="\n".join(f"#SBATCH {word}" for word in _directives(plan)),
-            exports=f"export {shlex.join(f'{name}={value}' for name, value in plan.variables().items())}",
+            exports=f"export {assignments(plan.variables())}",
             command=f"{shlex.quote(sys.executable)} -m batchinfer {command_words(plan)}",
         )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 import yaml
 
+from batchinfer.cli.shell import quote
 from batchinfer.clusters import (
     CLUSTERS,
     STATES,
@@ -30,6 +32,8 @@ from batchinfer.clusters.kubernetes import job_name
 from batchinfer.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+HARD = 'Say "it\'s"\r\nin $HOME: \u3000$$5, $(HOME)\u00a0\U0001f469\u200d\U0001f680'
+"""Text that bash, YAML and Kubernetes could each take for more than text. Some letters have no glyph of their own."""
 PLAN = Plan(
     id="20261122-101112-ab12",
     name="label",
@@ -37,9 +41,8 @@ PLAN = Plan(
     job="s3://bucket/my job",
     run="s3://bucket/my job/runs/a",
     model="org/model",
-    words="""--engine echo --system-prompt 'Say "it"
-in $HOME'""",
-    environment={"AWS_REGION": "eu-west-1"},
+    words=f"--engine echo --system-prompt {quote(HARD)}",
+    environment={"AWS_REGION": "eu-west-1", "GREETING": HARD},
 )
 
 
@@ -79,7 +82,7 @@ def words_of(script: str, tmp_path: Path) -> list[str]:
 
 EXPECTED_WORDS = [
     "--job", "s3://bucket/my job", "--output", "s3://bucket/my job/runs/a", "--model", "org/model",
-    "--engine", "echo", "--system-prompt", 'Say "it"\nin $HOME',
+    "--engine", "echo", "--system-prompt", HARD,
 ]  # fmt: skip
 
 
@@ -125,11 +128,14 @@ def test_ranks_of_a_command_get_their_rank(
         script = f"SKYPILOT_JOB_RANK=2\n{task['run'].replace('.venv/bin/batchinfer', program)}"
     elif name == "kubernetes":
         pod = yaml.safe_load(shown)["spec"]["template"]["spec"]
-        text = pod["containers"][0]["command"][2]
+        text = as_kubernetes_reads(pod["containers"][0]["command"][2], {})
         script = f"export BATCHINFER_RANK=2\n{text.replace('exec batchinfer', program)}"
     else:
         script = shown.replace(f"{sys.executable} -m batchinfer", program)
-        script = script.splitlines()[2] if name == "local" else f"SLURM_ARRAY_TASK_ID=2\n{script}"
+        if name == "local":
+            *_, script = re.split(r"^(?=AWS_REGION=)", script, flags=re.MULTILINE)
+        else:
+            script = f"SLURM_ARRAY_TASK_ID=2\n{script}"
     assert words_of(script, tmp_path) == RANK_WORDS
 
 
@@ -300,8 +306,19 @@ def test_the_job_of_kubernetes_says_which_ends_count(tmp_path: Path) -> None:
     values = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert values["BATCHINFER_LAUNCH"] == PLAN.id
     assert values["BATCHINFER_NUM_WORKERS"] == "3"
-    script = container["command"][2].replace("batchinfer worker", str(tmp_path / "printer"))
+    assert as_kubernetes_reads(values["GREETING"], values) == HARD
+    command = as_kubernetes_reads(container["command"][2], values)
+    script = command.replace("batchinfer worker", str(tmp_path / "printer"))
     assert words_of(script, tmp_path) == EXPECTED_WORDS
+
+
+def as_kubernetes_reads(text: str, variables: Mapping[str, str | None]) -> str:
+    """Replace $(NAME) and $$ as Kubernetes does in commands and in values of variables."""
+
+    def replace(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1]) or found[0]
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
 
 
 def test_a_job_of_kubernetes_has_a_name_that_hosts_may_have() -> None:
@@ -385,7 +402,7 @@ def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_pat
     done = subprocess.run(["bash", script], env=variables, capture_output=True, check=True)
     words = done.stdout.decode().split("\0")[:-1]
     assert words[:3] == ["worker", "--model", "org/model"]
-    assert words[-6:-2] == ["--engine", "echo", "--system-prompt", 'Say "it"\nin $HOME']
+    assert words[-6:-2] == ["--engine", "echo", "--system-prompt", HARD]
     assert words[-2] == "--examples"
     assert words[-1].startswith("/dev/fd/")
 
@@ -670,7 +687,7 @@ def test_workers_share_the_gpus_of_this_machine_unless_they_want_none(two_gpus: 
         return [
             word.partition("=")[2]
             for line in lines
-            for word in line.split()
+            for word in shlex.split(line)
             if word.startswith("CUDA_VISIBLE_DEVICES=")
         ]
 
