@@ -178,7 +178,7 @@ class _Desk:
         self._changed = threading.Condition()
         self._done: list[Completion] = []
         self.num_waiting = 0
-        """Number of answers that are not taken apart, or were not returned."""
+        """Number of answers that were added and that `done` has not returned yet."""
         self._thread: threading.Thread | None = None
 
     def add(self, asked: _Expected, completion: Completion) -> None:

@@ -23,7 +23,7 @@ NAMED_ARGUMENTS = {
     "kv_cache_dtype": "--kv-cache-dtype",
     "speculative_config": "--speculative-config",
 }
-"""Engine arguments with an option of their own, which is another way to write --engine-arg."""
+"""Options that are another way to write ``--engine-arg NAME=VALUE``, by the name of the engine argument."""
 
 KV_CACHE_BYTES = {
     "auto": None,

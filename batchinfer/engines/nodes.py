@@ -80,7 +80,7 @@ class NodeLink:
 
     @property
     def own_address(self) -> str:
-        """Address of this machine, as the other end sees it."""
+        """Address of this machine at its end of the connection."""
         return str(self._connection.getsockname()[0])
 
     def send(self, message: dict[str, Any]) -> None:

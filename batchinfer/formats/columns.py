@@ -124,7 +124,7 @@ def joined(shapes: list[Shape]) -> list[Shape]:
     """Give the shapes of several runs the same columns: those of all. Each keeps its output format.
 
     Raises:
-        InputError: the runs have different tasks.
+        InputError: the runs have different tasks, or the rows of only some are requests to a pooling model.
     """
     if len({(shape.task, shape.is_of_requests) for shape in shapes if shape.is_pooling}) > 1 or (
         len({shape.is_pooling for shape in shapes}) > 1
@@ -136,7 +136,13 @@ def joined(shapes: list[Shape]) -> list[Shape]:
         )
     flags = {
         name: any(getattr(shape, name) for shape in shapes)
-        for name in ("has_reasoning", "has_tool_calls", "has_logprobs", "has_prompt")
+        for name in (
+            "has_reasoning",
+            "has_tool_calls",
+            "has_logprobs",
+            "has_prompt",
+            "has_model",
+        )
     }
     answers = LISTS if any(shape.answers == LISTS for shape in shapes) else shapes[0].answers
     return [msgspec.structs.replace(shape, answers=answers, **flags) for shape in shapes]

@@ -22,9 +22,9 @@ from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, 
 from batchinfer.storage import Store
 
 _FEW = 20
-"""Largest number of neighbours that are looked up one by one. More of them are looked up in a listing."""
-_MOST_SINGLES = 5
-"""Times `_FEW`: largest number of chunks without many neighbours that are looked up one by one."""
+"""Largest number of neighbours that are looked up one by one. More of them are read from a listing."""
+_SINGLES_FACTOR = 5
+"""At most this many times `_FEW` chunks are looked up one by one in all. More are read from one listing of all."""
 _NEIGHBOUR_DIGITS = 3
 """Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
 MOST_SAMPLED = 64
@@ -171,7 +171,11 @@ def release_given_up(store: Store, claims: Claims | None, names: Collection[str]
 
 
 class _Places:
-    """How chunks are looked up: where many are neighbours in a listing that shows only those, else one by one."""
+    """Decides how chunks are looked up on storage.
+
+    More than `_FEW` neighbours are read from one listing, which shows only chunks with the same beginning of the name.
+    Other chunks are looked up one by one, unless these are too many: then all are read from one listing of everything.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         groups: dict[str, list[str]] = defaultdict(list)
@@ -179,7 +183,7 @@ class _Places:
             groups[neighbours_of(name)].append(name)
         self._singles = [name for group in groups.values() if len(group) <= _FEW for name in group]
         self._beginnings = [each for each, group in groups.items() if len(group) > _FEW]
-        if len(self._singles) > _MOST_SINGLES * _FEW:
+        if len(self._singles) > _SINGLES_FACTOR * _FEW:
             self._singles, self._beginnings = [], [""]
 
     def done(self, store: Store, generations: dict[str, int]) -> set[str]:

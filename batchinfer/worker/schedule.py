@@ -97,7 +97,7 @@ class _JobParts:
         self._num_left = len(self._parts)
 
     def has_any(self, done: set[str], others: set[str]) -> bool:
-        """Whether any chunk is neither in `done` nor in `others`. Forgets parts that are done."""
+        """Whether any chunk is neither in `done` nor in `others`. Drops the finished parts at the front."""
         while self._parts:
             part = self._parts[0]
             if any(name not in done and name not in others for name in part):

@@ -28,6 +28,7 @@ from making import (
     run_worker_here,
     start_process,
 )
+from peft_adapter import write_adapter
 
 ROWS = 60
 FAILED = {5, 17, 30, 44}
@@ -283,6 +284,24 @@ def test_runs_with_other_columns_share_the_columns_of_both(job: str, tmp_path: P
         ("many", 1): answered,
         ("short", None): 4,
         ("many", None): 4,
+    }
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_a_run_with_adapters_beside_one_without_has_the_models_of_both(
+    has_first: bool, job: str, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    tuned = f"{tmp_path}/tuned"
+    run_worker_here(job, tuned, "--lora", f"tuned={adapter}")
+    first, second = (tuned, f"{job}/runs/short") if has_first else (f"{job}/runs/short", tuned)
+    collect(first, tmp_path / "out", more_runs=[second])
+    models = Counter((row["run"], row["model"]) for row in read_rows(tmp_path / "out"))
+    failed = len(FAILED)
+    assert models == {
+        ("tuned", "echo"): ROWS - failed,
+        ("tuned", None): failed,
+        ("short", None): ROWS,
     }
 
 

@@ -37,7 +37,7 @@ def text(words: str) -> dict[str, str]:
         (as_base64(RED), [MediaRef(base64=as_base64(RED))]),
         (as_data_url(RED), [MediaRef(base64=as_base64(RED))]),
         ("DATA:image/png;name=a.png;base64,AAAA", [MediaRef(base64="AAAA")]),
-        ({"bytes": None, "path": "/root/.cache/a.png"}, [MediaRef(place="/root/.cache/a.png")]),
+        ({"bytes": None, "path": "/data/photos/a.png"}, [MediaRef(place="/data/photos/a.png")]),
     ],
     ids=lambda value: str(value)[:30],
 )
