@@ -173,12 +173,12 @@ class Opener:
         """
         if self._claims is None:
             return None
-        for info in self._run.list(layout.checkpoint_prefix(name)):
-            segment = layout.parse_segment(info.key)
-            if segment is None or segment.rows is None:
-                continue
-            worker_id, _, nonce = segment.writer.rpartition(".")
-            held = Held(Claim(worker=worker_id, epoch=segment.epoch, nonce=nonce), "")
+        infos = self._run.list(layout.checkpoint_prefix(name))
+        segments = [layout.parse_segment(info.key) for info in infos]
+        starts = [(each.writer, each.epoch) for each in segments if each and each.rows is not None]
+        for writer, epoch in dict.fromkeys(starts):
+            worker_id, _, nonce = writer.rpartition(".")
+            held = Held(Claim(worker=worker_id, epoch=epoch, nonce=nonce), "")
             if worker_id != owner_id and self._claims.look(held) is not None:
                 return held
         return None

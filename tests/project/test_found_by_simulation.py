@@ -547,6 +547,24 @@ def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
         assert min(times) >= 5.0
 
 
+def test_a_helper_asked_once_for_each_segment_whether_its_writer_lives() -> None:
+    """A large chunk has dozens of segments, nearly all of one or two workers."""
+    with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00001"], new_rows=1, rows_done=1, busy_seconds=10000.0)
+        for number in range(1, 41):
+            stage.put(layout.segment_key("part-00001", 1, "w7.n", number, 1), b"{}\n")
+        record = worker_record(id="w7", epoch=2, nonce="m", lease_seconds=6.0)  # a later start
+        stage.put(layout.worker_key("w7"), codec.encode(record))
+        asked = []
+
+        def note(_number: int, method: str, key: str, _process: Process) -> None:
+            if method == "get_object" and key == RUN + layout.worker_key("w7"):
+                asked.append(key)
+
+        assert stage.run(hook=note, within_seconds=120.0).is_success
+        assert len(asked) == 1
+
+
 @pytest.mark.parametrize("was_here_before", [False, True])
 def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
     *, was_here_before: bool
