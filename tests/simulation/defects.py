@@ -25,7 +25,7 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import open_chunks, opening, schedule, stream
+from batchinfer.worker import building, open_chunks, opening, schedule, stream
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.joining import Membership
 from batchinfer.worker.outgoing import Checkpointer
@@ -452,7 +452,7 @@ def followers_wait_for_ever() -> Defect:
 
 def copies_without_regard_to_the_prompt() -> Defect:
     """Any row counts as a repetition of any other."""
-    return mock.patch.object(stream, "repeat_key", lambda prepared: prepared.request and b"same")
+    return mock.patch.object(building, "repeat_key", lambda prepared: prepared.request and b"same")
 
 
 DEFECTS: dict[str, Callable[[], Defect]] = {
