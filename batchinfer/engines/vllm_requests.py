@@ -141,6 +141,8 @@ def checked_extra(name: str, value: Any) -> Any:
         raise RowError("invalid_parameter", f"{name}: {error}") from error
     except TypeError as error:  # the field has a type for which JSON has no values
         raise RowError("invalid_parameter", f"{name}: cannot be given here") from error
+    except client_errors() as error:
+        raise RowError("invalid_parameter", f"{name}: {first_line(error)}") from error
 
 
 @cache

@@ -213,12 +213,13 @@ def _parts(content: Any, index: int) -> str | list[dict[str, Any]]:
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
             continue
-        usual = "image_url" if isinstance(part, dict) and "image_url" in part else "text"
-        kind = part.get("type", usual) if isinstance(part, dict) else json_type(part)
-        if isinstance(part, dict) and kind in IMAGE_KINDS:
-            parts.append(read_part(part, str(kind), f"message {index}"))
+        if not isinstance(part, dict):
+            raise refuse_part(json_type(part), f"message {index}")
+        kind = str(part.get("type", "image_url" if "image_url" in part else "text"))
+        if kind in IMAGE_KINDS:
+            parts.append(read_part(part, kind, f"message {index}"))
             continue
-        text = part.get("text") if isinstance(part, dict) else None
+        text = part.get("text")
         if kind not in {"text", "input_text", "output_text"} or not isinstance(text, str):
             raise refuse_part(kind, f"message {index}")
         parts.append({"type": "text", "text": text})

@@ -318,8 +318,10 @@ class RowsReader:
 
     def _fill_text(self, draft: Draft, text: str) -> None:
         if self._eos_token:
-            while text.endswith(self._eos_token):
-                text = text[: -len(self._eos_token)]
+            end = len(text)
+            while text.endswith(self._eos_token, 0, end):
+                end -= len(self._eos_token)
+            text = text[:end]
         if not text:
             raise RowProblem(Code.EMPTY_PROMPT, "the prompt is empty, expected text")
         if self._config.as_chat:

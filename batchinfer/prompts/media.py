@@ -22,10 +22,11 @@ _OTHER_MEDIA = ("audio", "video", "file", "image_embeds")
 _MARKER = "<image>"
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(;[\w.=+-]+)*;base64,", re.IGNORECASE)
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(=[=\s]*)?")
 _FIRST_LETTERS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0A")
 """Base64 of the first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF."""
 _LONGEST_PATH = 1024
+_LONGEST_LINK = 8192
 _SURELY_BASE64 = 100
 """Characters from which a text that looks like base64 of an image is no path."""
 
@@ -66,6 +67,7 @@ def read_images(value: Any, subject: str) -> list[MediaRef]:
 
 
 def _of_text(text: str, subject: str) -> MediaRef:
+    text = text.strip()
     if text[:5].lower() == "data:":
         found = _DATA_URL.match(text, 0)
         if found is None:
@@ -79,10 +81,15 @@ def _of_text(text: str, subject: str) -> MediaRef:
         if content := text[found.end() :].strip():
             return MediaRef(base64=content)
         text = ""
-    if not text.strip():
+    if not text:
         raise RowProblem(Code.INVALID_MEDIA, f"{subject}: an empty text, expected an image")
     if _LINK.match(text):
-        return MediaRef(place=text.strip())
+        if len(text) > _LONGEST_LINK:
+            raise RowProblem(
+                Code.INVALID_MEDIA,
+                f"{subject}: a URL of {len(text)} characters, expected at most {_LONGEST_LINK}",
+            )
+        return MediaRef(place=text)
     is_long = len(text) > _SURELY_BASE64 and text.startswith(_FIRST_LETTERS)
     if (is_long or len(text) > _LONGEST_PATH) and _BASE64.fullmatch(text):
         return MediaRef(base64=text)
@@ -113,13 +120,13 @@ def read_part(part: dict[str, Any], kind: str, subject: str) -> Message:
     return {**found, "detail": detail} if isinstance(detail, str) else found
 
 
-def refuse_part(kind: Any, subject: str) -> RowProblem:
+def refuse_part(kind: str, subject: str) -> RowProblem:
     """Return the error for a part of a message that is neither text nor an image."""
-    if any(name in str(kind) for name in _OTHER_MEDIA):
-        return _unsupported(f"{subject}: a part of type {str(kind)[:40]!r}")
+    if any(name in kind for name in _OTHER_MEDIA):
+        return _unsupported(f"{subject}: a part of type {kind[:40]!r}")
     return RowProblem(
         Code.UNSUPPORTED_CONTENT,
-        f"{subject}: a part of type {str(kind)[:40]!r}, expected parts of text and images",
+        f"{subject}: a part of type {kind[:40]!r}, expected parts of text and images",
     )
 
 
@@ -153,17 +160,17 @@ def take_images(
     Raises:
         RowProblem: there are more places than images, or more images than places.
     """
-    waiting = list(column_images)
     num_open = sum(not part["refs"] for message in messages for part in _image_parts(message))
-    if waiting and not num_open:
-        messages = _with_open_parts(messages, len(waiting))
-        num_open = len(waiting)
-    if num_open != len(waiting):
+    if column_images and not num_open:
+        messages = _with_open_parts(messages, len(column_images))
+        num_open = sum(not part["refs"] for message in messages for part in _image_parts(message))
+    if num_open != len(column_images):
         raise RowProblem(
             Code.MEDIA_MISMATCH,
-            f"the conversation has {num_open} places for images, and the row {len(waiting)} images; "
+            f"the conversation has {num_open} places for images, and the row {len(column_images)} images; "
             "--image-column names the column with them",
         )
+    waiting = iter(column_images)
     found: list[MediaRef] = []
     plain: list[Message] = []
     for message in messages:
@@ -175,7 +182,7 @@ def take_images(
             if part["type"] != IMAGE_PART:
                 parts.append(part)
                 continue
-            refs = part["refs"] or [waiting.pop(0)]
+            refs = part["refs"] or [next(waiting)]
             found += refs
             bare = {name: value for name, value in part.items() if name != "refs"}
             parts += [bare] * len(refs)

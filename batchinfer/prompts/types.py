@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -11,6 +14,8 @@ import msgspec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import AnswerForm, Failure, Pooling, Record, Request, RowKey, Sampling
 from batchinfer.core.tasks import GENERATE, PairForm
+
+logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 """Values of ``--truncate-prompt``. A prompt too long makes its row fail (``error``) or loses tokens at the
@@ -331,12 +336,26 @@ class RowReader(Protocol):
 def fill_each(
     fill: Callable[[Draft, bytes], None], drafts: Sequence[Draft], lines: Sequence[bytes]
 ) -> None:
-    """Read each line into its draft by `fill`, which raises RowError if the row is bad."""
+    """Read each line into its draft by `fill`, which raises RowError if the row is bad.
+
+    Any other error is a fault of `fill`. It becomes an error row as well, because other rows are not concerned.
+    """
     for draft, line in zip(drafts, lines, strict=True):
         try:
             fill(draft, line)
         except RowError as error:
             draft.fail(error)
+        except Exception as error:  # noqa: BLE001 -- a fault of any class
+            draft.failure = internal_failure(error)
+
+
+def internal_failure(error: Exception) -> Failure:
+    """Return the failure of a row with which this package itself failed, so that the other rows go on."""
+    logger.debug("a fault of batchinfer", exc_info=error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{PurePath(place.filename).name}:{place.lineno}"
+    message = f"{type(error).__name__}: {str(error)[:200]} ({where}); please report it"
+    return Failure(code="internal_error", message=message)
 
 
 class EngineFacts(Record, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ def is_private(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_private(str(inner))
+        if ip.is_site_local:
+            return True
     return not ip.is_global or ip.is_multicast or ip.is_reserved
 
 
@@ -89,7 +91,8 @@ def _fetch_once(url: str, rules: WebRules) -> bytes:
         target = _get(url, rules, until)
         if isinstance(target, bytes):
             return target
-        url = urljoin(url, target)
+        with _failures(url):
+            url = urljoin(url, target)
     raise ObjectNotFound(f"{url}: redirects more than {_MAX_REDIRECTS} times")
 
 
@@ -163,9 +166,8 @@ def _connect(
             f"{url}: is at {found[0][4][0]}, an address of a private network (--allow-private-urls)"
         )
     with _failures(url):
-        open_socket = _open_socket(allowed, max(until - time.monotonic(), 0.001))
         connection = http.client.HTTPConnection(host, number)
-        connection.sock = open_socket
+        connection.sock = open_socket = _open_socket(allowed, until)
         if scheme == "https":
             # The handshake comes later, within the time limit.
             connection.sock = _tls().wrap_socket(
@@ -178,38 +180,43 @@ def _connect(
 def _resolve(host: str, port: int) -> list[tuple[Any, ...]]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise ObjectNotFound(f"{host}: is no name of a host") from error
     except socket.gaierror as error:
         if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
             raise ObjectNotFound(f"{host}: no such host") from error
         raise
 
 
-def _open_socket(addresses: list[tuple[Any, ...]], seconds: float) -> socket.socket:
+def _open_socket(addresses: list[tuple[Any, ...]], until: float) -> socket.socket:
+    """Connect to the first address that answers. Each gets an equal share of the time that is left until `until`."""
     problem: OSError = OSError("no address")
-    for family, kind, protocol, _, address in addresses:
+    for index, (family, kind, protocol, _, address) in enumerate(addresses):
         new = socket.socket(family, kind, protocol)
         try:
-            new.settimeout(seconds)
+            share = (until - time.monotonic()) / (len(addresses) - index)
+            new.settimeout(max(share, 0.001))
             new.connect(address)
         except OSError as error:
             new.close()
             problem = error
         else:
+            new.settimeout(max(until - time.monotonic(), 0.001))
             return new
     raise problem
 
 
 @contextlib.contextmanager
 def _failures(url: str) -> Iterator[None]:
-    """Turn failures of the network into TransientError."""
+    """Turn failures of the network into TransientError, and those of the URL into ObjectNotFound."""
     try:
         yield
     except ssl.SSLCertVerificationError as error:
         raise ObjectNotFound(f"{url}: {error.verify_message} (its certificate)") from error
     except http.client.InvalidURL as error:
         raise ObjectNotFound(f"{url}: is no URL ({error})") from error
+    except UnicodeError as error:
+        raise ObjectNotFound(f"{url}: is no name of a host") from error
+    except ValueError as error:
+        raise ObjectNotFound(f"{url}: leads to what is no URL ({error})") from error
     except (OSError, http.client.HTTPException, EOFError) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
         raise TransientError(f"{url}: {reason or type(error).__name__}") from error

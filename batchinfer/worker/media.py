@@ -10,13 +10,15 @@ import base64
 import binascii
 import hashlib
 import io
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchinfer.core.errors import (
     AccessDenied,
@@ -29,7 +31,7 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import Failure, Media
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.prompts import Code, MediaRef, PromptConfig
-from batchinfer.prompts.types import RowProblem
+from batchinfer.prompts.types import RowProblem, internal_failure
 from batchinfer.storage import Store, check_key, split_bucket, web
 from batchinfer.storage.opening import (
     GCS_SCHEMES,
@@ -49,7 +51,13 @@ MAX_PIXELS = 89_478_485
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
 """Formats that are read, by Pillow's names, if it was built with them. Some others would run further programs."""
 _CACHE_BYTES = 128 << 20
-_KEPT_FAILURE_BYTES = 1000
+_ENTRY_BYTES = 1000
+"""Bytes of memory that an entry of the cache takes beside its image and its place."""
+UNAVAILABLE_SECONDS = 60.0
+"""Seconds for which no row asks again for an image that could not be fetched, several times. After that the fault may
+have passed."""
+_MOST_STORES = 64
+"""Most stores that are kept open. Each row may name another bucket."""
 _NUM_DECODERS = 4
 """Images that are decoded at the same time. Each may take 4 bytes of memory a pixel."""
 _BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, "hf", "memory")
@@ -88,10 +96,25 @@ class MediaFetcher:
         Raises:
             ConfigError: Pillow is not installed.
         """
+        found: list[Media] = []
+        num_bytes, limits = 0, self._limits
+        most = max(limits.max_row_memory << 20, limits.max_media_bytes)
         try:
-            return [self._fetch_one(ref, index) for index, ref in enumerate(refs)]
+            for index, ref in enumerate(refs):
+                found.append(self._fetch_one(ref, index))
+                num_bytes += len(found[-1].data)
+                if num_bytes > most:
+                    raise RowProblem(
+                        Code.MEDIA_TOO_LARGE,
+                        f"image {index}: the row's images have more than {most} bytes in all (--max-row-memory)",
+                    )
         except RowError as error:
             return Failure(code=error.code, message=error.message)
+        except BatchinferError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- a fault of any class
+            return internal_failure(error)
+        return found
 
     def fetch_all(
         self, rows: Iterable[list[MediaRef] | None]
@@ -166,6 +189,8 @@ class MediaFetcher:
     def _in_a_store(self, root: str, key: str) -> bytes:
         store = self._stores.get(root)
         if store is None:
+            if len(self._stores) >= _MOST_STORES:
+                self._stores.clear()
             store = self._stores[root] = self._open_store(root)
         most = self._limits.max_media_bytes
         if (size := store.stat(check_key(key)).bytes) > most:
@@ -309,14 +334,18 @@ def look_at_image(data: bytes) -> Media:
 class MediaCache:
     """Images by the place that rows name, those used last. Also why an image cannot be used. Safe for threads.
 
+    An image that could not be fetched is asked for again after `UNAVAILABLE_SECONDS`.
+
     Args:
-        max_bytes: Bytes of the images that are kept at most.
+        max_bytes: Bytes of memory that the cache takes at most.
+        now: Function that returns a time in seconds.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
+        self._now = now
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Media | RowError] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_bytes = 0
         self._under_way: dict[str, Future[Media]] = {}
 
@@ -328,12 +357,13 @@ class MediaCache:
         """
         with self._lock:
             kept = self._kept.get(place)
-            if kept is not None:
+            if kept is not None and kept.until < self._now():
+                self._drop(place)
+            elif kept is not None:
                 self._kept.move_to_end(place)
-                if isinstance(kept, RowError):
-                    error = kept
-                    raise RowError(error.code, error.message)
-                return kept
+                if isinstance(kept.found, RowError):
+                    raise RowError(kept.found.code, kept.found.message)
+                return kept.found
             future = self._under_way.get(place)
             is_first = future is None
             if future is None:
@@ -358,14 +388,25 @@ class MediaCache:
             future.set_result(media)
 
     def _keep(self, place: str, found: Media | RowError) -> None:
-        if _size(found) > self._max_bytes:
+        size = _ENTRY_BYTES + len(place)
+        size += len(found.data) if isinstance(found, Media) else len(found.message)
+        if size > self._max_bytes:
             return
-        self._kept[place] = found
-        self._num_bytes += _size(found)
+        is_passing = isinstance(found, RowError) and found.code == Code.MEDIA_UNAVAILABLE
+        until = self._now() + UNAVAILABLE_SECONDS if is_passing else math.inf
+        self._kept[place] = _Kept(found, size, until)
+        self._num_bytes += size
         while self._num_bytes > self._max_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= _size(oldest)
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, place: str) -> None:
+        self._num_bytes -= self._kept.pop(place).num_bytes
 
 
-def _size(found: Media | RowError) -> int:
-    return _KEPT_FAILURE_BYTES + (len(found.data) if isinstance(found, Media) else 0)
+class _Kept(NamedTuple):
+    """An entry of the cache: an image, or why it cannot be used."""
+
+    found: Media | RowError
+    num_bytes: int
+    until: float
+    """Time until which the entry is valid."""

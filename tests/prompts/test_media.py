@@ -216,3 +216,35 @@ def test_a_request_for_a_transcription_is_told_that_audio_is_not_taken(kind: str
     assert prepared.failure is not None
     assert prepared.failure.code == "wrong_task"
     assert "audio is not taken" in prepared.failure.message
+
+
+@pytest.mark.parametrize(("marks", "images"), [(2, 1), (1, 2), (3, 2)])
+def test_marks_that_are_more_or_fewer_than_the_images_fail_the_row(marks: int, images: int) -> None:
+    row = {"m": "<image>" * marks + "?", "image": ["a.png"] * images}
+    prepared = built(row, messages_column="m")
+    assert prepared.failure is not None
+    assert prepared.failure.code == "media_mismatch"
+    assert f"{marks} places for images, and the row {images} images" in prepared.failure.message
+
+
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, 5, None])
+def test_a_part_whose_type_is_no_text_fails_its_row(kind: Any) -> None:
+    builder = PromptBuilder(PromptConfig(request_format="openai-batch"), Sampling(), 0, None, None)
+    line = batch_line([{"type": kind, "text": "What?"}])
+    [prepared] = builder.build("part-00000", 0, [RawRow(0, line)])
+    assert prepared.failure is not None
+    assert prepared.failure.code == "unsupported_content"
+
+
+def test_white_space_around_a_place_does_not_count() -> None:
+    assert read_images(f" {AT_A.place}\n", "column") == [AT_A]
+    assert read_images(" data:;base64,AAAA", "column") == [MediaRef(base64="AAAA")]
+
+
+def test_long_texts_that_are_no_images_are_refused_at_once() -> None:
+    # Read with an expression that backtracks, the first would take hours.
+    for value in ("/9j/" + " " * 2_000_000 + "!", "https://" + "a" * 20_000):
+        with pytest.raises(RowError) as caught:
+            read_images(value, "column")
+        assert caught.value.code == "invalid_media"
+        assert len(caught.value.message) < 200

@@ -11,6 +11,8 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Sampling
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
+from batchinfer.prompts.from_columns import RowsReader
+from batchinfer.prompts.types import Draft
 
 
 def make(
@@ -390,3 +392,31 @@ def test_options_that_cannot_work_are_refused_with_a_hint(options, message):
 def test_sampling_options_that_contradict_each_other_are_refused(sampling):
     with pytest.raises(ConfigError, match="sampling options"):
         PromptBuilder(PromptConfig(prompt_column="p"), sampling, None, None, None)
+
+
+def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(text: str, _subject: str) -> Any:
+        if text == "bad":
+            raise ZeroDivisionError("oh")
+        return [1]
+
+    monkeypatch.setattr(
+        "batchinfer.prompts.from_columns.token_ids", lambda value, subject: fail(value[0], subject)
+    )
+    builder = PromptBuilder(PromptConfig(prompt_column="p"), Sampling(), None, None, None)
+    lines = [b'{"p": ["good"]}', b'{"p": ["bad"]}', b'{"p": ["good"]}']
+    rows = builder.build("part-00000", 0, [RawRow(i, line) for i, line in enumerate(lines)])
+    assert [row.failure is None for row in rows] == [True, False, True]
+    assert rows[1].failure is not None
+    assert rows[1].failure.code == "internal_error"
+    assert "ZeroDivisionError: oh (test_prompts_rows.py:" in rows[1].failure.message
+
+
+def test_a_long_end_of_end_marks_is_removed_at_once() -> None:
+    # Cut off mark by mark, it would take an hour.
+    reader = RowsReader(PromptConfig(prompt_column="p"), eos_token="</s>")
+    draft = Draft(0)
+    reader._fill_text(draft, "x</s>y" + "</s>" * 3_000_000)
+    assert draft.text == "x</s>y"

@@ -186,3 +186,51 @@ def test_what_is_no_url_is_not_found(url: str) -> None:
 )
 def test_private_addresses(address: str, expected: bool) -> None:
     assert web.is_private(address) is expected
+
+
+@pytest.mark.parametrize(
+    "where", ["http://[", "http://[::1", "http://a\x00b/", "http://.a/", "//[x"]
+)
+def test_a_redirect_to_what_is_no_url_is_a_missing_file(server: WebServer, where: str) -> None:
+    server.answers["/go"] = plain(302, Location=where)
+    with pytest.raises(ObjectNotFound):
+        web.fetch(f"{server.url}/go", LOCAL, QUICK)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("0.0.0.0", "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
+        *("100.64.0.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
+        *("::", "::1", "::127.0.0.1", "::ffff:127.0.0.1", "::ffff:7f00:1", "fe80::1%lo", "fec0::1"),
+        *("fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::"),
+    ],
+)
+def test_addresses_that_are_not_of_the_public_internet(address: str) -> None:
+    assert web.is_private(address)
+
+
+def test_addresses_that_do_not_answer_leave_time_for_those_that_do(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answers["/a"] = plain(200, b"here")
+    port = int(server.url.rpartition(":")[2])
+    waited: list[float] = []
+    connect = socket.socket.connect
+
+    class Slow(socket.socket):
+        def connect(self, address: Any) -> None:
+            if address[0] == "127.0.0.9":
+                waited.append(self.gettimeout() or 0.0)
+                raise TimeoutError
+            connect(self, address)
+
+    addresses = [
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))
+        for host in ("127.0.0.9",) * 3 + ("127.0.0.1",)
+    ]
+    monkeypatch.setattr(web, "_resolve", lambda *_: addresses)
+    monkeypatch.setattr(web.socket, "socket", Slow)
+    assert web.fetch(f"http://example.com:{port}/a", LOCAL, QUICK) == b"here"
+    assert len(waited) == 3
+    assert all(seconds < 2.6 for seconds in waited)  # of 5 seconds in all

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from batchinfer.check.command import command as check
-from batchinfer.core.errors import BatchinferError, ConfigError, RunMismatch
+from batchinfer.core.errors import BatchinferError, ConfigError, RowError, RunMismatch
 from batchinfer.core.records import Failure, Media
 from batchinfer.ledger.runs import read_run
 from batchinfer.ledger.survey import finished_chunks
-from batchinfer.prompts import MediaRef, PromptConfig
+from batchinfer.prompts import Code, MediaRef, PromptConfig
 from batchinfer.prompts.media import read_images
 from batchinfer.runs.resume_command import worker_command
 from batchinfer.split.command import SplitConfig, run_split
@@ -29,6 +29,7 @@ from batchinfer.worker.command import command as worker
 from batchinfer.worker.config import Limits
 from batchinfer.worker.media import (
     MAX_PIXELS,
+    UNAVAILABLE_SECONDS,
     MediaCache,
     MediaFetcher,
     check_media,
@@ -224,7 +225,7 @@ def test_an_image_that_rows_share_is_fetched_once(server: WebServer) -> None:
 
 
 def test_the_cache_drops_what_was_used_last_of_all() -> None:
-    cache = MediaCache(3 * 2000)
+    cache = MediaCache(3 * 2001)
     asked: list[str] = []
 
     def get(name: str) -> None:
@@ -239,6 +240,82 @@ def test_the_cache_drops_what_was_used_last_of_all() -> None:
     assert asked == ["a", "b", "c", "d"]
     get("c")
     assert asked[-1] == "c"
+
+
+def test_an_image_that_could_not_be_fetched_is_asked_for_again_after_a_while() -> None:
+    now = [0.0]
+    cache = MediaCache(10**6, lambda: now[0])
+    asked: list[str] = []
+
+    def get(name: str, code: Code) -> None:
+        def fetch() -> Media:
+            asked.append(name)
+            raise RowError(code.value, "no")
+
+        with pytest.raises(RowError) as caught:
+            cache.get(name, fetch)
+        assert caught.value.code == code.value
+
+    for seconds in (0.0, UNAVAILABLE_SECONDS - 1, UNAVAILABLE_SECONDS + 1, UNAVAILABLE_SECONDS + 2):
+        now[0] = seconds
+        get("away", Code.MEDIA_UNAVAILABLE)
+        get("broken", Code.INVALID_MEDIA)
+    assert asked == ["away", "broken", "away"]
+
+
+def test_a_row_gets_its_image_once_the_server_is_well_again(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answers["/a"] = in_turn(plain(500), plain(500), plain(200, RED))
+    rows = fetcher()
+    [ref] = read_images(f"{server.url}/a", "image")
+    assert isinstance(rows.fetch_now([ref]), Failure)
+    assert isinstance(rows.fetch_now([ref]), Failure)
+    assert len(server.seen) == 2
+    monkeypatch.setattr(rows._cache, "_now", lambda: time.monotonic() + UNAVAILABLE_SECONDS + 1)
+    assert isinstance(rows.fetch_now([ref]), list)
+
+
+def test_the_cache_counts_long_places() -> None:
+    cache = MediaCache(20_000)
+    for index in range(100):
+        with pytest.raises(RowError):
+            cache.get(f"{index}" + "x" * 5000, broken)
+    assert len(cache._kept) == 3
+
+
+def broken() -> Media:
+    raise RowError("invalid_media", "no image")
+
+
+def test_the_images_of_one_row_have_a_limit_together() -> None:
+    found = fetcher(max_row_memory=0, max_media_bytes=3 * len(RED)).fetch_now(
+        read_images([as_hub(RED)] * 4, "image")
+    )
+    assert isinstance(found, Failure)
+    assert found.code == "media_too_large"
+    assert found.message.startswith("image 3: the row's images")
+    assert len(fetched([as_hub(RED)] * 3, max_row_memory=0, max_media_bytes=3 * len(RED))) == 3
+
+
+def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: bytes) -> Media:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("batchinfer.worker.media.look_at_image", fail)
+    found = fetcher().fetch_now(read_images(as_hub(RED), "image"))
+    assert isinstance(found, Failure)
+    assert found.code == "internal_error"
+    assert "ZeroDivisionError: oh (test_media.py:" in found.message
+
+
+def test_rows_that_name_many_buckets_leave_few_of_them_open() -> None:
+    found = fetcher()
+    for index in range(200):
+        assert isinstance(found.fetch_now([MediaRef(place=f"memory://b{index}/a")]), Failure)
+    assert len(found._stores) <= 64
 
 
 # --------------------------------------------------------------------------- whole runs
