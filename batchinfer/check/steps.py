@@ -28,6 +28,7 @@ from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
 from batchinfer.ledger.runs import differing_keys, read_run
 from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
 from batchinfer.storage import Preconditions, Store
+from batchinfer.storage.opening import leaving_no_folders
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
 from batchinfer.worker.config import Limits, check_together, has_budget
@@ -280,7 +281,8 @@ class Examination:
                 f"--output {store.url}: is a job's own place",
                 f"write the run beside it, as in --output {layout.run_url(store.url, 'first')}",
             )
-        preconditions = self.world.probe(store)
+        with leaving_no_folders(store.url):
+            preconditions = self.world.probe(store)
         self.result["storage"] = {"url": store.url, "is_safe": preconditions.is_safe}
         if not preconditions.is_safe:
             self._problem(

@@ -7,6 +7,7 @@ Code outside this package never compares a cluster's name; it asks the adapter.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,10 @@ class Cluster(Protocol):
         """
         ...
 
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """Return a command line with which a user cancels the workers without `cancel`."""
+        ...
+
 
 CLUSTERS = {
     "local": "processes of this machine",
@@ -159,13 +164,17 @@ def find_cluster(name: str) -> Cluster:
 
 
 def check_cluster_options(name: str, given: Mapping[str, str]) -> None:
-    """Refuse options that a cluster does not have.
+    """Refuse options that a cluster does not have, or whose values are no part of a line.
 
     Raises:
-        ConfigError: One of the names is not among the cluster's options.
+        ConfigError: One of the names is not among the cluster's options, or a value has control characters.
     """
     known = find_cluster(name).options
-    for option in given:
+    for option, value in given.items():
+        if not value.isprintable():
+            raise ConfigError(
+                f"--cluster-option {option}={value!r}: expected letters that can be printed"
+            )
         if option not in known:
             raise ConfigError(
                 f"--cluster-option {option}: {name} has no such option, "
@@ -173,6 +182,8 @@ def check_cluster_options(name: str, given: Mapping[str, str]) -> None:
             )
 
 
+_MOST_COMMAND_BYTES = 120_000
+"""Linux takes 131,071 bytes for a word of a command line or a variable; the rest is for what a cluster adds."""
 CLIENT_SECONDS = 60.0
 """Most seconds to wait for a cluster's client."""
 _DOUBT = re.compile(r"timed? ?out|time allotted|\bEOF\b|connection reset", re.IGNORECASE)
@@ -210,6 +221,35 @@ def run_client(
     return done.stdout
 
 
+def check_length(plan: Plan) -> None:
+    """Refuse a plan whose options are too long for a cluster that starts each worker with one text.
+
+    Raises:
+        ConfigError: They are longer than a word of a command line or the value of a variable may be.
+    """
+    num_bytes = len(command_words(plan).encode(errors="surrogateescape"))
+    if num_bytes > _MOST_COMMAND_BYTES:
+        raise ConfigError(
+            f"the options of a worker have {num_bytes} bytes with the files that they name, "
+            f"expected at most {_MOST_COMMAND_BYTES}",
+            hint="make the longest text or file shorter",
+        )
+
+
+def check_secrets_here(plan: Plan) -> None:
+    """Refuse a plan with a secret that has no value in this environment, from which workers get it.
+
+    Raises:
+        ConfigError: A variable is not set, or empty.
+    """
+    missing = [name for name in plan.secrets if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"--secret {missing[0]}: has no value in this environment",
+            hint=f"export {missing[0]}=…",
+        )
+
+
 def command_words(plan: Plan) -> str:
     """Return the command of the plan's workers as words of bash, from its name on.
 
@@ -218,7 +258,8 @@ def command_words(plan: Plan) -> str:
     from batchinfer.cli.shell import quote
 
     if plan.what != WORKER:
-        return f'{plan.what} {plan.words} --rank "$BATCHINFER_RANK" --of {plan.workers}'
+        # In front of the words, since these may have a -- after which all is an argument.
+        return f'{plan.what} --rank "$BATCHINFER_RANK" --of {plan.workers} {plan.words}'
     model = f" --model {quote(plan.model)}" if plan.model else ""
     return (
         f"{WORKER} --job {quote(plan.job)} --output {quote(plan.run)}{model} {plan.words}".rstrip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from typing import Any
 
@@ -16,6 +17,7 @@ from batchinfer.clusters import (
     WAITING,
     ClusterState,
     Plan,
+    check_length,
     command_words,
     run_client,
 )
@@ -57,6 +59,7 @@ class Kubernetes:
             )
         if "=" not in plan.options.get("node-selector", "="):
             raise ConfigError("--cluster-option node-selector: expected LABEL=VALUE")
+        check_length(plan)
         if shutil.which("kubectl") is None:
             raise ConfigError("kubernetes: kubectl is not on the PATH", hint="install kubectl")
 
@@ -99,15 +102,11 @@ class Kubernetes:
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
-        words = [
-            "kubectl",
-            "delete",
-            "job",
-            str(handle["job"]),
-            "--ignore-not-found",
-            "--wait=false",
-        ]
-        run_client([*words, *_in_namespace(handle)])
+        run_client(_deletion(handle))
+
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """See `Cluster`."""
+        return shlex.join(_deletion(handle))
 
 
 CLUSTER = Kubernetes()
@@ -220,6 +219,11 @@ def _seen(status: dict[str, Any]) -> ClusterState:
             if isinstance(state, dict) and "exitCode" in state:
                 reasons.append(f"exit status {state['exitCode']}")
     return ClusterState(_PODS.get(phase, FAILED), " ".join(reasons))
+
+
+def _deletion(handle: dict[str, Any]) -> list[str]:
+    words = ["kubectl", "delete", "job", str(handle["job"]), "--ignore-not-found", "--wait=false"]
+    return [*words, *_in_namespace(handle)]
 
 
 def _in_namespace(options: dict[str, Any]) -> list[str]:

@@ -26,9 +26,12 @@ from batchinfer.clusters import (
     RESTART_STATUSES,
     RUNNING,
     STARTING,
+    WORKER,
     ClusterState,
     Plan,
     assignments,
+    check_length,
+    check_secrets_here,
     command_words,
     make_log_folder,
 )
@@ -42,6 +45,8 @@ _POLL_SECONDS = 0.2
 _PREFIX = ("setpriv", "--pdeathsig", "KILL", "--")
 """Words in front of a command. With them the kernel kills its process when the parent ends."""
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
+_MOST_STARTS_OF_RANKS = 20
+"""Most starts of a rank of `split` or `collect`. Workers count their starts without progress themselves."""
 
 
 class WorkerState(Record, frozen=True, kw_only=True):
@@ -62,6 +67,8 @@ class Local:
 
     def check(self, plan: Plan) -> None:
         """See `Cluster`."""
+        check_secrets_here(plan)  # workers inherit this environment
+        check_length(plan)
         _devices(plan)
 
     def describe(self, plan: Plan) -> str:
@@ -77,17 +84,25 @@ class Local:
     def submit(self, plan: Plan) -> dict[str, Any]:
         """See `Cluster`."""
         folder = make_log_folder(plan)
-        (folder / _PLAN).write_bytes(msgspec.json.encode(plan))
-        with (folder / "supervisor.log").open("wb") as log:
-            subprocess.run(
-                [sys.executable, "-m", "batchinfer.clusters.local", str(folder)],
-                env=child_environment({}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                check=True,
-            )
+        path = folder / "supervisor.log"
+        try:
+            (folder / _PLAN).touch(mode=0o600)  # variables may be secret
+            (folder / _PLAN).write_bytes(msgspec.json.encode(plan))
+            with path.open("wb") as log:
+                subprocess.run(
+                    [sys.executable, "-m", "batchinfer.clusters.local", str(folder)],
+                    env=child_environment({}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    check=True,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"local: the process that starts the workers cannot be started ({error})",
+                hint=f"{path} may say more",
+            ) from error
         return {"folder": str(folder), "host": socket.gethostname()}
 
     def look(self, handle: dict[str, Any], workers: int) -> dict[int, ClusterState]:
@@ -115,6 +130,10 @@ class Local:
                     os.kill(pid, signal.SIGTERM)
             if pids:
                 break
+
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """See `Cluster`. The folder's name is among the supervisor's words, and the supervisor passes the signal on."""
+        return f"pkill -f {Path(handle['folder']).name}"
 
 
 CLUSTER = Local()
@@ -236,7 +255,11 @@ class WorkerProcess:
                 self._process.send_signal(signal.SIGTERM)
             return
         self._process = None
-        self._set(state=_state_after(status, is_ending=is_ending), status=status, pid=0)
+        state = _state_after(status, is_ending=is_ending)
+        is_rank = self._plan.what != WORKER
+        if state == STARTING and is_rank and self.state.starts >= _MOST_STARTS_OF_RANKS:
+            state = FAILED
+        self._set(state=state, status=status, pid=0)
         if self.state.state == STARTING:
             self._due, self._delay = now + self._delay, min(2 * self._delay, _LONGEST_DELAY_SECONDS)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from batchinfer.clusters import (
     ClusterState,
     OutcomeUnknown,
     Plan,
+    check_length,
 )
 from batchinfer.core.errors import ConfigError
 
@@ -43,6 +46,7 @@ class Ray:
                 f"--secret {plan.secrets[0]}: Ray shows the environment of its jobs to all its users",
                 hint="give the nodes credentials of their own",
             )
+        check_length(plan)
         _client(_address(plan.options))
 
     def describe(self, plan: Plan) -> str:
@@ -89,6 +93,10 @@ class Ray:
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"ray: {error}") from error
 
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """See `Cluster`."""
+        return shlex.join(["ray", "job", "stop", "--address", handle["address"], handle["job"]])
+
 
 CLUSTER = Ray()
 STATES_LINE = "batchinfer states: "
@@ -99,7 +107,8 @@ def _job(plan: Plan) -> dict[str, Any]:
     variables = {"BATCHINFER_PLAN": msgspec.json.encode(plan).decode(), **plan.environment}
     return {
         "entrypoint": _DRIVER,
-        "submission_id": f"{plan.name}-{plan.id}",
+        # The id is a part of the dashboard's URLs.
+        "submission_id": f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.name)}-{plan.id}",
         "runtime_env": {"env_vars": variables},
     }
 

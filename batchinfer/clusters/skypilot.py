@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from batchinfer.clusters import (
     ClusterState,
     OutcomeUnknown,
     Plan,
+    check_length,
+    check_secrets_here,
     command_words,
     run_client,
 )
@@ -65,12 +68,8 @@ class SkyPilot:
 
     def check(self, plan: Plan) -> None:
         """See `Cluster`."""
-        missing = [name for name in plan.secrets if not os.environ.get(name)]
-        if missing:
-            raise ConfigError(
-                f"--secret {missing[0]}: has no value in this environment",
-                hint=f"export {missing[0]}=…",
-            )
+        check_secrets_here(plan)
+        check_length(plan)
         _check_pool(plan.options)
         task_of(plan)
         pool_of(plan)
@@ -79,10 +78,10 @@ class SkyPilot:
     def describe(self, plan: Plan) -> str:
         """See `Cluster`."""
         task, pool = task_of(plan), pool_of(plan)
-        shown = {
-            **task,
-            "secrets": {**task.get("secrets", {}), **dict.fromkeys(plan.secrets, "***")},
+        secrets = {
+            name: "***" if value else value for name, value in (task.get("secrets") or {}).items()
         }
+        shown = {**task, "secrets": secrets | dict.fromkeys(plan.secrets, "***")}
         name = plan.options.get("pool", "")
         where = f", pool {name}" if name else ""
         text = f"# sky jobs launch: {plan.name}-{plan.id}, {plan.workers} jobs{where}\n{_as_yaml(shown)}"
@@ -119,6 +118,14 @@ class SkyPilot:
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
         _call("cancel", {"jobs": handle["jobs"], "made_pool": handle.get("made_pool", "")})
+
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """See `Cluster`. A pool can only be taken down when its jobs have ended."""
+        jobs = " ".join(map(str, handle["jobs"]))
+        pool = handle.get("made_pool", "")
+        return f"sky jobs cancel -y {jobs}" + (
+            f" && sky jobs pool down -y {shlex.quote(pool)}" if pool else ""
+        )
 
 
 CLUSTER = SkyPilot()

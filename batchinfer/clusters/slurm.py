@@ -22,6 +22,7 @@ from batchinfer.clusters import (
     ClusterState,
     Plan,
     assignments,
+    check_secrets_here,
     command_words,
     log_folder,
     make_log_folder,
@@ -107,6 +108,7 @@ class Slurm:
                 "--spot/--on-demand: Slurm has no spot market",
                 hint="choose a partition: --cluster-option partition=NAME",
             )
+        check_secrets_here(plan)  # sbatch passes this environment on
         _require_client()
 
     def describe(self, plan: Plan) -> str:
@@ -145,6 +147,10 @@ class Slurm:
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
         run_client(["scancel", str(handle["job"])])
+
+    def cancel_command(self, handle: dict[str, Any]) -> str:
+        """See `Cluster`."""
+        return f"scancel {handle['job']}"
 
 
 CLUSTER = Slurm()

@@ -15,6 +15,7 @@ import msgspec
 from click.core import ParameterSource
 
 from batchinfer import __version__
+from batchinfer.cli.ranks import rank_options
 from batchinfer.cli.settings import common_options
 from batchinfer.cli.terminal import say
 from batchinfer.collect.destinations import (
@@ -470,13 +471,9 @@ def config_of(context: click.Context) -> CollectConfig:
 )
 @click.option("--partial", is_flag=True, help="Collect what there is of an unfinished run.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier collect left at DEST.")
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    metavar="I",
-    help="Write only the I-th part of the files, from 0; the last of --of N such processes completes the folder.",
+@rank_options(
+    "Write only the I-th part of the files, from 0; the last of --of N such processes completes the folder."
 )
-@click.option("--of", "num_ranks", type=click.IntRange(min=1), metavar="N", help="See --rank.")
 @click.option(
     "--private/--public",
     default=True,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from batchinfer.cli.ranks import check_rank
 from batchinfer.collect.destinations import Collected, CollectedFile, FolderDestination
 from batchinfer.collect.table import CollectConfig, Collecting, shard_rows_of
 from batchinfer.core import codec, units
@@ -39,31 +40,22 @@ def check_ranks(config: CollectConfig, *, is_folder: bool) -> None:
     Raises:
         ConfigError: Such an option is given, or DEST is no folder.
     """
-    if (config.rank is None) != (config.num_ranks is None):
-        raise ConfigError("--rank, --of: one is given, expected both or none")
-    if config.rank is None or config.num_ranks is None:
-        return
-    if config.rank >= config.num_ranks:
-        raise ConfigError(
-            f"--rank {config.rank}: expected less than --of {config.num_ranks}",
-            hint=f"ranks are 0 to {config.num_ranks - 1}",
-        )
-    if not is_folder:
+    check_rank(
+        config.rank,
+        config.num_ranks,
+        refused={
+            "--partial": config.partial,
+            "--overwrite": config.overwrite,
+            "--where": config.where,
+            "--sample": config.sample,
+        },
+        hint="collect in one process, without --rank and --of",
+    )
+    if config.rank is not None and not is_folder:
         raise ConfigError(
             f"--rank: {config.dest} is no folder of a disk or bucket, which ranks fill together",
             hint="name a folder, or collect in one process, without --rank and --of",
         )
-    asked = {
-        "--partial": config.partial,
-        "--overwrite": config.overwrite,
-        "--where": config.where,
-        "--sample": config.sample,
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                f"{option}: not together with --rank", hint="collect in one process, without --rank"
-            )
 
 
 class RankFiles:
@@ -111,6 +103,7 @@ class RankFiles:
         if record is None:
             record = self._dest.prepare(self._key)  # another rank may just have finished
         if record is None:
+            self._warn_of_others()
             logger.info(
                 "rank %d of %d: its %s are there; other ranks lack %d of %d",
                 *(rank, num_ranks, units.many(len(own), "file"), left, self._num_files),
@@ -121,6 +114,15 @@ class RankFiles:
 
     def _there(self) -> set[int]:
         return {int(Path(item.key).stem) for item in self._store.list(self._prefix)}
+
+    def _warn_of_others(self) -> None:
+        """Warn of records of ranks that write another collection, which this rank and they would wait for in vain."""
+        keys = (item.key for item in self._store.list(_PARTS))
+        if other := next((key for key in keys if not key.startswith(self._prefix)), ""):
+            logger.warning(
+                "%s/%s: is of ranks with other options, another run or another version; all ranks must have the same",
+                *(self._store.url, other),
+            )
 
     def _write_files(self, indices: Sequence[int]) -> None:
         """Write consecutive files, and record each."""

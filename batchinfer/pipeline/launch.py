@@ -32,8 +32,9 @@ _OF_RANKS = {
 def _gpu(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str:
     """Check the value of --gpu. Without the option it is an empty text."""
     name, colon, count = (value or "").partition(":")
-    if colon and not (name and count.isdecimal() and int(count)):
-        raise ConfigError(f"--gpu {value}: expected NAME or NAME:NUMBER", hint="e.g. --gpu L4:2")
+    is_count = bool(name and count.isdecimal() and int(count))
+    if (colon and not is_count) or not name.isprintable():
+        raise ConfigError(f"--gpu {value!r}: expected NAME or NAME:NUMBER", hint="e.g. --gpu L4:2")
     return value or ""
 
 
@@ -251,12 +252,14 @@ def _launch_ranks(options: dict[str, Any]) -> dict[str, Any]:
     known = {"launch": plan.id, "cluster": options["cluster"], "workers": plan.workers}
     if options["dry_run"]:
         return {"status": "DRY_RUN", **known, "submission": _shown(launch.cluster, plan)}
-    handle = launch.cluster.submit(plan)
+    handle = launch.submit(plan)
+    cancel = launch.cluster.cancel_command(handle)
     say(
         f"{units.many(plan.workers, 'rank')} of {plan.what} submitted on {options['cluster']}; "
         f"see them with: {launch.cluster.jobs_of.format(name=quote(plan.name), id=plan.id)}"
     )
-    return {"status": "SUCCESS", **known, "handle": handle}
+    say(f"no record is kept of them; cancel them with: {cancel}")
+    return {"status": "SUCCESS", **known, "handle": handle, "cancel": cancel}
 
 
 def _shown(cluster: Cluster, plan: Plan) -> str:

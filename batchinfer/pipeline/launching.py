@@ -6,11 +6,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from batchinfer.check.command import make_config, run_check, tell
 from batchinfer.check.steps import CheckWorld
 from batchinfer.cli.run_options import OPTIONS
+from batchinfer.cli.settings import without_secrets
 from batchinfer.cli.shell import in_bash, quote
 from batchinfer.clusters import (
+    WORKER,
     Cluster,
     OutcomeUnknown,
     Plan,
@@ -18,6 +22,7 @@ from batchinfer.clusters import (
     find_cluster,
 )
 from batchinfer.clusters.launches import (
+    FoundLaunch,
     find_launches,
     forget_launch,
     new_id,
@@ -29,6 +34,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, ConfigError, InputError
 from batchinfer.core.prices import accelerator_count
 from batchinfer.core.records import Job, Record
+from batchinfer.core.redaction import redact
 from batchinfer.ledger.jobs import OpenStore, load_job
 from batchinfer.ledger.spending import describe_machine
 from batchinfer.pipeline.splitting import DataSet
@@ -85,6 +91,18 @@ def worker_options(options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def outcome_unknown(
+    error: OutcomeUnknown, cluster: Cluster, plan: Plan, then: str
+) -> OutcomeUnknown:
+    """Return the error for workers that may have been submitted. `then` is what to do when those there are ended."""
+    look = cluster.jobs_of.format(name=quote(plan.name), id=plan.id)
+    started = "workers" if plan.what == WORKER else "ranks"
+    return OutcomeUnknown(
+        f"{error.message}; the {started} may have been submitted or not",
+        hint=f"look for them: {look}; end those that are there, {then}",
+    )
+
+
 def _absolute(url: str) -> str:
     """Return a path of this machine as an absolute path, and any other URL without a slash at its end."""
     if split_url(url)[0] == "file":
@@ -117,6 +135,10 @@ class Launch:
         self._job_url = ""
         self._job: Job | None = None
         self._data: DataSet | None = None
+        self._known: set[str] = set()
+        """Ids of the run's launches when `plan` looked."""
+        self._asked: dict[str, Any] = options
+        """Options of the workers, with the price that `plan` has found."""
 
     def plan(self) -> Plan:
         """Check everything, and return what to submit. Only a probe object is written, and removed again.
@@ -128,8 +150,9 @@ class Launch:
         config = self.config
         check_cluster_options(config.cluster, config.options)
         self._find_job()
-        words = worker_options(self._options | self._price())
-        failed = self._failed()
+        self._asked = self._options | self._price()
+        words = worker_options(self._asked)
+        failed = self._failed(self._launches())
         workers = self._number(failed)
         plan = Plan(
             id=new_id(self._clock.now()),
@@ -147,7 +170,6 @@ class Launch:
             replaces=failed[:workers],
         )
         self.cluster.check(plan)
-        self._refuse_second()
         return plan
 
     def splits(self) -> str:
@@ -166,33 +188,46 @@ class Launch:
         Raises:
             InputError: The data set has changed since `plan`.
             OutcomeUnknown: The cluster may have got the workers or not. The record of the launch stays.
-            ConfigError: The cluster refuses. The record of the launch is removed again.
+            ConfigError: The cluster refuses, or there is another launch since `plan`. The record is removed again.
+            StorageError: What was submitted cannot be recorded.
         """
         if self._data is not None:
             self._data.split(plan.workers)
         store = self._open_store(plan.run)
-        record_launch(store, self.config.cluster, plan, self._clock.now())
+        record_launch(store, self.config.cluster, self._recorded(plan), self._clock.now())
         try:
+            self._refuse_other(store, plan)
             handle = self.cluster.submit(plan)
         except OutcomeUnknown as error:
-            look = self.cluster.jobs_of.format(name=quote(plan.name), id=plan.id)
-            raise OutcomeUnknown(
-                f"{error.message}; the workers may have been submitted or not",
-                hint=f"look for them: {look}; end those that are there, remove "
-                f"{join_url(plan.run, layout.launch_key(plan.id))}, and launch again",
-            ) from error
+            record = join_url(plan.run, layout.launch_key(plan.id))
+            then = f"remove {record}, and launch again"
+            raise outcome_unknown(error, self.cluster, plan, then) from error
         except BatchinferError:
             forget_launch(store, plan)
             raise
-        record_submission(store, plan, handle, self._clock.now())
+        try:
+            record_submission(store, plan, handle, self._clock.now())
+        except BatchinferError as error:
+            error.hint = (
+                f"the workers were submitted, but `stop --cancel` will not know them; to cancel them: "
+                f"{self.cluster.cancel_command(handle)}"
+            )
+            raise
         return handle
+
+    def _recorded(self, plan: Plan) -> Plan:
+        """Return the plan as its record shows it to all who can read the run: without the values of secrets."""
+        shown = {"engine_args": without_secrets(self._asked["engine_args"])}
+        return msgspec.structs.replace(
+            plan,
+            words=redact(worker_options(self._asked | shown)),
+            environment=without_secrets(plan.environment),
+        )
 
     # -- how many
 
-    def _failed(self) -> list[str]:
+    def _failed(self, launches: list[FoundLaunch]) -> list[str]:
         """Return the ids of the run's workers that failed and were not launched again."""
-        store = self._open_store(self.config.run)
-        launches, _ = find_launches(store)
         if not launches:
             return []
         status = Status(
@@ -368,17 +403,32 @@ class Launch:
         advised: int | None = result.get("workers_advised")
         return advised if workers is None else None
 
-    def _refuse_second(self) -> None:
-        """Refuse a launch while another one of the same run is being submitted."""
+    def _refuse_other(self, store: Store, plan: Plan) -> None:
+        """Refuse to submit if another launch was recorded since `plan` looked, as both may start workers that failed.
+
+        Of two launches that are made at once, each finds the record of the other, or the second that of the first.
+        """
+        launches, _ = find_launches(store)
+        others = {launch.record.plan.id for launch in launches} - self._known - {plan.id}
+        if others:
+            raise ConfigError(
+                f"{store.url}: another launch was made meanwhile ({min(others)}), so this one submitted nothing",
+                hint=f"see what it started: batchinfer status {quote(store.url)}; then launch what is still lacking",
+            )
+
+    def _launches(self) -> list[FoundLaunch]:
+        """Return the launches of the run. Refuse a launch while another one of the run is being submitted."""
         store: Store = self._open_store(self.config.run)
         launches, notes = find_launches(store)
         for note in notes:
             logger.warning("%s", note)
+        self._known = {launch.record.plan.id for launch in launches}
         for launch in launches:
-            age = self._clock.now() - launch.created
+            age = max(0.0, self._clock.now() - launch.created)
             if launch.handle is None and age < LAUNCHING_SECONDS:
                 raise ConfigError(
                     f"{store.url}: the launch {launch.record.plan.id} has been under way for {units.duration(age)}",
                     hint="wait for it; if it was killed, remove "
                     + join_url(store.url, layout.launch_key(launch.record.plan.id)),
                 )
+        return launches

@@ -7,12 +7,13 @@ failures, as ranks do only what is not there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
 import msgspec
 
 from batchinfer.cli.shell import quote
-from batchinfer.clusters import Cluster, Plan, check_cluster_options, find_cluster
+from batchinfer.clusters import Cluster, OutcomeUnknown, Plan, check_cluster_options, find_cluster
 from batchinfer.clusters.launches import new_id
 from batchinfer.collect import command as collect
 from batchinfer.collect.table import shard_rows_of
@@ -20,6 +21,7 @@ from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError
 from batchinfer.ledger.jobs import OpenStore, load_job
+from batchinfer.pipeline.launching import outcome_unknown
 from batchinfer.split import command as split
 from batchinfer.split.finding import locate
 from batchinfer.storage.opening import check_writable, split_url
@@ -76,6 +78,18 @@ class RankLaunch:
         )
         self.cluster.check(plan)
         return plan
+
+    def submit(self, plan: Plan) -> dict[str, Any]:
+        """Submit the ranks, and return what names them in the cluster.
+
+        Raises:
+            OutcomeUnknown: The cluster may have got the ranks or not.
+            ConfigError: The cluster refuses.
+        """
+        try:
+            return self.cluster.submit(plan)
+        except OutcomeUnknown as error:
+            raise outcome_unknown(error, self.cluster, plan, "and launch again") from error
 
     def _parse(self, command: click.Command) -> click.Context:
         """Parse the words as the command line of one rank.

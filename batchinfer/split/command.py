@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from batchinfer.cli.ranks import check_rank, rank_options
 from batchinfer.cli.settings import common_options
 from batchinfer.core import codec, layout, units
 from batchinfer.core.errors import ConfigError, InputError
@@ -113,7 +114,7 @@ def run_split(config: SplitConfig, *, store: Store) -> dict[str, Any]:
         refuse_newer(store)
     elif (existing := read_job(store, hint=_made_anew(config))) is not None:
         is_all = _have_same_files(existing, draft)
-        _check_same(existing if is_all else _first_part(existing), draft, config)
+        check_same(existing if is_all else _first_part(existing), draft, config)
         logger.info(
             "%s: finished before with the same sources and shape, nothing changed", config.output
         )
@@ -188,20 +189,12 @@ def _check_options(config: SplitConfig) -> None:
         raise ConfigError(
             f"{options}: not together with --append", hint="leave it out, or make another job"
         )
-    if (config.rank is None) != (config.num_ranks is None):
-        raise ConfigError("--rank, --of: one is given, expected both or none")
-    if config.rank is not None and config.num_ranks is not None:
-        if config.rank >= config.num_ranks:
-            raise ConfigError(
-                f"--rank {config.rank}: expected less than --of {config.num_ranks}",
-                hint=f"ranks are 0 to {config.num_ranks - 1}",
-            )
-        if config.append or config.overwrite:
-            option = "--append" if config.append else "--overwrite"
-            raise ConfigError(
-                f"{option}: not together with --rank, since ranks replace nothing",
-                hint="name another --output, or let one process do it, without --rank and --of",
-            )
+    check_rank(
+        config.rank,
+        config.num_ranks,
+        refused={"--append": config.append, "--overwrite": config.overwrite},
+        hint="name another --output, or let one process do it, without --rank and --of",
+    )
     if not all(source.strip() for source in config.sources):
         raise ConfigError(
             "SOURCE '': names nothing, expected a file, a folder, a glob or a URL",
@@ -250,7 +243,7 @@ def _draft_job(config: SplitConfig, counted: CountedSources, num_chunks: int | N
 # --------------------------------------------------------------------------- the existing job
 
 
-def _check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
+def check_same(existing: Job, wanted: Job, config: SplitConfig) -> None:
     """Raise InputError unless `existing` is the job that this split would make.
 
     Files are compared by size, number of rows and checksums, not by name.
@@ -539,13 +532,9 @@ def config_of(context: click.Context) -> SplitConfig:
 @click.option(
     "--overwrite", is_flag=True, help="Replace the job that is there, unless a run is below it."
 )
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    metavar="I",
-    help="Build only the I-th part of the chunks, from 0; the last of --of N such processes completes the job.",
+@rank_options(
+    "Build only the I-th part of the chunks, from 0; the last of --of N such processes completes the job."
 )
-@click.option("--of", "num_ranks", type=click.IntRange(min=1), metavar="N", help="See --rank.")
 @click.option(
     "--scratch-dir",
     metavar="DIR",

@@ -25,7 +25,14 @@ from batchinfer.core.records import Chunk, Job, Record
 from batchinfer.ledger.inventory import in_parallel
 from batchinfer.split import chunk_files
 from batchinfer.split.chunk_files import BuiltChunk, ChunkRange
-from batchinfer.split.command import SplitConfig, completed, make_result, progress, warn
+from batchinfer.split.command import (
+    SplitConfig,
+    check_same,
+    completed,
+    make_result,
+    progress,
+    warn,
+)
 from batchinfer.split.job_writer import JobWriter, read_job
 from batchinfer.split.sources import CountedSources, Oddities
 from batchinfer.storage import Store
@@ -121,9 +128,11 @@ def run_rank(shared: Shared) -> dict[str, Any]:
         else:
             job, odd = finished
     if job is None:
+        _warn_of_others(store, plan)
         seconds = time.monotonic() - started
         return _partial(config, [one for part in own for one in part], lacking, seconds)
     store.delete([item.key for item in store.list(layout.PARTS)])
+    check_same(job, shared.draft, config)  # ranks with other options may have finished theirs
     warn(odd, job)
     return make_result("done", config, job, odd.nulls, time.monotonic() - started)
 
@@ -147,6 +156,18 @@ def _partial(
         "chunks": len(own),
         "seconds": round(seconds, 3),
     }
+
+
+def _warn_of_others(store: Store, plan: str) -> None:
+    """Warn of records of ranks that build another job, which this rank and they would wait for in vain."""
+    prefix = layout.part_prefix(plan)
+    if other := next(
+        (info.key for info in store.list(layout.PARTS) if not info.key.startswith(prefix)), ""
+    ):
+        logger.warning(
+            "%s/%s: is of ranks with another --of, other options or other sources; all ranks must have the same",
+            *(store.url, other),
+        )
 
 
 def _slices_there(store: Store, plan: str) -> set[int]:

@@ -5,10 +5,12 @@ The adapters, and the packages that they import, load only when their scheme is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -231,6 +233,21 @@ def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
             store.delete([key])
         except AccessDenied as error:
             logger.warning("cannot remove the probe %s: %s", key, error)
+
+
+@contextlib.contextmanager
+def leaving_no_folders(url: str) -> Iterator[None]:
+    """Remove the folders that a probe makes below a local `url` that is not there. Other URLs have no folders."""
+    made: list[Path] = []
+    if split_url(url)[0] == "file" and not local_path(url).exists():
+        root = local_path(url).absolute()
+        made = [root / layout.PROBES, root, *(each for each in root.parents if not each.exists())]
+    try:
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # a worker writes there meanwhile, for example
+                folder.rmdir()
 
 
 def _refuses_second_create(store: Store, key: str) -> bool:

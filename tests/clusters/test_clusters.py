@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -95,23 +96,63 @@ def test_each_cluster_says_what_its_options_mean(name: str) -> None:
         check_cluster_options(name, {"colour": "red"})
 
 
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_options_that_are_no_part_of_a_line_are_refused(name: str) -> None:
+    option = next(iter(find_cluster(name).options))
+    with pytest.raises(ConfigError, match="expected letters that can be printed"):
+        check_cluster_options(name, {option: "a\nb"})
+
+
+@pytest.mark.parametrize("name", ["local", "kubernetes", "skypilot", "ray"])
+def test_options_that_are_too_long_to_start_a_worker_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm alone takes more: its script is a file, and each word of the worker is one on its own."""
+    monkeypatch.chdir(ROOT)
+    asked = plan(words=f"--examples <(printf %s {'x' * 131_072})", options={"image": "i"})
+    with pytest.raises(ConfigError, match="expected at most 120000"):
+        find_cluster(name).check(asked)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["bash", "-c", f"exec true {asked.words}"], check=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "handle", "command"),
+    [
+        ("slurm", {"job": "4711"}, "scancel 4711"),
+        (
+            "kubernetes",
+            {"job": "a", "namespace": "b"},
+            "kubectl delete job a --ignore-not-found --wait=false --namespace b",
+        ),
+        ("skypilot", {"jobs": [4, 5]}, "sky jobs cancel -y 4 5"),
+        (
+            "skypilot",
+            {"jobs": [4], "made_pool": "warm"},
+            "sky jobs cancel -y 4 && sky jobs pool down -y warm",
+        ),
+        (
+            "ray",
+            {"address": "http://h:8265", "job": "a-b"},
+            "ray job stop --address http://h:8265 a-b",
+        ),
+        ("local", {"folder": "/logs/20261122-101112-ab12"}, "pkill -f 20261122-101112-ab12"),
+    ],
+)
+def test_users_are_told_how_to_cancel(name: str, handle: dict[str, Any], command: str) -> None:
+    assert find_cluster(name).cancel_command(handle) == command
+
+
 def test_an_unknown_cluster_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError) as raised:
         find_cluster("slrum")
     assert "did you mean 'slurm'?" in raised.value.message
 
 
-RANKS = plan(words="'s3://raw/a b.jsonl' --output s3://bucket/job", what="split", gpu="none")
+RANKS = plan(words="--output s3://bucket/job -- 's3://raw/a b.jsonl'", what="split", gpu="none")
 RANK_WORDS = [
-    "split",
-    "s3://raw/a b.jsonl",
-    "--output",
-    "s3://bucket/job",
-    "--rank",
-    "2",
-    "--of",
-    "3",
-]
+    "split", "--rank", "2", "--of", "3", "--output", "s3://bucket/job", "--", "s3://raw/a b.jsonl",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["local", "slurm", "kubernetes", "skypilot"])
@@ -385,6 +426,16 @@ def test_the_task_of_skypilot_is_worker_yaml_with_the_plan_in_it(
     assert None not in envs.values()
 
 
+def test_secrets_of_a_task_file_are_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text("envs: {A: b}\nsecrets: {HF_TOKEN: '', OTHER_TOKEN: hush}\n")
+    shown = find_cluster("skypilot").describe(plan(options={"template": str(path)}))
+    assert yaml.safe_load(shown)["secrets"] == {"HF_TOKEN": "", "OTHER_TOKEN": "***"}
+    path.write_text("envs: {A: b}\nsecrets:\n")
+    assert "hush" not in shown
+    find_cluster("skypilot").describe(plan(options={"template": str(path)}))
+
+
 def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_path: Path) -> None:
     """The script that becomes the worker there, with a program in the worker's place that prints its arguments."""
     (tmp_path / "scripts").mkdir()
@@ -625,6 +676,11 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> type[FakeRay]:
     return FakeRay
 
 
+def test_the_name_of_a_job_of_ray_is_one_part_of_a_url(fake_ray: type[FakeRay]) -> None:
+    handle = find_cluster("ray").submit(plan(name="a/b c?"))
+    assert handle["job"] == f"a-b-c--{PLAN.id}"
+
+
 def test_a_job_of_ray_carries_the_plan_and_its_log_tells_the_states(
     fake_ray: type[FakeRay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,6 +761,25 @@ def test_processes_of_another_machine_are_not_taken_for_dead(tmp_path: Path) -> 
     for ask in (lambda: cluster.look(handle, 1), lambda: cluster.cancel(handle)):
         with pytest.raises(ConfigError, match="on the machine elsewhere"):
             ask()
+
+
+@pytest.mark.parametrize(("what", "state"), [("split", "failed"), ("worker", "starting")])
+def test_a_rank_that_fails_again_and_again_is_given_up(
+    what: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is not: it counts its starts itself."""
+    from batchinfer.clusters import local
+
+    monkeypatch.setattr(local, "_command", lambda _plan: "bash -c 'kill -KILL $$'")
+    monkeypatch.setattr(local, "_MOST_STARTS_OF_RANKS", 3)
+    monkeypatch.setattr(local, "_FIRST_DELAY_SECONDS", 0.0)
+    process = local.WorkerProcess(plan(what=what), {}, tmp_path / "log")
+    until = time.monotonic() + 30
+    while (process.state.starts, process.state.pid) != (3, 0) and time.monotonic() < until:
+        process.tick(is_ending=False)
+        time.sleep(0.01)
+    assert (process.state.starts, process.state.state) == (3, state)
+    assert process.state.status == -signal.SIGKILL
 
 
 def test_workers_that_run_are_asked_to_end_once(

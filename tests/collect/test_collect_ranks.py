@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,9 @@ from making import (
     start_killed_on_s3,
     start_process,
 )
+from rank_cases import MISTAKES, Killed, assert_refused, shuffled_ranks, statuses_at_once
 
 ROWS = 53
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL: nothing catches it."""
 
 
 def make_row(index: int) -> dict[str, Any]:
@@ -96,8 +93,7 @@ def test_ranks_in_any_order_write_the_files_of_one_process(
     options: dict[str, Any] = {"format": kind, "shard_rows": shard_rows}
     options |= {"more_runs": [f"{run[:-1]}b"]} if is_double else {}
     options |= {"with_source": with_source and kind != "lines"}
-    order = [*range(of), *chance.choices(range(of), k=2)]
-    chance.shuffle(order)
+    order = shuffled_ranks(of, chance)
     dest = fresh()
     results = [collect(run, dest, rank=rank, num_ranks=of, **options) for rank in order]
     assert contents(dest) == alone(run, **options)
@@ -151,13 +147,8 @@ def test_ranks_at_once_and_twice_write_one_collection(run: str) -> None:
     expected = alone(run, **options)
     for _ in range(3):
         dest = fresh()
-        with ThreadPoolExecutor(8) as pool:
-            work = [
-                pool.submit(collect, run, dest, rank=rank % 4, num_ranks=4, **options)
-                for rank in range(8)
-            ]
-            statuses = {each.result()["status"] for each in work}
-        assert "SUCCESS" in statuses
+        work = partial(collect, run, dest, num_ranks=4, **options)
+        assert "SUCCESS" in statuses_at_once(lambda rank: work(rank=rank))  # noqa: B023
         assert contents(dest) == expected
 
 
@@ -187,6 +178,17 @@ def test_files_of_another_collection_are_not_replaced(run: str) -> None:
     assert contents(dest) == alone(run, shard_rows=20)
 
 
+def test_ranks_that_would_wait_for_each_other_in_vain_say_so(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dest = fresh()
+    collect(run, dest, rank=0, num_ranks=2, shard_rows=20)
+    assert "all ranks must have the same" not in caplog.text
+    other = collect(run, dest, rank=1, num_ranks=2, shard_rows=20, format="jsonl")
+    assert other["status"] == "PART"
+    assert "is of ranks with other options, another run or another version" in caplog.text
+
+
 def test_damage_ends_the_rank_that_finds_it(run: str) -> None:
     place = f"memory://damaged-{secrets.token_hex(4)}"
     make_job(f"{place}/job", rows=30, per_chunk=10)
@@ -205,10 +207,8 @@ def test_damage_ends_the_rank_that_finds_it(run: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rank", "1"], "--rank, --of: one is given"),
-        (["--rank", "2", "--of", "2"], "ranks are 0 to 1"),
+        *MISTAKES,
         (["--rank", "0", "--of", "2", "--partial"], "--partial: not together with --rank"),
-        (["--rank", "0", "--of", "2", "--overwrite"], "--overwrite: not together with --rank"),
         (["--rank", "0", "--of", "2", "--where", "status=ok"], "--where: not together with --rank"),
         (["--rank", "0", "--of", "2", "--sample", "3"], "--sample: not together with --rank"),
         (["--rank", "0", "--of", "2", "-o", "out.parquet"], "is no folder of a disk or bucket"),
@@ -219,9 +219,7 @@ def test_options_that_ranks_cannot_have_are_refused(
     options: list[str], message: str, run: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     dest = [] if "-o" in options else [str(tmp_path / "out")]
-    assert main.main(["collect", run, *dest, *options]) == 2
-    assert message in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert_refused(["collect", run, *dest, *options], message, tmp_path / "out", capfd)
 
 
 @pytest.mark.s3

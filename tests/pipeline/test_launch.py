@@ -17,10 +17,12 @@ import pytest
 from batchinfer.check.steps import CheckWorld
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
-from batchinfer.clusters.launches import find_launches, record_launch
+from batchinfer.clusters.launches import find_launches, record_launch, record_submission
 from batchinfer.clusters.local import _processes
 from batchinfer.core.clock import SystemClock
+from batchinfer.core.errors import StorageError
 from batchinfer.core.prices import Machine, Price
+from batchinfer.pipeline import launching
 from batchinfer.pipeline.launching import Launch, LaunchConfig
 from batchinfer.storage.opening import open_store
 from making import ECHO, make_job
@@ -254,6 +256,8 @@ def test_ranks_split_and_collect_what_one_process_would(
     assert len(shown.result["submission"].splitlines()) == 2
     assert not Path("many").exists()
     split = launch("--what", "split", *words)
+    assert split.result["cancel"] == f"pkill -f {split.result['launch']}"
+    assert f"no record is kept of them; cancel them with: {split.result['cancel']}" in split.err
     wait_for(lambda: is_done(split))
     assert files_below(tmp_path / "many") == files_below(tmp_path / "one")
     worker = ("worker", "--job", "many", "--output", "run", *ECHO)
@@ -350,7 +354,7 @@ def test_a_dry_run_starts_and_writes_nothing(job: Path, call: Callable[..., Outc
         "--system-prompt", "it's \"one\"", "--as-chat", "--dry-run",
     )  # fmt: skip
     assert shown.status == 0, shown.err
-    assert not list(run.glob("launches/*"))
+    assert not run.parent.exists()
     assert not Path("batchinfer-launches").exists()
     lines = shown.result["submission"].splitlines()
     assert len(lines) == 2
@@ -418,6 +422,12 @@ REFUSED = [
     (["--workers", "2", "--name", "a\nb"], "--name 'a\\nb'", ""),
     (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
     (["--workers", "2", "--gpu", "L4:x"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
+    (["--workers", "2", "--gpu", "L4\nx"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
+    (
+        ["--workers", "2", "--secret", "NO_SUCH_TOKEN"],
+        "--secret NO_SUCH_TOKEN: has no value",
+        "export NO_SUCH_TOKEN=",
+    ),
     (["--workers", "2", "--gpu", "L4:0"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
     (
         [
@@ -492,6 +502,77 @@ def test_a_second_launch_waits_for_the_first_to_be_recorded(
     assert found.handle is None
 
 
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_of_two_launches_at_once_at_most_one_starts_workers(
+    is_submitted: bool,
+    job: Path,
+    call: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one is recorded when this one has checked everything; it may even be submitted by then."""
+    run = str(job / "runs/a")
+    store, now = open_store(run), SystemClock().now()
+    other = Plan(id="other", name="x", workers=1, job=str(job), run=run, model="", words="")
+
+    def after_the_other(*arguments: Any) -> None:
+        record_launch(store, "local", other, now)
+        if is_submitted:
+            record_submission(store, other, {"folder": "x"}, now)
+        record_launch(*arguments)
+
+    monkeypatch.setattr(launching, "record_launch", after_the_other)
+    done = call("launch", str(job), "--run", run, "--on", "local", "--workers", "2", *ECHO)
+    assert done.status == 2
+    assert "another launch was made meanwhile (other), so this one submitted nothing" in done.err
+    (found,), _ = find_launches(store)
+    assert found.record.plan.id == "other"
+    assert not Path("batchinfer-launches").exists()
+
+
+def test_workers_whose_launch_cannot_be_recorded_can_be_cancelled_by_hand(
+    job: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job / "runs/a"
+
+    def fails(*_arguments: Any) -> None:
+        raise StorageError("bucket: gone")
+
+    monkeypatch.setattr(launching, "record_submission", fails)
+    arguments = ("--on", "local", "--workers", "2", *ECHO, *SLOW)
+    done = call("launch", str(job), "--run", str(run), *arguments)
+    assert done.status == 34
+    (folder,) = Path("batchinfer-launches").glob("*")
+    wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
+    command = f"pkill -f {folder.name}"
+    assert f"to cancel them: {command}" in done.err
+    subprocess.run(command.split(), check=True)
+    wait_for(lambda: not processes_of(folder.name))
+    state = '"state":"cancelled"'
+    wait_for(lambda: (folder / "state.json").read_text().count(state) == 2)
+
+
+def test_the_record_of_a_launch_holds_no_secrets(
+    job: Path, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job / "runs/a"
+    program = tmp_path / "bin/sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\ncat >{tmp_path}/script; echo 4711\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    done = call(
+        "launch", str(job), "--run", str(run), "--on", "slurm", "--workers", "2", "--no-check",
+        "--model", "m", "--prompt-column", "prompt", "--env", "HF_TOKEN=hush1", "--env", "REGION=eu",
+        "--env", "HTTPS_PROXY=http://me:hush2@proxy", "--engine-arg", "hf_token=hush3",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (record, submission) = (path.read_text() for path in sorted(run.glob("launches/*")))
+    script = (tmp_path / "script").read_text()
+    assert all(f"hush{number}" in script for number in (1, 2, 3))
+    assert "hush" not in record + submission
+    assert '"REGION": "eu"' in record
+
+
 def test_a_launch_of_which_nobody_knows_whether_it_was_submitted_stays_on_record(
     job: Path, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +600,12 @@ def test_a_launch_of_which_nobody_knows_whether_it_was_submitted_stays_on_record
     assert "has been under way" in call(*arguments).err
     left = call("stop", str(run), "--cancel").result["left"]
     assert "what it submitted is not known" in left[0]
+    rows_file(tmp_path / "a.jsonl", 0, 3)
+    words = ("--what", "split", "--workers", "2", "--on", "slurm", "--", "a.jsonl", "--output", "j")
+    ranks = call("launch", *words)
+    assert ranks.status == 2
+    assert "the ranks may have been submitted or not" in ranks.err
+    assert "squeue --me --name=batchinfer; end those that are there, and launch again" in ranks.err
 
 
 def test_a_damaged_record_of_a_launch_is_a_note(job: Path, call: Callable[..., Outcome]) -> None:

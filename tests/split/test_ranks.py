@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ from batchinfer.storage import Store
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.storage.opening import open_store
 from making import finish_process, start_killed_on_s3, start_process
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL: nothing catches it."""
+from rank_cases import MISTAKES, Killed, assert_refused, shuffled_ranks, statuses_at_once
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +90,7 @@ def test_ranks_in_any_order_make_the_job_of_one_process(
 ) -> None:
     options = {"num_chunks": num_chunks, "compression": compression, "num_workers": 1}
     store = fresh_store()
-    order = [*range(of), *chance.choices(range(of), k=2)]
-    chance.shuffle(order)
+    order = shuffled_ranks(of, chance)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "_SLICES_PER_RANK", most_slices)
         results = [split(source, store, rank=rank, of=of, **options) for rank in order]
@@ -150,15 +146,9 @@ def test_ranks_at_once_and_twice_make_one_job(source: Path) -> None:
     expected = alone(source, **options)
     for _ in range(3):
         store = fresh_store()
-        with ThreadPoolExecutor(8) as pool:
-            work = [
-                pool.submit(split, source, store, rank=rank % 4, of=4, **options)
-                for rank in range(8)
-            ]
-            statuses = {each.result()["status"] for each in work}
-        assert "done" in statuses
-        left = contents(store)
-        assert left == expected
+        work = partial(split, source, store, of=4, **options)
+        assert "done" in statuses_at_once(lambda rank: work(rank=rank))  # noqa: B023
+        assert contents(store) == expected
 
 
 def test_a_rank_that_comes_late_leaves_nothing(
@@ -192,12 +182,46 @@ def test_ranks_with_other_options_are_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("of", "options"),
+    [(2, {"num_workers": 2}), (2, {"limit": 99}), (3, {}), (2, {"id_column": ""})],
+)
+def test_ranks_that_would_wait_for_each_other_in_vain_say_so(
+    of: int, options: dict[str, Any], source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 differs from rank 0, but no object has the same key and other bytes."""
+    store = fresh_store()
+    split(source, store, rank=0, of=2, num_chunks=4)
+    assert "all ranks must have the same" not in caplog.text
+    options = {"num_chunks": 4, "id_column": "name"} | options
+    config = SplitConfig(sources=[str(source)], output=store.url, rank=1, num_ranks=of, **options)
+    assert run_split(config, store=store)["status"] == "part"
+    assert "is of ranks with another --of, other options or other sources" in caplog.text
+
+
+def test_a_rank_does_not_call_the_job_of_other_ranks_its_own(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks with other options complete a job of the same chunks while it works."""
+    store = fresh_store()
+    record = ranks._record_slice
+
+    def others_first(*arguments: Any) -> None:
+        monkeypatch.setattr(ranks, "_record_slice", record)
+        for rank in (0, 1):
+            split(source, store, rank=rank, of=2, num_chunks=4, num_workers=2)
+        record(*arguments)
+
+    monkeypatch.setattr(ranks, "_record_slice", others_first)
+    with pytest.raises(InputError, match="differs in num_workers"):
+        split(source, store, rank=1, of=2, num_chunks=4)
+    assert contents(store) == alone(source, num_chunks=4, num_workers=2)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rank", "1"], "--rank, --of: one is given"),
-        (["--rank", "2", "--of", "2"], "ranks are 0 to 1"),
+        *MISTAKES,
         (["--rank", "0", "--of", "2", "--append"], "--append: not together with --rank"),
-        (["--rank", "0", "--of", "2", "--overwrite"], "--overwrite: not together with --rank"),
     ],
 )
 def test_options_that_ranks_cannot_have_are_refused(
@@ -207,9 +231,8 @@ def test_options_that_ranks_cannot_have_are_refused(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert main.main(["split", str(source), "--output", str(tmp_path / "job"), *options]) == 2
-    assert message in capfd.readouterr().err
-    assert not (tmp_path / "job").exists()
+    words = ["split", str(source), "--output", str(tmp_path / "job"), *options]
+    assert_refused(words, message, tmp_path / "job", capfd)
 
 
 @pytest.mark.s3
