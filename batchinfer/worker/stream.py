@@ -553,6 +553,8 @@ class RowStream:
         An image that is not in its row takes memory that is not counted before. So none is fetched while rows take all
         the memory that they may, unless the engine would have nothing to do.
         """
+        if self._open_chunks.is_closing:
+            return
         num_free = NUM_THREADS - sum(each.pending is not None for each in self._fetching)
         is_idle = num_free == NUM_THREADS and not self._in_flight and not self._has_takeable
         for index, (flight, pending) in enumerate(self._fetching):

@@ -60,9 +60,11 @@ class FetchesLater(AtOnce):
 
     def __init__(self) -> None:
         self.has_fetched = False
+        self.num_begun = 0
 
     def beside(self, num_threads: int) -> AtOnce:
         def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
+            self.num_begun += 1
             return SimpleNamespace(is_done=lambda: self.has_fetched, result=work)
 
         return cast("AtOnce", SimpleNamespace(submit=submit))
@@ -382,6 +384,19 @@ def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
     chunks.put("first", 3, [f'say","image":"{as_base64(picture("red"))}'])
     stream = stream_over(chunks, prompt=prompt, background=ArrivesWhenAsked())
     assert len(take_all(stream)) == 3
+
+
+def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    background = FetchesLater()
+    chunks.put("first", 3 * NUM_THREADS, [f'say","image":"{as_base64(picture("red"))}'])
+    stream = stream_over(chunks, prompt=prompt, background=background, max_in_flight=100)
+    assert not take(stream)
+    chunks.close()
+    background.has_fetched = True
+    for _ in range(5):
+        keep_books(stream)
+    assert background.num_begun == NUM_THREADS
 
 
 NO_IMAGE = 'say","image":null,"more":"'
