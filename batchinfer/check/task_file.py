@@ -296,7 +296,7 @@ def _codes(where: str, recovery: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _nodes(task: dict[str, Any]) -> Iterator[Problem]:
-    """Find a number of machines that is none, and a job of several whose command does not bring them together."""
+    """Find a `num_nodes` that is no whole number from 1, and a command that makes no one worker of several machines."""
     count = task.get("num_nodes", 1)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         yield _error(f"num_nodes: {count!r}, expected a whole number from 1")

@@ -13,7 +13,7 @@ from batchinfer.core.errors import RowError
 from batchinfer.core.records import Completion, Failure, Pooled, Pooling, Request, RequestInput
 from batchinfer.core.tasks import EMBED, SCORE
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.openai_requests import BrokenAnswer
+from batchinfer.engines.openai_requests import BrokenAnswer, decode_body
 
 EMBEDDINGS_PATH = "/embeddings"
 
@@ -71,15 +71,8 @@ _decoder = msgspec.json.Decoder(VectorAnswer)
 
 
 def read_vectors(data: bytes) -> VectorAnswer:
-    """Read the body of an answer.
-
-    Raises:
-        BrokenAnswer: the body is no JSON, or not in the API's form.
-    """
-    try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenAnswer(f"an answer that is not in the API's form ({error})") from error
+    """Read the body of an answer to a request for embeddings. See `decode_body`."""
+    return decode_body(_decoder, data)
 
 
 def vectors_completion(request: Request, data: bytes, seconds: tuple[float, float]) -> Completion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from batchinfer.core.records import (
 )
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.vllm_requests import keeps_best, num_generated
+
+T = TypeVar("T")
 
 CHAT_PATH = "/chat/completions"
 COMPLETIONS_PATH = "/completions"
@@ -219,13 +221,18 @@ _decoder = msgspec.json.Decoder(Answer)
 
 
 def read_answer(data: bytes) -> Answer:
-    """Read the body of an answer.
+    """Read the body of an answer to a request for text. See `decode_body`."""
+    return decode_body(_decoder, data)
+
+
+def decode_body(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """Decode the body of an answer.
 
     Raises:
         BrokenAnswer: the body is no JSON, or not in the API's form.
     """
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenAnswer(f"an answer that is not in the API's form ({error})") from error
 

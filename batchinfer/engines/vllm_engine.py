@@ -48,7 +48,8 @@ IN_FLIGHT_FACTOR = 1.5
 # The same for pooling models, which finish all requests of a step at once. What waits must fill the next step, and the
 # one after it, while new requests are on their way.
 POOLING_IN_FLIGHT_FACTOR = 3.0
-# Reason to refuse a request that would end the engine: vLLM's kernels for the CPU take as many tokens as sequences.
+# Message for a request that asks for log-probabilities of its prompt in a run with LoRA adapters on a CPU. It would end
+# the engine, because vLLM's kernels then expect one token of each sequence, and not all tokens of the prompt.
 _NO_PROMPT_LOGPROBS = (
     "prompt_logprobs: vLLM cannot compute them on a CPU in a run with LoRA adapters, "
     "nor `echo` with `logprobs`"

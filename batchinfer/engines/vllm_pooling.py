@@ -53,7 +53,9 @@ class Pooler:
             self._params(task, config.dimensions, config.normalize).verify(model)
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"--dimensions: vLLM refuses it for this model: {reason}") from error
+            raise ConfigError(
+                f"--dimensions: vLLM refuses it for this model: {reason}", hint="leave it out"
+            ) from error
 
     def _num_labels(self) -> int:
         return int(getattr(self._hf_config, "num_labels", 0))

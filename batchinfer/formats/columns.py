@@ -129,9 +129,9 @@ def joined(shapes: list[Shape]) -> list[Shape]:
     if len({(shape.task, shape.is_of_requests) for shape in shapes if shape.is_pooling}) > 1 or (
         len({shape.is_pooling for shape in shapes}) > 1
     ):
-        tasks = ", ".join(sorted({shape.task for shape in shapes}))
+        kinds = {f"--task {shape.task}{' of requests' * shape.is_of_requests}" for shape in shapes}
         raise InputError(
-            f"the runs have answers of different kinds (--task {tasks}), which do not fit into one table",
+            f"the runs have answers of different kinds ({', '.join(sorted(kinds))}), which do not fit into one table",
             hint="collect each run into a DEST of its own",
         )
     flags = {

@@ -74,7 +74,10 @@ def vector_array(vectors: Sequence[Vector | None]) -> Any:
     try:
         data = [None if vector is None else read_bytes(vector) for vector in vectors]
     except ValueError as error:
-        raise InputError(f"an output line holds a vector that cannot be read ({error})") from error
+        raise InputError(
+            f"an output line holds a vector that cannot be read ({error})",
+            hint="did another program write the outputs? `batchinfer verify --deep` tells",
+        ) from error
     sizes = {len(each) for each in data if each is not None}
     if not sizes:
         return pa.nulls(len(vectors))

@@ -90,7 +90,8 @@ class PipedLines:
                 text += "\n" + self._line()
             except EOFError:
                 raise InputError(
-                    f"standard input ends within a message that begins with {QUOTES}"
+                    f"standard input: ends within a message that begins with {QUOTES}",
+                    hint=f"end the message with {QUOTES}",
                 ) from None
         return without_quotes(text)
 
@@ -98,7 +99,9 @@ class PipedLines:
         try:
             line = self._stdin.readline()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"standard input: cannot be read ({error})") from error
+            raise InputError(
+                f"standard input: cannot be read ({error})", hint="expected text in UTF-8"
+            ) from error
         if not line:
             raise EOFError
         return line.removesuffix("\n")

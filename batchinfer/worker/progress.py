@@ -106,12 +106,38 @@ class _ProgressLines:
         """See `ShowProgress`."""
 
 
-class _ProgressBar:
+class _Redrawn:
+    """Progress that is shown every `BAR_SECONDS`, and once more at the end. Implements ShowProgress."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._due = 0.0
         self._shown: Telemetry | None = None
 
+    def __call__(self, telemetry: Telemetry) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + BAR_SECONDS
+            self._shown = telemetry
+            self.show(telemetry)
+
+    def show(self, telemetry: Telemetry) -> None:
+        """Show the progress now."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Finish the display, after its last `show`."""
+
+    def close(self) -> None:
+        """See `ShowProgress`."""
+        if self._shown is not None:
+            self.show(self._shown)
+            self.end()
+            self._shown = None
+        self._due = float("inf")
+
+
+class _ProgressBar(_Redrawn):
     @cached_property
     def _bar(self) -> Any:
         """The bar. It is made at first use, so that a worker that fails before its first progress shows no bar."""
@@ -124,14 +150,8 @@ class _ProgressBar:
             bar_format=_BAR_FORMAT,
         )
 
-    def __call__(self, telemetry: Telemetry) -> None:
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + BAR_SECONDS
-            self._show(telemetry)
-
-    def _show(self, telemetry: Telemetry) -> None:
-        self._shown = telemetry
+    def show(self, telemetry: Telemetry) -> None:
+        """See `_Redrawn.show`."""
         work = telemetry.workload
         if work.rows is None:
             self._bar.bar_format = "{desc}"
@@ -139,40 +159,18 @@ class _ProgressBar:
         self._bar.n = work.rows_done
         self._bar.set_description_str(describe(telemetry), refresh=True)
 
-    def close(self) -> None:
-        """See `ShowProgress`. The bar stays, and shows how the start ended."""
-        if self._shown is not None:
-            self._show(self._shown)
-            self._bar.close()
-            self._shown = None
-        self._due = float("inf")
+    def end(self) -> None:
+        """Leave the bar, which shows how the start ended."""
+        self._bar.close()
 
 
-class _MarkedLines:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._due = 0.0
-        self._shown: Telemetry | None = None
-
-    def __call__(self, telemetry: Telemetry) -> None:
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + BAR_SECONDS
-            self._show(telemetry)
-
-    def _show(self, telemetry: Telemetry) -> None:
-        self._shown = telemetry
+class _MarkedLines(_Redrawn):
+    def show(self, telemetry: Telemetry) -> None:
+        """See `_Redrawn.show`."""
         work = telemetry.workload
         shown = [work.rows_done, work.rows, describe(telemetry)]
         self._stream.write(f"{_MARK}{json.dumps(shown)}\n")
         self._stream.flush()
-
-    def close(self) -> None:
-        """See `ShowProgress`."""
-        if self._shown is not None:
-            self._show(self._shown)
-            self._shown = None
-        self._due = float("inf")
 
 
 class BarOfLines:

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pyarrow import parquet
 
 from batchinfer.cli.main import main
 from batchinfer.core.errors import InputError
+from batchinfer.formats.columns import Shape, joined
 from batchinfer.formats.vector_columns import vector_array, vector_lists
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here
@@ -143,10 +145,17 @@ def test_runs_of_different_tasks_are_no_table(
         run_worker_here(job, job / "runs" / task, "--task", task)
     places = [str(job / "runs" / task) for task in ("embed", "score")]
     assert main(["collect", *places, str(job.parent / "both.parquet")]) == 2
-    assert "answers of different kinds (--task embed, score)" in capsys.readouterr().err
+    assert "answers of different kinds (--task embed, --task score)" in capsys.readouterr().err
     for option in (("--embedding-dtype", "float16"), ("--answer-json",)):
         assert main(["collect", places[1], str(job.parent / "x.parquet"), *option]) == 2
         assert f"{option[0]}" in capsys.readouterr().err
+
+
+def test_answers_to_requests_and_to_columns_are_no_table() -> None:
+    of_columns = Shape(output_format="native", answers="single", task="embed")
+    of_requests = msgspec.structs.replace(of_columns, is_of_requests=True)
+    with pytest.raises(InputError, match=r"\(--task embed, --task embed of requests\)"):
+        joined([of_columns, of_requests])
 
 
 def test_vectors_of_different_lengths_are_no_column() -> None:

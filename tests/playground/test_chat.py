@@ -155,7 +155,7 @@ class TestPipe:
             ("/set\nnever\n", "/set: expected NAME=VALUE"),
             ("/save\nnever\n", "/save: expected the name of a new file"),
             ("/reset\n/save never.jsonl\nnever\n", "/save: nothing was said yet"),
-            ('"""\nnever\n', "standard input ends within a message"),
+            ('"""\nnever\n', "standard input: ends within a message"),
         ],
     )
     def test_a_mistake_ends_it(self, text: str, message: str) -> None:
