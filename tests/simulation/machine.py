@@ -14,6 +14,7 @@ from batchinfer.core.records import (
     EngineInfo,
     EngineStats,
     Failure,
+    Media,
     Request,
     RowKey,
     Sampling,
@@ -21,10 +22,12 @@ from batchinfer.core.records import (
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.pool import LONGEST_WAIT_SECONDS
+from batchinfer.prompts import MediaRef
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Stopper
 from batchinfer.worker.config import Environment
+from batchinfer.worker.media import MediaFetcher
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
@@ -35,6 +38,8 @@ FLAKY = "flaky"
 """A prompt that holds this is refused, until the engine was mended."""
 POISON = "poison"
 """A prompt that holds this kills its engine."""
+BROKEN = "#broken"
+"""A URL with this leads to no image."""
 
 
 class SimClock:
@@ -59,10 +64,14 @@ class SimClock:
 
 
 class _Job:
-    """One piece of submitted work and its outcome."""
+    """One piece of submitted work and its outcome.
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    `is_late`: draws whether the first question after the end comes just before it.
+    """
+
+    def __init__(self, work: Callable[[], Any], is_late: Callable[[], bool]) -> None:
         self.work: Callable[[], Any] | None = work
+        self._is_late: Callable[[], bool] | None = is_late
         self._value: Any = None
         self._error: BaseException | None = None
         self._done = False
@@ -71,6 +80,9 @@ class _Job:
         self._value, self._error, self._done, self.work = value, error, True, None
 
     def is_done(self) -> bool:
+        if self._done and self._is_late is not None:
+            is_late, self._is_late = self._is_late, None
+            return not is_late()
         return self._done
 
     def result(self) -> Any:
@@ -91,8 +103,17 @@ class _Timer:
 class SimBackground:
     """As background.ThreadBackground: some hands that take work in its order, and timers of their own."""
 
-    def __init__(self, process: Process, *, num_hands: int, latency_seconds: float) -> None:
+    def __init__(
+        self,
+        process: Process,
+        *,
+        num_hands: int,
+        latency_seconds: float,
+        waits: SimBackground | None = None,
+    ) -> None:
         self._process = process
+        self._waits = waits or self
+        """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
         self._num_idle = num_hands
         self._latency_seconds = latency_seconds
@@ -104,7 +125,9 @@ class SimBackground:
         del (
             urgent
         )  # hands are as many as they are; which one is free does not matter to any promise
-        job = _Job(work)
+        # Work on threads of its own often ends between two questions whether it has ended.
+        share = 0.0 if self._waits is self else 0.3
+        job = _Job(work, lambda: self._random.random() < share)
         self._queue.append(job)
         if self._num_idle:
             self._num_idle -= 1
@@ -123,6 +146,14 @@ class SimBackground:
 
         self._process.spawn(loop)
         return timer
+
+    def beside(self, num_threads: int) -> SimBackground:
+        return SimBackground(
+            self._process,
+            num_hands=num_threads,
+            latency_seconds=self._latency_seconds,
+            waits=self,
+        )
 
     def wait(self, timeout_seconds: float) -> None:
         if not self._has_finished:
@@ -146,10 +177,13 @@ class SimBackground:
                 error = caught
             self._process.sleep(self._delay())
             job.settle(value, error)
-            self._has_finished = True
-            if self._waiting is not None:
-                self._process.wake(self._waiting, self._delay())
+            self._waits._note_finished()
         self._num_idle += 1
+
+    def _note_finished(self) -> None:
+        self._has_finished = True
+        if self._waiting is not None:
+            self._process.wake(self._waiting, self._delay())
 
     def _delay(self) -> float:
         return self._latency_seconds * self._random.random()
@@ -290,6 +324,17 @@ class SimEngine:
             completion_tokens=len(said),
             generation_seconds=self._random.random() if self._traits.has_timing else 0.0,
         )
+
+
+def fetch_images(
+    fetcher: MediaFetcher, refs: list[MediaRef], longest_seconds: float
+) -> list[Media] | Failure:
+    """In place of MediaFetcher.fetch_now: what a URL says decides whether it is an image."""
+    process: Process = fetcher._background._process  # type: ignore[union-attr]
+    process.sleep(longest_seconds * process.scheduler.random.random())
+    if any(BROKEN in ref.place for ref in refs):
+        return Failure(code="invalid_media", message="sim: broken")
+    return [Media(data=ref.place.encode(), digest=ref.place) for ref in refs]
 
 
 def make_environment(

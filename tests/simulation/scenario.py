@@ -12,10 +12,10 @@ import random
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -41,15 +41,26 @@ from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
-from batchinfer.worker import schedule
+from batchinfer.worker import schedule, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import Environment, Limits, WorkerConfig
+from batchinfer.worker.media import NUM_THREADS, MediaFetcher
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
 from .injections import draw_injections
 from .injections.disks import FillingFile, no_space
-from .machine import FLAKY, POISON, EngineTraits, SimClock, SimEngine, make_environment, sampling
+from .machine import (
+    BROKEN,
+    FLAKY,
+    POISON,
+    EngineTraits,
+    SimClock,
+    SimEngine,
+    fetch_images,
+    make_environment,
+    sampling,
+)
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
 from .storage import ALL_WHOLE, Network, Server, StillStore, Weather
@@ -133,6 +144,10 @@ class Plot:
     fresh_seconds: float = 60.0
     temperature: float = 0.5
     """Temperature of the run. At 0, rows with equal prompts have equal answers."""
+    image_seconds: float | None = None
+    """Longest time until a row's image is fetched; None for a run without images."""
+    most_fetched: int = NUM_THREADS
+    """Rows whose images are fetched at a time."""
 
 
 def draw_plot(seed: int) -> Plot:
@@ -197,6 +212,10 @@ def draw_plot(seed: int) -> Plot:
     if random.Random(f"dedupe {seed}").random() < 0.25:
         plot.temperature = 0.0
         plot.limits = msgspec.structs.replace(plot.limits, dedupe=True)
+    images = random.Random(f"images {seed}")
+    if images.random() < 0.25:
+        plot.image_seconds = images.choice([0.01, 0.5, 3.0])
+        plot.most_fetched = images.choice([1, 2, NUM_THREADS])
     return plot
 
 
@@ -264,6 +283,8 @@ class Scenario:
                 mock.patch.object(survey, "MOST_SAMPLED", self.plot.most_sampled),
                 mock.patch.object(schedule, "_FRESH_SECONDS", self.plot.fresh_seconds),
                 mock.patch.object(opening, "secrets", names),
+                mock.patch.object(stream, "NUM_THREADS", self.plot.most_fetched),
+                mock.patch.object(MediaFetcher, "fetch_now", self._fetch_images),
                 cleaning.in_virtual_time(self.seed, self.scheduler),
                 tracked_files(lambda name: self.has_room is None or self.has_room(name)),
             ):
@@ -294,6 +315,10 @@ class Scenario:
             0 if self.cleanings is None else self.cleanings.num,
             sum(injection.num_strikes for injection in self.injections),
         )
+
+    @property
+    def _fetch_images(self) -> Callable[..., Any]:
+        return partialmethod(fetch_images, longest_seconds=self.plot.image_seconds or 0.0)
 
     # -- the story
 
@@ -618,7 +643,7 @@ class Scenario:
             manifests=[f"{BUCKET}job/{slot.manifest}"],
             output=f"{BUCKET}run",
             engine=EngineConfig(engine="sim", model="sim"),
-            prompt=_prompt_config(),
+            prompt=_prompt_config(has_images=plot.image_seconds is not None),
             sampling=sampling(slot.temperature),
             run_seed=plot.run_seed,
             worker_id=slot.worker_id,
@@ -676,6 +701,10 @@ class Scenario:
         rows = [_numbered(row, index) for index, row in enumerate(rows)]
         if self.plot.limits.dedupe:
             rows = _with_repeats(random.Random(f"repeats {self.seed}"), rows)
+        columns = ["prompt"]
+        if self.plot.image_seconds is not None:
+            columns.append("image")
+            rows = [_with_image(row, self.seed) for row in rows]
         if chance.random() < 0.15:
             self.plot.limit = chance.randint(1, len(rows))
         self._num_poison = sum(POISON in row.prompt for row in rows)
@@ -686,6 +715,7 @@ class Scenario:
             [[row.line for row in part] for part in parts],
             num_workers=self.num_workers,
             compression=self.plot.compression,
+            columns=columns,
         )
         for chunk, part in zip(job.chunks, parts, strict=True):
             first, limit = chunk.first_row, self.plot.limit
@@ -698,7 +728,12 @@ class Scenario:
 
 
 def put_job(
-    server: Server, parts: list[list[bytes]], *, num_workers: int = 1, compression: str = "none"
+    server: Server,
+    parts: list[list[bytes]],
+    *,
+    num_workers: int = 1,
+    compression: str = "none",
+    columns: Sequence[str] = ("prompt",),
 ) -> Job:
     """Put a job of these lines into the bucket, a chunk for each part."""
     chunks, keys = [], []
@@ -729,7 +764,7 @@ def put_job(
     job = Job(
         format_version=FORMAT_VERSION,
         sources=[],
-        columns=["prompt"],
+        columns=list(columns),
         rows=first_row,
         chunks=chunks,
         num_workers=num_workers,
@@ -777,6 +812,21 @@ def _with_repeats(chance: random.Random, rows: list[Row]) -> list[Row]:
     ]
 
 
+def _with_image(row: Row, seed: int) -> Row:
+    """Give a row an image, a broken one or none, as its prompt and the seed say: equal prompts have equal images."""
+    if row.codes and row.codes != {"empty_prompt"}:
+        return row
+    chance = random.Random(f"image {seed} {row.prompt}").random()
+    values = json.loads(row.line)
+    values["image"] = None
+    if chance < 0.6:
+        values["image"] = f"http://images/{row.prompt.replace(' ', '-')}"
+    if chance < 0.05 and row.prompt:
+        values["image"] += BROKEN
+        row = row._replace(codes=frozenset({"invalid_media"}))
+    return row._replace(line=json.dumps(values).encode())
+
+
 def _compress(data: bytes) -> bytes:
     import zstandard
 
@@ -784,8 +834,10 @@ def _compress(data: bytes) -> bytes:
 
 
 @cache
-def _prompt_config() -> PromptConfig:
-    return PromptConfig(prompt_column="prompt")
+def _prompt_config(*, has_images: bool) -> PromptConfig:
+    return PromptConfig(
+        prompt_column="prompt", image_columns=["image"] if has_images else msgspec.UNSET
+    )
 
 
 _open_files: dict[str, list[Any]] = {}
