@@ -68,7 +68,7 @@ FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
 
 
 class NumberRange(click.FloatRange):
-    """As click's own, but refuses "nan", which click takes for a number within every range, and infinity."""
+    """A range of numbers as click's, which also refuses infinity, and "nan", which click takes to be in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See click.ParamType."""

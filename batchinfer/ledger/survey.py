@@ -28,8 +28,8 @@ _SINGLES_FACTOR = 5
 _NEIGHBOUR_DIGITS = 3
 """Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
 MOST_SAMPLED = 64
-"""Largest number of claims that are read of a sample. Workers that each read the claims of all others would send the
-square of their number of requests."""
+"""Largest number of claims that are read for `sample` of `look_at_owners`. If each worker read the claims of all
+others, the requests would grow with the square of the number of workers."""
 
 
 class Survey(NamedTuple):
