@@ -104,12 +104,13 @@ STATES_LINE = "batchinfer states: "
 
 
 def _job(plan: Plan) -> dict[str, Any]:
-    variables = {"BATCHINFER_PLAN": msgspec.json.encode(plan).decode(), **plan.environment}
+    # Ray replaces $NAME and ${NAME} in values of variables. JSON has another spelling of the dollar.
+    text = msgspec.json.encode(plan).decode().replace("$", "\\u0024")
     return {
         "entrypoint": _DRIVER,
         # The id is a part of the dashboard's URLs.
         "submission_id": f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.name)}-{plan.id}",
-        "runtime_env": {"env_vars": variables},
+        "runtime_env": {"env_vars": {"BATCHINFER_PLAN": text, **plan.environment}},
     }
 
 

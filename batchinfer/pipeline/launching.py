@@ -149,6 +149,7 @@ class Launch:
         """
         config = self.config
         check_cluster_options(config.cluster, config.options)
+        self._refuse_nodes()
         self._find_job()
         self._asked = self._options | self._price()
         words = worker_options(self._asked)
@@ -319,6 +320,22 @@ class Launch:
         return {} if is_spot is None else {"BATCHINFER_SPOT": "1" if is_spot else "0"}
 
     # -- checks
+
+    def _refuse_nodes(self) -> None:
+        """Refuse options that say which machine of a model's one is: all workers of a launch have the same options."""
+        options = self._options
+        given = {
+            "--nnodes": options["nnodes"] > 1,
+            "--node-rank": options["node_rank"] > 0,
+            "--headless": options["headless"],
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise ConfigError(
+                    f"{option}: a worker that is launched runs on one machine",
+                    hint="a model over several machines: `sky jobs launch --num-nodes 2 worker.yaml`, "
+                    "or start its nodes by hand; docs/features.md has both",
+                )
 
     def _find_job(self) -> None:
         """Find the job, or the data set and the place of its job. Nothing is written."""

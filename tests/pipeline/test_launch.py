@@ -422,6 +422,12 @@ REFUSED = [
     (["--workers", "2", "--name", "a\nb"], "--name 'a\\nb'", ""),
     (["--workers", "2", "--env", "x"], "expected NAME=VALUE", ""),
     (["--workers", "2", "--gpu", "L4:x"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
+    (
+        ["--workers", "2", "--nnodes", "2", "--master-addr", "10.0.0.1"],
+        "--nnodes: a worker that is launched runs on one machine",
+        "--num-nodes 2 worker.yaml",
+    ),
+    (["--workers", "2", "--headless"], "--headless: a worker that is launched", ""),
     (["--workers", "2", "--gpu", "L4\nx"], "expected NAME or NAME:NUMBER", "--gpu L4:2"),
     (
         ["--workers", "2", "--secret", "NO_SUCH_TOKEN"],
