@@ -24,7 +24,7 @@ from batchinfer.worker.config import WorkerConfig, real_environment
 from batchinfer.worker.start import run_worker
 from engine_contract import ListSource, drive
 from making import make_job, read_marker
-from mixed_requests import BAD, bad_request, expected_code, good_request
+from mixed_requests import BAD, BY_SCHEMA, SCHEMA, TAG, bad_request, expected_code, good_request
 from peft_adapter import write_adapter
 from shared_engine import SharedEngine, opened
 from tiny_model import DEMO_MODEL
@@ -35,15 +35,6 @@ GREEDY = Sampling(temperature=0.0, max_tokens=12)
 QUESTIONS = [
     f"What is the capital of {name}?" for name in ("France", "Italy", "Japan", "Spain", "Peru")
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "n"],
-    "additionalProperties": False,
-}
 
 
 def config_with(loras: dict[str, str]) -> EngineConfig:
@@ -171,21 +162,16 @@ def test_a_file_of_good_and_bad_requests_of_many_kinds(
     tmp_path: Path, engine: SharedEngine, config: EngineConfig
 ) -> None:
     """Each bad request is its own error row; its neighbours are answered as they are without it."""
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    tag = {
-        "type": "structural_tag",
-        "format": {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "[ab]{4}"}, "end": "</f>"},
-    }  # fmt: skip
     good: list[tuple[Any, dict[str, Any]]] = [
         ("base", {}),
         ("first", {}),
         ("second", {}),
-        ("first", {"response_format": schema}),
+        ("first", {"response_format": BY_SCHEMA}),
         ("base", {"response_format": {"type": "json_object"}}),
         (None, {"structured_outputs": {"choice": ["yes", "no"]}}),
         ("second", {"structured_outputs": {"regex": "[A-C]{3}-[0-9]{2}"}}),
         ("base", {"structured_outputs": {"grammar": 'root ::= "x" ("a"|"b"){3}'}}),
-        ("base", {"response_format": tag}),
+        ("base", {"response_format": TAG}),
     ]
     bad: list[tuple[Any, dict[str, Any], str]] = [
         ("third", {}, "model_not_found"),
