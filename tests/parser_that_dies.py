@@ -14,7 +14,7 @@ if __name__ == "__main__":
     read_frame(sys.stdin.buffer)
     write_frame(sys.stdout.buffer, msgspec.msgpack.encode(Facts()))
     while (frame := read_frame(sys.stdin.buffer)) is not None:
-        texts = [each.text for each in msgspec.msgpack.decode(frame, type=Question).answers]
+        texts = [each.text for each in msgspec.json.decode(frame, type=Question).answers]
         if "DIE" in texts:
             os._exit(7)
         parts = [Parts(text=text.upper()) for text in texts]

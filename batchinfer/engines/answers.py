@@ -8,6 +8,7 @@ holds to be a call is JSON; it is read here.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from batchinfer.engines import Engine, RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parser_process import Facts, ParserProcess, Parts, Whole, parsers_of
 from batchinfer.prompts.tools import names_of
+
+logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 64
 """Most answers that the parsers get at once."""
@@ -229,7 +232,11 @@ class _Desk:
                     is_last = True
                     break
                 batch.append(item)
-            done = self._read(batch)
+            try:
+                done = self._read(batch)
+            except Exception as error:  # noqa: BLE001 -- of any class: without this thread, answers would wait for ever
+                logger.warning("%d answers keep their text: %r", len(batch), error)
+                done = [_assembled(asked, each, _unread(each)) for asked, each in batch]
             with self._changed:
                 self._done += done
                 self._changed.notify_all()
@@ -259,6 +266,11 @@ class _Desk:
 
 
 # --------------------------------------------------------------------------- putting answers together
+
+
+def _unread(completion: Completion) -> list[Parts]:
+    """Return the parts of answers that no parser has read."""
+    return [Parts(text=choice.text, is_broken=True) for choice in completion.choices]
 
 
 def _assembled(asked: _Expected, completion: Completion, parts: list[Parts] | None) -> Completion:

@@ -50,7 +50,7 @@ from batchinfer.core.records import (
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import UNLIMITED_LENGTH, RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo_pooling import pooled_of
+from batchinfer.engines.echo_pooling import MOST_DIMENSIONS, pooled_of
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +353,12 @@ class EchoEngine:
         if request.adapter is not None and request.adapter not in config.loras:
             return Failure(
                 code="model_not_found", message=f"the engine has no adapter {request.adapter!r}"
+            )
+        dimensions = 0 if request.pooling is None else request.pooling.dimensions or 0
+        if dimensions > MOST_DIMENSIONS:
+            return Failure(
+                code="invalid_parameter",
+                message=f"dimensions: {dimensions}, expected at most {MOST_DIMENSIONS} from the echo engine",
             )
         if is_pooling(request.task) != is_pooling(config.task):
             return Failure(

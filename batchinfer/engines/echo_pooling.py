@@ -12,6 +12,8 @@ from batchinfer.core.tasks import CLASSIFY, EMBED, SCORE, TOKEN_EMBED
 
 WIDTH = 16
 """Numbers of an embedding, if the options say no other number."""
+MOST_DIMENSIONS = 1 << 16
+"""Most numbers of an embedding that a request may ask for."""
 LABELS = ("no", "yes")
 
 

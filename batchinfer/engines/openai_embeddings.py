@@ -87,20 +87,20 @@ def vectors_completion(request: Request, data: bytes, seconds: tuple[float, floa
         BrokenAnswer: the body is no JSON, or not in the API's form.
     """
     answer = read_vectors(data)
+    failure, pooled = None, []
     try:
         vectors = [
             _numbers(each.embedding) for each in sorted(answer.data, key=lambda each: each.index)
         ]
+        if len(vectors) != len(request.prompts) or not all(vectors):
+            message = f"the endpoint gave {len(vectors)} of {len(request.prompts)} embeddings"
+            failure = Failure(code="engine_rejected", message=message)
+        elif request.task == SCORE:
+            pooled = _cosines(vectors, request.num_queries)
+        else:
+            pooled = [_pooled(vector) for vector in vectors]
     except (ValueError, struct.error, OverflowError) as error:
         raise BrokenAnswer(f"a vector that is not in the API's form ({error})") from error
-    failure, pooled = None, []
-    if len(vectors) != len(request.prompts) or not all(vectors):
-        message = f"the endpoint gave {len(vectors)} of {len(request.prompts)} embeddings"
-        failure = Failure(code="engine_rejected", message=message)
-    elif request.task == SCORE:
-        pooled = _cosines(vectors, request.num_queries)
-    else:
-        pooled = [_pooled(vector) for vector in vectors]
     usage = answer.usage or _VectorUsage()
     return Completion(
         key=request.key,

@@ -47,7 +47,7 @@ def main() -> None:
     limit_memory(present_bytes() + setup.memory_bytes)
     prepare_timer()
     write_frame(pipe, msgspec.msgpack.encode(reader.facts))
-    questions = msgspec.msgpack.Decoder(Question)
+    questions = msgspec.json.Decoder(Question)
     try:
         while (frame := read_frame(sys.stdin.buffer)) is not None:
             restart_timer(setup.question_seconds)
@@ -132,13 +132,22 @@ class VllmParsers:
 
     def read(self, question: Question) -> list[Parts]:
         """Return the parts of each answer."""
-        requests = [self._request_of(form) for form in question.forms]
+        requests = [self._request_if_valid(form) for form in question.forms]
         return [
             self._parts_of(whole, question.forms[whole.form], requests[whole.form])
             for whole in question.answers
         ]
 
+    def _request_if_valid(self, form: AnswerForm) -> Any:
+        """Return vLLM's request for a form; None if vLLM refuses the form's tools."""
+        try:
+            return self._request_of(form)
+        except ValueError:
+            return None
+
     def _parts_of(self, whole: Whole, form: AnswerForm, request: Any) -> Parts:
+        if request is None:
+            return Parts(text=whole.text, is_broken=True)
         try:
             parser = self._parser_of(form, request)
             parser.set_prompt_token_ids(whole.prompt_token_ids)

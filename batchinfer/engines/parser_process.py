@@ -147,7 +147,8 @@ class ParserProcess:
             logger.warning("%s; answers keep their text", error.message)
             return [Parts(text=each.text, is_broken=True) for each in answers]
         question = Question(forms=list(forms), answers=list(answers))
-        data = self._process.ask(msgspec.msgpack.encode(question))
+        # JSON, because schemas of tools may hold integers of more than 64 bits, which msgpack has not.
+        data = self._process.ask(msgspec.json.encode(question))
         if data is not None:
             return msgspec.msgpack.decode(data, type=list[Parts])
         status = self._process.note_end()

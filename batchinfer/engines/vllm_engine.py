@@ -285,8 +285,8 @@ class VllmEngine:
             adapter = self._adapter(request.adapter)
         except RowError as error:
             return Failure(code=error.code, message=error.message)
-        except client_errors() as error:
-            return self._refusal_with_images(request, error)
+        except Exception as error:  # noqa: BLE001 -- models' processors of images raise errors of any class
+            return self._refusal_before_adding(request, error)
         request_id = str(next(self._ids))
         try:
             self._engine.add_request(
@@ -349,7 +349,7 @@ class VllmEngine:
 
         Raises:
             RowError: the chat template refuses the messages.
-            Exception: one of `client_errors()`: vLLM refuses a prompt with images.
+            Exception: of any class: vLLM refuses a prompt with images.
         """
         if isinstance(request, Request) and request.media:
             return prompt_with_images(self._engine, request)
@@ -390,8 +390,8 @@ class VllmEngine:
             return Failure(code="invalid_parameter", message=message)
         return Failure(code="engine_rejected", message=message)
 
-    def _refusal_with_images(self, request: Request, error: Exception) -> Failure:
-        """Return why vLLM refused a prompt with images before it was complete."""
+    def _refusal_before_adding(self, request: Request, error: Exception) -> Failure:
+        """Return why a request was refused before vLLM's engine core knew of it, as prompts with images are."""
         message = first_line(error)
         contents = [each["content"] or "" for each in request.messages or []]
         parts = [[each] if isinstance(each, str) else each for each in contents]

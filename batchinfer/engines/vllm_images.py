@@ -28,7 +28,7 @@ def prompt_with_images(engine: Any, request: Request) -> Any:
 
     Raises:
         RowError: the model takes no images, or the prompt has not one place for each image.
-        Exception: one of `vllm_requests.client_errors()`, with which vLLM refuses the prompt.
+        Exception: of any class: vLLM or the model's processor refuses the prompt.
     """
     model = engine.vllm_config.model_config
     if not model.is_multimodal_model:

@@ -208,8 +208,8 @@ def _broken_here(schema: dict[str, Any]) -> str:
             if name in schema:
                 return name
     if "string" in types:
-        if "format" in schema and schema["format"] not in FORMATS:
-            return f"format {schema['format']}"
+        if "format" in schema and str(schema["format"]) not in FORMATS:
+            return f"format {str(schema['format'])[:60]}"
         if _has_pattern_and_length(schema):
             return "pattern or format beside a length"
     if "object" in types and (rule := _broken_in_object(schema)):

@@ -40,6 +40,16 @@ _TASKS = {
     "/v1/images/generations": "image",
 }
 
+_MAIN_URLS = (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/classify",
+)
+"""Endpoints that are named to people. vLLM's other names of them are taken, too."""
+
 _HINTS = {
     "transcribe": "; audio is not taken: write it down with another program, and ask about the text",
     "image": "; images are taken, not made",
@@ -47,6 +57,8 @@ _HINTS = {
 """What a row is told whose task no run can have."""
 _MAX_PLANS = 1000
 """Largest number of different parameter sets that a reader remembers, so that equal ones are read once."""
+_MAX_PLAN_BYTES = 16 << 20
+"""Most bytes that the parameter sets take as JSON which a reader remembers."""
 _encode = msgspec.json.encode
 
 
@@ -82,6 +94,7 @@ class RequestsReader:
             passed_on=facts.own_parameters,
         )
         self._plans: dict[tuple[bool, bytes], tuple[Sampling, EchoView | None, RequestOptions]] = {}
+        self._plan_bytes = 0
         self._is_batch = is_batch
 
     @property
@@ -179,8 +192,9 @@ class RequestsReader:
             self._fill_completion(draft, body)
 
     def _expected_urls(self) -> str:
-        found = [url for url, task in _TASKS.items() if task in self._tasks]
-        return " or ".join(found[:2])
+        found = [url for url in _MAIN_URLS if _TASKS[url] in self._tasks]
+        others = [url for url in _MAIN_URLS if url not in found]
+        return f"{' or '.join(found)}; {', '.join(others)} belong to other tasks (--task)"
 
     def _fill_chat(self, draft: Draft, body: dict[str, Any]) -> None:
         draft.model = body.get("model")
@@ -245,8 +259,10 @@ class RequestsReader:
                 EchoView(echo=True, is_prompt_only=options.is_prompt_only) if options.echo else None
             )
             plan = sampling, view, options
-            if len(self._plans) < _MAX_PLANS:
+            num_bytes = self._plan_bytes + len(key[1])
+            if len(self._plans) < _MAX_PLANS and num_bytes <= _MAX_PLAN_BYTES:
                 self._plans[key] = plan
+                self._plan_bytes = num_bytes
         draft.sampling, draft.view, options = plan
         draft.continue_final = options.continue_final
         draft.chat_template_kwargs = options.chat_template_kwargs

@@ -63,6 +63,15 @@ def _read_tool(item: Any, index: int) -> dict[str, Any]:
         raise ToolProblem(
             f"tool {name}: its parameters are a JSON {json_type(parameters)}, expected a schema"
         )
+    for field, kind, expected in (
+        ("description", str, "a text"),
+        ("strict", bool, "true or false"),
+    ):
+        value = function.get(field)
+        if value is not None and not isinstance(value, kind):
+            raise ToolProblem(
+                f"tool {name}: its {field} is a JSON {json_type(value)}, expected {expected}"
+            )
     return {**item}
 
 

@@ -247,7 +247,32 @@ def test_answers_that_were_complete_when_the_engine_ended_are_not_lost():
     assert [each.choices[0].text for each in found] == ["b"]
 
 
+def test_answers_that_cannot_be_given_to_the_parsers_keep_their_text(parsers, monkeypatch, caplog):
+    """The thread that gives them goes on, too; else they would wait for ever."""
+
+    def fail(*_):
+        raise OverflowError("too large")
+
+    read = parsers.read
+    monkeypatch.setattr(parsers, "read", fail)
+    assert [each.choices[0].text for each in ask("a</t>b")] == ["a</t>b"]
+    assert "answers keep their text" in caplog.text
+    monkeypatch.setattr(parsers, "read", read)
+    assert [each.choices[0].text for each in ask("a</t>b")] == ["b"]
+
+
 # ------------------------------------------------------------------ the process
+
+
+def test_tools_with_integers_of_any_size_reach_the_parsers(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    process = ParserProcess(Setup(model="m", tokenizer="t", tool_call_parser="x"))
+    process._process._module = "parser_that_dies"
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**70}}}
+    form = AnswerForm(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    [found] = process.read([form], [parser_process.Whole(form=0, text="a")])
+    assert (found.text, found.is_broken) == ("A", False)
+    process.stop()
 
 
 def test_a_process_that_ends_with_an_answer_costs_this_answer_its_parts(caplog, monkeypatch):
@@ -285,6 +310,11 @@ def test_vllms_parsers_read_texts_and_parsers_that_do_not_fit_are_refused():
     texts = [whole, "<think>hm</think><tool_call>{broken</tool_call>", "hm</think>4"]
     asked = [parser_process.Whole(form=0, text=text, token_ids=[5] * 9) for text in texts]
     found = process.read([AUTO], asked)
+    refused = AnswerForm(tools=[{"type": "function", "function": {"name": "f", "description": 5}}])
+    asked = [parser_process.Whole(form=form, text=texts[2]) for form in (0, 1)]
+    mixed = process.read([AUTO, refused], asked)
+    assert [(each.text, each.is_broken) for each in mixed] == [("4", False), (texts[2], True)]
+    assert process._process.is_running
     process.stop()
     assert [(each.reasoning, each.text) for each in found] == [
         ("hm hm", "ok "),

@@ -17,6 +17,8 @@ from batchinfer.prompts import (
     PromptConfig,
     RawRow,
 )
+from batchinfer.prompts.from_requests import RequestsReader
+from batchinfer.prompts.types import Draft, EngineFacts
 from samples import SEED_REQUEST
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -48,6 +50,20 @@ def batch(**fields: Any) -> Prepared:
 def sampling_of(prepared: Prepared) -> Sampling:
     assert prepared.request is not None, prepared.failure
     return prepared.request.sampling
+
+
+def test_remembered_parameters_are_few_bytes() -> None:
+    reader = RequestsReader(
+        PromptConfig(request_format="completions"), Sampling(), EngineFacts(), is_batch=False
+    )
+    drafts = [Draft(index) for index in range(40)]
+    lines = [
+        json.dumps({"prompt": "x", "stop": [f"{index}" + "x" * 2_000_000]}).encode()
+        for index in range(40)
+    ]
+    reader.fill(drafts, lines)
+    assert all(draft.sampling is not None for draft in drafts)
+    assert sum(len(key) for _, key in reader._plans) < 20_000_000
 
 
 # ------------------------------------------------------------------ completions

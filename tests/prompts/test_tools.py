@@ -102,6 +102,8 @@ def test_a_forced_choice_becomes_the_schema_that_vllm_makes_of_it(choice, is_par
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": named("ad")}, "tool_choice"),

@@ -13,10 +13,15 @@ from pyarrow import parquet
 
 from batchinfer.cli.main import main
 from batchinfer.core import layout
-from batchinfer.core.records import Sampling
+from batchinfer.core.records import Pooling, Request, RequestInput, Sampling
 from batchinfer.core.tasks import PairForm
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo import EchoEngine
+from batchinfer.engines.openai_embeddings import vectors_completion
+from batchinfer.engines.openai_requests import BrokenAnswer
 from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig, RawRow
 from batchinfer.storage.opening import open_store
+from engine_contract import ListSource, drive
 from fake_endpoint import fake_endpoint, refusal
 from making import make_job, read_marker
 
@@ -159,6 +164,55 @@ def test_a_bad_request_is_an_error_row(row: dict[str, Any], code: str, param: st
     [found] = PromptBuilder(config, Sampling(), 0, None, None).build("c", 0, data)
     assert found.failure is not None
     assert (found.failure.code, found.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("task", "own", "others"),
+    [
+        ("embed", "/v1/embeddings or /v1/score or /v1/rerank;", "/v1/classify"),
+        ("generate", "/v1/chat/completions or /v1/completions;", "/v1/embeddings, /v1/score"),
+    ],
+)
+def test_an_unknown_url_is_told_all_that_there_are(task: str, own: str, others: str) -> None:
+    config = PromptConfig(task=task, request_format="openai-batch")
+    data = [RawRow(0, json.dumps(request("/v1/embedding", input="a")).encode())]
+    [found] = PromptBuilder(config, Sampling(), 0, None, None).build("c", 0, data)
+    assert found.failure is not None
+    assert own in found.failure.message
+    assert others in found.failure.message
+    assert "did you mean '/v1/embeddings'" in found.failure.message
+
+
+def test_a_rehearsal_refuses_an_embedding_that_fills_the_memory() -> None:
+    engine = EchoEngine(EngineConfig(engine="echo", task="embed"))
+    requests = [
+        Request(
+            key=("c", index),
+            text="a",
+            task="embed",
+            sampling=Sampling(),
+            pooling=Pooling(dimensions=dimensions),
+        )
+        for index, dimensions in enumerate((3, 10**15))
+    ]
+    good, bad = drive(engine, ListSource(requests)).values()
+    assert good.failure is None
+    assert bad.failure is not None
+    assert bad.failure.code == "invalid_parameter"
+
+
+@pytest.mark.parametrize("vectors", [[[1e39], [1.0]], [[1.0, 2.0], [1.0]], ["AAA", "AAAA"]])
+def test_numbers_of_an_endpoint_that_are_no_vectors_are_a_broken_answer(vectors: Any) -> None:
+    asked = Request(
+        key=("c", 0),
+        sampling=Sampling(),
+        task="score" if len(vectors[0]) == 2 else "embed",
+        num_queries=1,
+        inputs=[RequestInput(text="a"), RequestInput(text="b")],
+    )
+    data = [{"index": index, "embedding": each} for index, each in enumerate(vectors)]
+    with pytest.raises(BrokenAnswer, match="a vector that is not in the API's form"):
+        vectors_completion(asked, json.dumps({"data": data}).encode(), (0.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ BAD_BODIES = [
     (COMPLETIONS, {"prompt": PROMPT, "allowed_token_ids": []}, "invalid_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "allowed_token_ids": [99999]}, "invalid_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "repetition_detection": {"min_count": "two"}}, "invalid_parameter"),
+    (COMPLETIONS, {"prompt": PROMPT, "repetition_detection": {"max_pattern_size": -1}}, "invalid_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "truncate_prompt_tokens": MODEL_LENGTH + 1}, "invalid_parameter"),
     (COMPLETIONS, {"prompt": PROMPT, "truncate_prompt_tokens": 0}, "empty_prompt"),
     (COMPLETIONS, {"prompt": [PROMPT, PROMPT]}, "unsupported_parameter"),
