@@ -150,8 +150,9 @@ class RowTools:
         self._finds_calls = finds_calls
         self._runs: AnswerForm | None = None
         if self._choice == "auto" and not finds_calls and (config.tools or self._column):
+            flag = "--tools" if config.tools else "--tools-column"
             raise ConfigError(
-                "--tools without --tool-call-parser: calls in answers would not be found",
+                f"{flag} without --tool-call-parser: calls in answers would not be found",
                 hint="add --tool-call-parser with the parser for your model (docs/tools.md), or --tool-choice required",
             )
         if config.tools:

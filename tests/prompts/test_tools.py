@@ -188,7 +188,8 @@ def test_a_column_without_usable_tools_is_an_error_row(own):
 @pytest.mark.parametrize(
     ("options", "rules", "message"),
     [
-        ({"tools": [ADD]}, FINDS_NOTHING, "--tool-call-parser"),
+        ({"tools": [ADD]}, FINDS_NOTHING, "--tools without --tool-call-parser"),
+        ({"tools_column": "t"}, FINDS_NOTHING, "--tools-column without --tool-call-parser"),
         ({"tools": [ADD], "tool_choice": "ad"}, FINDS, "did you mean 'add'"),
         ({"tools": [{"x": 1}]}, FINDS, "--tools: tool 0"),
         ({"tool_choice": "required"}, FINDS, "no tools"),
