@@ -266,6 +266,13 @@ def command_words(plan: Plan) -> str:
     )
 
 
+def jobs_command(cluster: Cluster, plan: Plan) -> str:
+    """Return the command that shows a user the jobs of a launch."""
+    from batchinfer.cli.shell import quote
+
+    return cluster.jobs_of.format(name=quote(plan.name), id=quote(plan.id))
+
+
 def assignments(variables: Mapping[str, str]) -> str:
     """Return variables as bash assigns them: NAME=VALUE for each, with one blank between two."""
     from batchinfer.cli.shell import quote

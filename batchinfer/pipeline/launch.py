@@ -10,10 +10,9 @@ from click.core import ParameterSource
 from batchinfer.cli.options import FIRST, SectionCommand, SectionOption
 from batchinfer.cli.run_options import run_options
 from batchinfer.cli.settings import common_options, price_options
-from batchinfer.cli.shell import quote
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
-from batchinfer.clusters import CLUSTERS, WORKER, Cluster, Plan
+from batchinfer.clusters import CLUSTERS, WORKER, Cluster, Plan, jobs_command
 from batchinfer.core import units
 from batchinfer.core.errors import ConfigError
 from batchinfer.pipeline.launching import OWN
@@ -256,7 +255,7 @@ def _launch_ranks(options: dict[str, Any]) -> dict[str, Any]:
     cancel = launch.cluster.cancel_command(handle)
     say(
         f"{units.many(plan.workers, 'rank')} of {plan.what} submitted on {options['cluster']}; "
-        f"see them with: {launch.cluster.jobs_of.format(name=quote(plan.name), id=plan.id)}"
+        f"see them with: {jobs_command(launch.cluster, plan)}"
     )
     say(f"no record is kept of them; cancel them with: {cancel}")
     return {"status": "SUCCESS", **known, "handle": handle, "cancel": cancel}

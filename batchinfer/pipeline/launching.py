@@ -20,6 +20,7 @@ from batchinfer.clusters import (
     Plan,
     check_cluster_options,
     find_cluster,
+    jobs_command,
 )
 from batchinfer.clusters.launches import (
     FoundLaunch,
@@ -95,7 +96,7 @@ def outcome_unknown(
     error: OutcomeUnknown, cluster: Cluster, plan: Plan, then: str
 ) -> OutcomeUnknown:
     """Return the error for workers that may have been submitted. `then` is what to do when those there are ended."""
-    look = cluster.jobs_of.format(name=quote(plan.name), id=plan.id)
+    look = jobs_command(cluster, plan)
     started = "workers" if plan.what == WORKER else "ranks"
     return OutcomeUnknown(
         f"{error.message}; the {started} may have been submitted or not",

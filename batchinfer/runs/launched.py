@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from batchinfer.clusters import FAILED, ClusterState, find_cluster
+from batchinfer.clusters import FAILED, ClusterState, find_cluster, jobs_command
 from batchinfer.clusters.launches import FoundLaunch, find_launches
 from batchinfer.core import units
 from batchinfer.core.errors import BatchinferError
@@ -61,13 +61,12 @@ def cancel_launches(store: Store) -> list[str]:
     launches, left = find_launches(store)
     for launch in launches:
         name = f"launch {launch.record.plan.id} on {launch.record.cluster}"
-        if launch.handle is None:
-            left.append(
-                f"{name}: what it submitted is not known; look there for jobs of this launch"
-            )
-            continue
         try:
             cluster = find_cluster(launch.record.cluster)
+            if launch.handle is None:
+                look = jobs_command(cluster, launch.record.plan)
+                left.append(f"{name}: what it submitted is not known; look for its jobs: {look}")
+                continue
             cluster.cancel(launch.handle)
             states = cluster.look(launch.handle, launch.record.plan.workers)
         except BatchinferError as error:

@@ -438,15 +438,21 @@ def test_secrets_of_a_task_file_are_not_shown(tmp_path: Path) -> None:
     find_cluster("skypilot").describe(plan(options={"template": str(path)}))
 
 
-def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_path: Path) -> None:
-    """The script that becomes the worker there, with a program in the worker's place that prints its arguments."""
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts/skypilot_worker.sh"
+def script_of_a_machine(folder: Path) -> Path:
+    """Make a checkout as on a machine of SkyPilot, whose worker prints its arguments. Returns the worker's script."""
+    (folder / "scripts").mkdir()
+    script = folder / "scripts/skypilot_worker.sh"
     script.write_text((ROOT / "scripts/skypilot_worker.sh").read_text())
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    program = tmp_path / ".venv/bin/batchinfer"
+    (folder / ".venv/bin").mkdir(parents=True)
+    program = folder / ".venv/bin/batchinfer"
     program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     program.chmod(0o755)
+    return script
+
+
+def test_a_machine_of_skypilot_hands_the_words_to_the_worker_as_they_are(tmp_path: Path) -> None:
+    """The script that becomes the worker there, with a program in the worker's place that prints its arguments."""
+    script = script_of_a_machine(tmp_path)
     asked = plan(words=f"{PLAN.words} --examples <(printf %s '{{}}')")
     variables = {
         "PATH": "/usr/bin:/bin", "MODEL_NAME": asked.model, "OUTPUT_BUCKET": asked.run,
@@ -570,13 +576,7 @@ def test_options_of_pools_that_cannot_work_are_refused(
 def test_machines_of_one_job_run_one_model(
     tmp_path: Path, rank: int, count: int, words: list[str]
 ) -> None:
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts/skypilot_worker.sh"
-    script.write_text((ROOT / "scripts/skypilot_worker.sh").read_text())
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    program = tmp_path / ".venv/bin/batchinfer"
-    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    program.chmod(0o755)
+    script = script_of_a_machine(tmp_path)
     variables = {
         "PATH": "/usr/bin:/bin", "MODEL_NAME": "m", "OUTPUT_BUCKET": "s3://b/run", "DATA_BUCKET": "s3://b/job",
         "SKYPILOT_NUM_NODES": str(count), "SKYPILOT_NODE_RANK": str(rank),

@@ -605,7 +605,9 @@ def test_a_launch_of_which_nobody_knows_whether_it_was_submitted_stays_on_record
     assert f"remove {record}" in lost.err
     assert "has been under way" in call(*arguments).err
     left = call("stop", str(run), "--cancel").result["left"]
-    assert "what it submitted is not known" in left[0]
+    assert (
+        "what it submitted is not known; look for its jobs: squeue --me --name='my job'" in left[0]
+    )
     rows_file(tmp_path / "a.jsonl", 0, 3)
     words = ("--what", "split", "--workers", "2", "--on", "slurm", "--", "a.jsonl", "--output", "j")
     ranks = call("launch", *words)
