@@ -11,6 +11,7 @@ signal handlers with the calling program. On Linux the command also ends when th
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import signal
@@ -187,9 +188,7 @@ class RunHandle:
             VerifyConfig(run=self.url, is_deep=deep), open_store=open_store, clock=SystemClock()
         )
         if not verdict.is_sound:
-            error = errors.RunUnsound(
-                f"{self.url}: is not sound", hint=f"see it in full: batchinfer verify {self.url}"
-            )
+            error = verdict.error()
             error.attach_result(verdict.result)
             raise error
         return verdict.result
@@ -269,6 +268,7 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
                 raise errors.InputError(
                     f"source: {part!r:.80} is no path or URL", hint="give rows or paths, not both"
                 )
+            _refuse_prompt(str(part))
         return [str(part) for part in paths]
     path = folder / _TABLE
     package = type(source).__module__.partition(".")[0]
@@ -296,6 +296,23 @@ def _as_sources(source: Any, folder: Path) -> list[str]:
             f"source: is a {type(source).__name__}, expected a path, a table, a frame or an iterable of dictionaries"
         )
     return [str(path)]
+
+
+def _refuse_prompt(path: str) -> None:
+    """Raise InputError for a text that has spaces and names nothing on this machine: it may be a prompt."""
+    if " " not in path or "://" in path:
+        return
+    path = str(Path(path).expanduser())
+    try:
+        found = glob.iglob(path, recursive=True)  # noqa: PTH207 - the pattern may be absolute
+        is_there = Path(path).exists() or any(found)
+    except OSError:  # the text is longer than a path may be
+        is_there = False
+    if not is_there:
+        raise errors.InputError(
+            f"source: no file, folder or pattern {path!r:.80}",
+            hint="check the spelling; prompts are rows: [{'prompt': '…'}, {'prompt': '…'}]",
+        )
 
 
 def _write_table(table: Any, path: Path) -> None:

@@ -201,6 +201,8 @@ class Examination:
             kind = check_engine(engine)
         except BatchinferError:
             return  # the step "config" has reported it
+        if not kind.needs_model:  # in a rehearsal, the adapters' own files are checked
+            identify_adapters(engine)
         kind.look(engine)
         if kind.is_remote:
             self.result["endpoint"] = {"base_url": engine.base_url, "model": engine.model}

@@ -12,7 +12,7 @@ from batchinfer.core.printable import one_entry, printable_values
 
 EVENTS: dict[str, str] = {
     "worker_started": "A worker has its lease and begins. `epoch` counts its starts from 1.",
-    "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: it was killed.",
+    "worker_resumed": "Not the worker's first start. `before`: how the last one ended; `is_kill`: killed, or running.",
     "manifests_read": "The manifests' chunks are known, and how many of them were done before.",
     "engine_loading": "The engine starts to load the model.",
     "engine_ready": "The engine has loaded; generation begins.",

@@ -364,14 +364,15 @@ def describe_in_cache(config: EngineConfig, cause: BatchinferError | None) -> Mo
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         if isinstance(cause, AccessDenied):
             raise cause from error
-        subject = f"--model: {config.model} is not in this machine's cache and the Hub"
+        nowhere = "no folder on this machine and not in its cache"
         if cause is None:
             raise ConfigError(
-                f"{subject} is switched off by HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE"
+                f"--model: {config.model} is {nowhere}, and the Hub is switched off by HF_HUB_OFFLINE",
+                hint="check the spelling, or unset HF_HUB_OFFLINE",
             ) from error
         raise EngineLoadError(
-            f"{subject} cannot be reached: {cause.message}",
-            hint="check the network; a model that is in the cache needs none",
+            f"{cause.message}; and it is {nowhere}",
+            hint="if it is a folder, check the spelling; if it is on the Hub, check the network",
         ) from error
     logger.info("%s: taken from the cache, commit %s", config.model, folder.name)
     info = describe_folder(config, folder, name=config.model)

@@ -80,6 +80,30 @@ def load_job(url: str, open_store: OpenStore, *, hint: str = "") -> tuple[Job, s
     return job, identity(job, data)
 
 
+def no_job(url: str) -> InputError:
+    """Return the error for a URL where no job is. The hint tells what it may be instead, by its name."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    if name == layout.JOB_KEY:
+        hint = f"name its folder: --job {folder or '.'}"
+    elif layout.job_above(url):
+        hint = f"this is the place of a run; its job is --job {layout.job_above(url)}"
+    elif _is_data(name):
+        hint = f"this is no job but a data set: batchinfer split {url} --output JOB, then --job JOB"
+    else:
+        hint = f"make the job first: batchinfer split SOURCE --output {url}"
+    return InputError(f"{url}: no job.json there", hint=hint)
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file's name ends as those of data sets do.
+
+    >>> _is_data("reviews.jsonl.gz"), _is_data("reviews")
+    (True, False)
+    """
+    plain = name.lower().removesuffix(".gz").removesuffix(".zst")
+    return plain.endswith((".parquet", ".jsonl", ".csv"))
+
+
 def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:
     """Decode and check the content of the job.json below `url`. Raises as `load_job` does."""
     name, hint = f"{url}/{layout.JOB_KEY}", hint or split_again(url)
@@ -302,10 +326,7 @@ def read_assignment(
     base = job_url.rstrip("/") if job_url else _job_of(manifests[0])
     found = load_job(base, open_store) if base else None
     if found is None and job_url:
-        raise InputError(
-            f"{job_url}: no job.json there",
-            hint=f"make the job first: batchinfer split SOURCE --output {job_url}",
-        )
+        raise no_job(job_url)
     lines = [
         (manifest, line) for manifest in manifests for line in _read_lines(manifest, open_store)
     ]
@@ -356,14 +377,18 @@ def _job_of(manifest: str) -> str | None:
 
 
 def _read_lines(manifest: str, open_store: OpenStore) -> list[str]:
-    folder, name = split_name(manifest)
+    folder, name = split_name(manifest.rstrip("/"))
     try:
         data = open_store(folder).get(name).data
     except ObjectNotFound:
         hint = "`batchinfer split` writes them to JOB/manifests/"
-        with contextlib.suppress(BatchinferError):  # only a hint depends on the job
-            if next(iter(open_store(manifest).list(layout.MANIFESTS)), None) is not None:
-                hint = f"it is a job: pass --job {manifest}, or a file of {manifest}/manifests/"
+        with contextlib.suppress(BatchinferError):  # only a hint depends on what is there
+            there = open_store(manifest.rstrip("/"))
+            first = next((info.key for info in there.list("")), "")
+            if next(iter(there.list(layout.MANIFESTS)), None) is not None:
+                hint = f"it is a job: pass --job {there.url}, or a file of {there.url}/manifests/"
+            elif first.endswith(".txt"):
+                hint = f"it is a folder: pass one of its files, such as {there.url}/{first}"
         raise InputError(f"{manifest}: no such manifest", hint=hint) from None
     try:
         text = data.decode()

@@ -35,7 +35,7 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import FORMAT_VERSION, Job, Record
 from batchinfer.core.tasks import is_pooling
-from batchinfer.engines import find_engine
+from batchinfer.engines import find_engine, has_model
 from batchinfer.ledger.jobs import OpenStore, chunk_key, load_job, split_name
 from batchinfer.pipeline.running import running_alone
 from batchinfer.pipeline.sources import recognise
@@ -164,10 +164,15 @@ class WorkFolder:
         if not reason:
             if is_pooling(options["task"]):
                 return {}  # such models are trained on plain texts, whatever template they have
+            engine = engine_config(options)
+            is_new = load_job(self.job_url, self._open_store) is None
             try:
-                tokenizer = world.load_tokenizer(engine_config(options))
+                if is_new and has_model(engine):
+                    # If the Hub cannot be reached, this fails at once; the tokenizer's loader tries for a minute.
+                    world.describe_model(engine)
+                tokenizer = world.load_tokenizer(engine)
             except BatchinferError:
-                if load_job(self.job_url, self._open_store) is None:
+                if is_new:
                     self._check(options, world)  # says all that is wrong, with the model and else
                 raise
             if tokenizer is None or not tokenizer.has_chat_template:
@@ -314,13 +319,20 @@ class WorkFolder:
         if self._is_there():
             raise InputError(
                 f"{self.config.dest}: is there already, and no work of this command is at {self.config.work}",
-                hint="name another DEST, or remove it",
+                hint="name another DEST, or move away what is there",
             )
         return 0
 
     def _check_place(self) -> None:
-        """Refuse a DEST in the job or the run, a work folder inside DEST, and a local DEST that cannot be made."""
+        """Refuse a DEST that is a source, is in the job or the run, holds the work folder, or cannot be made."""
         dest, work = self.config.dest, self.config.work
+        if any(
+            is_inside(source, dest) and is_inside(dest, source) for source in self.config.sources
+        ):
+            raise ConfigError(
+                f"--output {dest}: is a source, expected a place for the answers",
+                hint="name another file or folder",
+            )
         inside = [place for place in (self.job_url, self.run_url) if is_inside(dest, place)]
         if inside or is_inside(work, dest):
             raise ConfigError(

@@ -122,7 +122,9 @@ def _list(url: str) -> tuple[str, list[FoundFile], str]:
         if not files:
             raise InputError(
                 f"{url}: matches no file",
-                hint="quote the pattern, so that the shell leaves it alone",
+                hint="check the spelling of the folder and of the pattern"
+                if source_files.is_local(url)
+                else "check the spelling of the bucket, of the folder and of the pattern",
             )
         base = _GLOB.split(path, maxsplit=1)[0].rpartition("/")[0] if "**" in path else ""
         kind, chosen = _choose(url, files, is_whole=True)
@@ -134,7 +136,11 @@ def _list(url: str) -> tuple[str, list[FoundFile], str]:
 def _info(filesystem: Any, path: str) -> dict[str, Any] | None:
     try:
         info: dict[str, Any] = filesystem.info(path)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        # fsspec raises it for a web server that cannot be reached or refuses, too. Its cause is the real error.
+        is_web = path.startswith(("http://", "https://"))
+        if is_web and not isinstance(error.__cause__, FileNotFoundError | None):
+            raise
         return None
     return info
 
@@ -244,7 +250,10 @@ def _format_of(url: str) -> str:
         kind = first_bytes.format_of(stream.read(first_bytes.HEAD_BYTES))
     if kind in ("parquet", "jsonl"):
         return kind
-    raise InputError(
-        f"{url}: neither its name nor its first bytes tell the format",
-        hint="expected a name that ends in .parquet, .jsonl, .json or .csv (also .gz, .zst)",
-    )
+    hint = "expected a name that ends in .parquet, .jsonl, .json or .csv (also .gz, .zst)"
+    if url.lower().endswith(".txt"):
+        hint = (
+            "`batchinfer run` takes text, a prompt a line; for `split` make JSON Lines of it: "
+            "jq -Rc '{prompt: .}' FILE.txt > FILE.jsonl"
+        )
+    raise InputError(f"{url}: neither its name nor its first bytes tell the format", hint=hint)

@@ -21,7 +21,7 @@ from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import fields_of, run_options, value_of
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
-from batchinfer.core.errors import BatchinferError, ConfigError, InputError
+from batchinfer.core.errors import BatchinferError, ConfigError
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
 
@@ -237,15 +237,12 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
             "no --manifest and no --job",
             hint="pass --manifest JOB/manifests/worker-00000.txt, or --job JOB to go by rank",
         )
-    from batchinfer.ledger.jobs import load_job, rank_manifests
+    from batchinfer.ledger.jobs import load_job, no_job, rank_manifests
     from batchinfer.storage.opening import open_store
 
     found = load_job(job, open_store)
     if found is None:
-        raise InputError(
-            f"{job}: no job.json there",
-            hint=f"make the job first: batchinfer split SOURCE --output {job}",
-        )
+        raise no_job(job)
     rank, num_ranks = _rank_and_count(environment)
     return [f"{job.rstrip('/')}/{key}" for key in rank_manifests(found[0], rank, num_ranks)]
 

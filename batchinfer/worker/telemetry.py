@@ -132,7 +132,9 @@ class Telemetry:
             logger.info(
                 "worker %s: the last start %s",
                 self._base.id,
-                "was killed" if is_kill else f"ended as {before.state}",
+                "was killed, or still runs and will end now (workers that run at once need an id each)"
+                if is_kill
+                else f"ended as {before.state}",
                 extra=event(
                     "worker_resumed", before=before.state, is_kill=is_kill, rows=before.rows_done
                 ),

@@ -143,6 +143,29 @@ def test_numbers_of_numpy_are_values_of_options() -> None:
     assert found.result["rows"] == 2
 
 
+@pytest.mark.parametrize("source", ["What is 1 + 1?", ["What is 1 + 1?", "And [2] * 2?"]])
+def test_prompts_in_place_of_paths_are_told_how_to_come(source: Any) -> None:
+    with pytest.raises(errors.InputError, match="no file, folder or pattern 'What is 1") as caught:
+        batchinfer.run(source, engine="echo")
+    assert "[{'prompt': '…'}" in caught.value.hint
+
+
+def test_a_path_with_spaces_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "my rows").mkdir()
+    (tmp_path / "my rows/a.jsonl").write_text('{"prompt": "one"}\n')
+    for source in (tmp_path / "my rows", f"{tmp_path}/my rows/*.jsonl"):
+        assert batchinfer.run(source, engine="echo").to_arrow()["text"].to_pylist() == ["one"]
+
+
+def test_an_unsound_run_says_how_much_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    batchinfer.run(ROWS, output=tmp_path / "a.jsonl", engine="echo", limit=2)
+    with pytest.raises(
+        errors.RunUnsound, match=r"1 of 4 chunks are done and sound; 3 missing"
+    ) as caught:
+        batchinfer.open_run(tmp_path / "a.jsonl.batchinfer/run").verify()
+    assert "batchinfer worker" in caught.value.hint
+
+
 def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
     import batchinfer.split.command
 

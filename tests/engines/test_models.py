@@ -343,6 +343,18 @@ def test_what_the_hub_refuses_is_said_in_our_words(fake_hub, monkeypatch, tmp_pa
         describe_model(EngineConfig(model="org/name", revision="x"))
 
 
+def test_a_model_that_is_nowhere_is_said_to_be_no_folder_either(fake_hub, monkeypatch):
+    def nothing_cached(*arguments, **options):
+        raise hub_errors.LocalEntryNotFoundError("nothing")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing_cached)
+    fake_hub.error = ConnectionError("no route")
+    with pytest.raises(EngineLoadError, match="no folder on this machine") as caught:
+        describe_model(EngineConfig(model="examples/demo-modl"))
+    assert caught.value.message.count("examples/demo-modl") == 1
+    assert "check the spelling" in caught.value.hint
+
+
 def test_without_the_hub_the_cached_model_is_taken(fake_hub, monkeypatch, tmp_path):
     cached = write_model_stub(tmp_path / ("d" * 40))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: str(cached))

@@ -18,6 +18,7 @@ from batchinfer.ledger.jobs import (
     check_columns,
     job_chunks,
     load_job,
+    no_job,
     rank_manifests,
     read_assignment,
 )
@@ -271,6 +272,27 @@ def test_a_job_given_as_a_manifest_is_named_as_one(job: str) -> None:
     with pytest.raises(InputError, match="no such manifest") as caught:
         read(job)
     assert f"--job {job}" in caught.value.hint
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_folder_of_manifests_is_named_as_one(job: str, slash: str) -> None:
+    with pytest.raises(InputError, match="no such manifest") as caught:
+        read(f"{job}/manifests{slash}")
+    assert f"pass one of its files, such as {job}/manifests/all.txt" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("place", "hint"),
+    [
+        ("data/job/job.json", "name its folder: --job data/job"),
+        ("job.json", "name its folder: --job ."),
+        ("data/job/runs/a/", "its job is --job data/job"),
+        ("reviews.parquet", "batchinfer split reviews.parquet --output JOB, then --job JOB"),
+        ("data/jobb", "make the job first: batchinfer split SOURCE --output data/jobb"),
+    ],
+)
+def test_a_place_without_a_job_is_told_what_it_may_be(place: str, hint: str) -> None:
+    assert hint in no_job(place).hint
 
 
 def test_a_chunk_given_as_a_manifest_is_named_as_one(job: str) -> None:

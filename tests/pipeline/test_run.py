@@ -334,6 +334,37 @@ class TestWhatIsRefused:
         assert (tmp_path / "a.jsonl").read_text() == "mine"
         assert not (tmp_path / "a.jsonl.batchinfer").exists()
 
+    def test_a_source_at_dest_is_named_as_one_and_nobody_is_told_to_remove_it(
+        self, rows: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = rows.read_bytes()
+        assert run(rows, "-o", rows) == 2
+        error = capsys.readouterr().err
+        assert f"--output {rows}: is a source" in error
+        assert "remove" not in error
+        assert rows.read_bytes() == before
+
+    def test_a_model_that_cannot_be_described_is_not_asked_for_its_tokenizer(
+        self, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        """The tokenizer's loader tries for a minute to reach the Hub."""
+        asked = []
+        monkeypatch.setattr(
+            "batchinfer.engines.tokenizers.load_tokenizer", lambda *a, **_: asked.append(a)
+        )
+        model = tmp_path / "no-such-model"
+        assert main(["run", str(rows), "-o", str(tmp_path / "a.jsonl"), "--model", str(model)]) == 2
+        assert f"{model} is no folder on this machine" in capsys.readouterr().err
+        assert asked == []
+
+    def test_a_rehearsal_finds_a_missing_adapter_before_it_writes(
+        self, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(rows, "-o", tmp_path / "a.jsonl", "--lora", "sql=./nowhere") == 2
+        assert "--lora sql: ./nowhere is no folder" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
     @pytest.mark.parametrize("name", ["answers.json", "answers.tsv", "a.csv --format parquet"])
     def test_a_dest_that_cannot_be_written_is_refused_first(
         self, rows: Path, tmp_path: Path, name: str

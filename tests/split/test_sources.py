@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchinfer.core.errors import AccessDenied, ConfigError, InputError
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
 from batchinfer.split import finding, sources
 from batchinfer.split.sources import (
     ColumnChoice,
@@ -26,6 +26,7 @@ from batchinfer.split.sources import (
 from batchinfer.storage.opening import open_store
 from fake_hub import TOKEN, FakeHub
 from making import run_process
+from web_server import WebServer, plain
 
 
 def read_lines(counted: CountedSources, rows: range | None = None) -> list[bytes]:
@@ -590,8 +591,17 @@ def test_relative_paths_and_globs_stay_relative(tmp_path, monkeypatch):
     assert (
         count_sources(["data"], choice=ColumnChoice()).sources[0].files[0].url == "data/x-1.parquet"
     )
-    with pytest.raises(InputError, match=r"z-\*: matches no file"):
+    with pytest.raises(InputError, match=r"z-\*: matches no file") as caught:
         count_sources(["data/z-*"], choice=ColumnChoice())
+    assert "check the spelling" in caught.value.hint
+
+
+def test_text_is_refused_with_the_command_that_takes_it_and_the_way_to_convert_it(tmp_path):
+    (tmp_path / "questions.txt").write_text("What is it?\n")
+    with pytest.raises(InputError, match="neither its name nor") as caught:
+        count_sources([str(tmp_path / "questions.txt")], choice=ColumnChoice())
+    assert "`batchinfer run` takes text" in caught.value.hint
+    assert "jq -Rc '{prompt: .}'" in caught.value.hint
 
 
 def test_a_pattern_over_several_formats_is_refused(tmp_path):
@@ -789,6 +799,24 @@ def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(AccessDenied, match=r"a\.parquet: access refused"):
         count_sources([str(path)], choice=ColumnChoice())
+
+
+def test_a_web_server_that_fails_is_not_taken_for_a_wrong_name():
+    server = WebServer()
+    server.answers["/down.jsonl"] = plain(503)
+    server.answers["/locked.jsonl"] = plain(403)
+    try:
+        for name, kind, what in (
+            ("down", StorageError, "the server answered 503"),
+            ("locked", AccessDenied, "refused access"),
+            ("gone", InputError, "no such file"),
+        ):
+            with pytest.raises(kind, match=what):
+                count_sources([f"{server.url}/{name}.jsonl"], choice=ColumnChoice())
+    finally:
+        server.close()
+    with pytest.raises(StorageError, match="cannot be reached"):
+        count_sources([f"{server.url}/down.jsonl"], choice=ColumnChoice())
 
 
 def test_a_scheme_that_wants_more_than_a_name_is_refused():
