@@ -437,6 +437,8 @@ class Marker(Record, frozen=True, kw_only=True):
     prompt_lengths: dict[str, int] = {}
     """Number of ok rows for each range of prompt lengths; see the same field of `Worker`."""
     completion_lengths: dict[str, int] = {}
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -577,6 +579,8 @@ class Worker(Record, frozen=True, kw_only=True):
     engine_restarts: int = 0
     checkpointed: float = 0.0
     """Time of the last round of checkpoints whose rows are all on storage, in Unix seconds; 0 before the first one."""
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
 
     @property
     def engine_load_seconds(self) -> float:

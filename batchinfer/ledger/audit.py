@@ -56,6 +56,7 @@ class Totals:
     rows_error: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     output_bytes: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
@@ -66,6 +67,7 @@ class Totals:
         self.rows_error += marker.rows_error
         self.prompt_tokens += marker.prompt_tokens
         self.completion_tokens += marker.completion_tokens
+        self.reasoning_tokens += marker.reasoning_tokens or 0
         self.output_bytes += marker.output_bytes
         for written, count in marker.errors.items():
             code = error_code(written)

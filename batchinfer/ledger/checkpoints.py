@@ -43,6 +43,8 @@ class FinishedRow(Record, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of those tokens of `completion_tokens` that are reasoning. Unset if there are none."""
     output: msgspec.Raw
 
 
@@ -79,6 +81,7 @@ class _Line(Record, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
     engine_deaths: int = 0
     rows_in_flight: int = 0
     output: msgspec.Raw = msgspec.Raw()
@@ -256,6 +259,7 @@ def _finished_row(found: _Line) -> FinishedRow:
         prompt_tokens=found.prompt_tokens,
         cached_tokens=found.cached_tokens,
         completion_tokens=found.completion_tokens,
+        reasoning_tokens=found.reasoning_tokens,
         output=found.output,
     )
 

@@ -96,6 +96,11 @@ METRICS = (
         "Tokens of answers.",
         _of(lambda w: w.completion_tokens),
     ),
+    Metric(
+        "batchinfer_reasoning_tokens_total",
+        "Those tokens of answers that are reasoning.",
+        _of(lambda w: w.reasoning_tokens or 0),
+    ),
     Metric("batchinfer_rows_in_engine", "Rows in the engine.", _of(lambda w: w.rows_in_engine)),
     Metric(
         "batchinfer_rows_waiting",

@@ -133,6 +133,7 @@ def with_answers(seen: Overview, answers: Answers) -> Overview:
         seen,
         prompt_tokens=prompt,
         completion_tokens=completion,
+        reasoning_tokens=number(totals.reasoning_tokens, seen.reasoning_tokens),
         rows_error=number(totals.rows_error, seen.rows_error),
         errors=_largest_first(errors),
         finish_reasons=_largest_first(reasons),

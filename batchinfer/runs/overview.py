@@ -274,6 +274,8 @@ class Overview(Record, frozen=True, kw_only=True):
     eta_seconds: float | None
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """Number of those tokens of `completion_tokens` that are reasoning."""
     rows_copied: int = 0
     """Number of rows with a copy of another row's answer (--dedupe). Their tokens are in no other number."""
     prompt_tokens_copied: int = 0
@@ -343,6 +345,7 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         eta_seconds=eta,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        reasoning_tokens=sum(record.reasoning_tokens or 0 for record in records),
         rows_copied=sum(record.rows_copied for record in records),
         prompt_tokens_copied=sum(record.prompt_tokens_copied for record in records),
         completion_tokens_copied=sum(record.completion_tokens_copied for record in records),

@@ -227,6 +227,9 @@ def _head(seen: Overview) -> Group:
     )
     if seen.rows_copied:
         add("copied", _copied_text(seen))
+    if seen.reasoning_tokens:
+        share = seen.reasoning_tokens / max(seen.completion_tokens, 1)
+        add("reasoning", f"{units.count(seen.reasoning_tokens)} tokens, {share:.0%} of the output")
     if seen.state not in ("done", "stopped"):
         minutes = round(seen.recent.seconds / 60)
         add("now", f"{_rates(seen.recent)} over the last {minutes} minutes")

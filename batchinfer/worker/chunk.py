@@ -16,6 +16,8 @@ from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
 from batchinfer.core import codec
 from batchinfer.core.records import Marker
 from batchinfer.core.redaction import redact
@@ -24,7 +26,7 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import RawRow
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
-from batchinfer.worker.tally import MAX_CODES, group_lengths
+from batchinfer.worker.tally import MAX_CODES, group_lengths, num_reasoning_tokens
 
 _READ_BYTES = 1 << 17
 """Size in bytes of the buffer with which a local chunk is read."""
@@ -70,6 +72,7 @@ class RowCounts:
         "finish_reasons",
         "ok",
         "prompt_tokens",
+        "reasoning_tokens",
         "resumed",
     )
 
@@ -79,6 +82,7 @@ class RowCounts:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self.errors: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
         # Number of ok rows for each exact length. The lengths are grouped only when the marker is made, to save time.
@@ -101,6 +105,7 @@ class RowCounts:
         self.prompt_tokens += sum(prompt) + sum([row.prompt_tokens for row in failed])
         self.completion_tokens += sum(completion) + sum([row.completion_tokens for row in failed])
         self.cached_tokens += sum([row.cached_tokens for row in rows])
+        self.reasoning_tokens += num_reasoning_tokens(rows)
 
     def prompt_lengths(self) -> dict[str, int]:
         """Return the number of ok rows for each range of prompt lengths."""
@@ -327,6 +332,7 @@ class OpenChunk:
             finish_reasons=dict(sorted(counts.finish_reasons.most_common(MAX_CODES))),
             prompt_lengths=counts.prompt_lengths(),
             completion_lengths=counts.completion_lengths(),
+            reasoning_tokens=counts.reasoning_tokens or msgspec.UNSET,
         )
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Container, Iterator
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
 from batchinfer.core.records import Claim, Marker
@@ -323,5 +325,6 @@ def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
                 prompt_tokens=summary.usage.prompt_tokens or 0,
                 cached_tokens=summary.usage.cached_tokens or 0,
                 completion_tokens=summary.usage.completion_tokens or 0,
+                reasoning_tokens=summary.usage.reasoning_tokens or msgspec.UNSET,
                 output=codec.raw(data),
             )

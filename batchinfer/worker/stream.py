@@ -431,6 +431,7 @@ class RowStream:
             prompt_tokens=completion.prompt_tokens,
             cached_tokens=completion.cached_tokens,
             completion_tokens=completion.completion_tokens,
+            reasoning_tokens=completion.reasoning_tokens or msgspec.UNSET,
             output=raw(line),
         )
 

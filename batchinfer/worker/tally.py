@@ -44,6 +44,11 @@ def group_lengths(rows: Counter[int]) -> dict[str, int]:
     return dict(counter)
 
 
+def num_reasoning_tokens(rows: Iterable[FinishedRow]) -> int:
+    """Return the number of tokens of reasoning in the rows' answers."""
+    return sum([row.reasoning_tokens for row in rows if row.reasoning_tokens])
+
+
 class Tally:
     """Sums over finished rows: tokens, error codes, finish reasons, histograms of lengths, and counts by minute."""
 
@@ -53,6 +58,7 @@ class Tally:
         """Tokens of prompts that the engine was given. The tokens of copied rows are counted apart."""
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
         self.rows_copied = 0
         """Number of rows that have a copy of another row's answer."""
         self.prompt_tokens_copied = 0
@@ -89,6 +95,7 @@ class Tally:
             prompt_tokens = completion_tokens = 0
         else:
             self.cached_tokens += sum([row.cached_tokens for row in rows])
+            self.reasoning_tokens += num_reasoning_tokens(rows)
         self.rows += len(rows)
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
@@ -131,6 +138,7 @@ class Tally:
             prompt_tokens=base.prompt_tokens + self.prompt_tokens,
             cached_tokens=base.cached_tokens + self.cached_tokens,
             completion_tokens=base.completion_tokens + self.completion_tokens,
+            reasoning_tokens=(base.reasoning_tokens or 0) + self.reasoning_tokens or msgspec.UNSET,
             rows_copied=base.rows_copied + self.rows_copied,
             prompt_tokens_copied=base.prompt_tokens_copied + self.prompt_tokens_copied,
             completion_tokens_copied=base.completion_tokens_copied + self.completion_tokens_copied,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from batchinfer.core import layout
@@ -89,6 +90,15 @@ def test_rows_of_all_segments_are_found_in_order_with_their_copies(store: Memory
     assert sorted(found.keys) == sorted(keys)
     assert not found.has_vanished
     assert found.num_outdated == 0
+
+
+def test_tokens_of_reasoning_come_back_and_rows_without_them_have_the_bytes_of_before(
+    store: MemoryStore,
+) -> None:
+    plain = row(0, "a")
+    segment(store, encoded(plain, msgspec.structs.replace(row(1, "b"), reasoning_tokens=7)))
+    assert [each.reasoning_tokens for each in read(store)[1]] == [msgspec.UNSET, 7]
+    assert b"reasoning" not in encoded(plain)
 
 
 def test_engine_deaths_add_up_over_segments(store: MemoryStore) -> None:

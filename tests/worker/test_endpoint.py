@@ -109,6 +109,27 @@ def has_key(folder: Path) -> list[Path]:
 # --------------------------------------------------------------------------- what comes out
 
 
+def test_tokens_of_reasoning_are_counted_where_all_tokens_are(
+    endpoint, job, tmp_path, call, monkeypatch
+):
+    plain = endpoint.answer
+
+    def thoughtful(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        found = plain(path, body)
+        found["usage"]["completion_tokens_details"] = {"reasoning_tokens": 2}
+        return found
+
+    monkeypatch.setattr(endpoint, "answer", thoughtful)
+    assert call(*worker(job, endpoint))[0] == 0
+    run = job / "runs/a"
+    assert read_marker(open_store(str(run)), "part-00000").reasoning_tokens == 20
+    assert call("status", str(run), "--json")[1]["reasoning_tokens"] == 80
+    assert "80 tokens, " in call("status", str(run))[2]
+    page = tmp_path / "page.html"
+    assert call("report", str(run), "-o", str(page))[0] == 0
+    assert '<td>of them reasoning</td><td class="num">80</td>' in page.read_text()
+
+
 def test_one_command_and_the_commands_after_it(endpoint, tmp_path, call):
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "word {i} b"}}\n' for i in range(20)))
     dest = tmp_path / "a.jsonl"
