@@ -266,8 +266,8 @@ def _redo(inventory: Inventory, name: str, removals: Removals) -> None:
     segments = inventory.segments.get(name, [])
     if not markers and not segments:
         raise InputError(
-            f"--redo {name}: has neither a marker nor checkpoints, so it will be done anyway",
-            hint="start the workers again",
+            f"--redo {name}: no chunk of this name has a marker or checkpoints",
+            hint="check the name, as in part-00012; a chunk that nobody has begun only needs workers",
         )
     for info in segments:
         removals.add("segments of chunks to do again", info)

@@ -166,6 +166,17 @@ def test_an_unsound_run_says_how_much_is_missing_and_what_to_do(tmp_path: Path) 
     assert "batchinfer worker" in caught.value.hint
 
 
+def test_a_folder_of_answers_is_one_table_for_pandas_and_datasets(tmp_path: Path) -> None:
+    """`_COLLECTED` lies beside the files, and neither of them takes it for one."""
+    datasets, pd = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    folder = tmp_path / "answers"
+    batchinfer.run(ROWS, output=folder, engine="echo")
+    assert (folder / "_COLLECTED").exists()
+    assert pd.read_parquet(folder)["text"].to_list() == TEXTS
+    loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"), split="train")
+    assert loaded["text"][:] == TEXTS
+
+
 def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
     import batchinfer.split.command
 

@@ -354,7 +354,7 @@ def test_redo_leaves_what_a_late_marker_may_come_to_name(run: Store) -> None:
 
 
 def test_redo_of_what_is_not_done_is_a_mistake(run: Store) -> None:
-    with pytest.raises(InputError, match="neither a marker nor checkpoints"):
+    with pytest.raises(InputError, match="no chunk of this name"):
         clean(run, redo=[UNDONE])
 
 
