@@ -31,7 +31,8 @@ demo: ## two real vLLM workers on the CPU, one killed and resumed, every answer 
 	$(PY) scripts/demo.py $(ARGS)
 
 test: setup ## the test suite (all but the tests marked slow), in JOBS processes
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@# Hundreds of processes import the package: none of them needs to compile it again.
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: setup ## lint, format, types, import layers, generated docs
 	$(PY) -m ruff check .

@@ -57,9 +57,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Modules that take longest come first, so that no process of `make test` ends with minutes of work of its own.
 LONGEST = (
-    "test_worker_vllm",
-    "test_engine_vllm",
     "test_request_matrix_vllm",
+    "test_engine_vllm",
     "test_worker",
     "test_skypilot",
     "test_features_vllm",
@@ -76,6 +75,7 @@ TOGETHER = {
     "test_formats_vllm": "test_engine_vllm",
     "test_tokenizers_vllm": "test_engine_vllm",
     "test_cookbook": "test_request_matrix_vllm",
+    "test_worker_vllm": "test_request_matrix_vllm",
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core.processes import no_garbage_collection
 from batchinfer.core.records import AnswerForm
 from batchinfer.engines.parser_process import Facts, Parts, Question, Setup, Whole
 from batchinfer.prompts.limited_process import (
@@ -73,9 +74,10 @@ class VllmParsers:
         # Parsers log a traceback for every call that they cannot read. Here it is an answer like any other.
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.parser import ParserManager
-        from vllm.tokenizers import get_tokenizer
+        with no_garbage_collection():
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.parser import ParserManager
+            from vllm.tokenizers import get_tokenizer
 
         self._make_request = ChatCompletionRequest.model_validate
         self._tokenizer = get_tokenizer(

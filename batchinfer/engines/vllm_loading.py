@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batchinfer.core.errors import BatchinferError, ConfigError, EngineDied, EngineLoadError
+from batchinfer.core.processes import no_garbage_collection
 from batchinfer.core.tasks import is_pooling
 from batchinfer.engines import Stop
 from batchinfer.engines.adapters import (
@@ -64,8 +65,9 @@ def prepare_process() -> bool:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        from vllm.platforms import current_platform
-        from vllm.v1.engine import llm_engine  # noqa: F401 - imports most of vLLM
+        with no_garbage_collection():
+            from vllm.platforms import current_platform
+            from vllm.v1.engine import llm_engine  # noqa: F401 - imports most of vLLM
     except Exception as error:
         # The error need not be an ImportError: a torchaudio that was built for another torch raises OSError.
         raise EngineLoadError(

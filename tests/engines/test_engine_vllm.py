@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from batchinfer.core.errors import ConfigError, EngineDied, EngineLoadError, Interrupted
 from batchinfer.core.records import Request, Sampling
 from batchinfer.engines import create_engine
+from batchinfer.engines.vllm_engine import VllmEngine
 from batchinfer.prompts.constraint_host import broken_rule
 from engine_contract import EngineContract, Flag, ListSource, drive, requests
 
@@ -346,43 +346,6 @@ def test_an_engine_core_that_is_killed_ends_the_engine_with_a_reason(vllm_config
     wait_until_gone(pids)
 
 
-WORKER = """
-import sys, threading, time
-import msgspec
-sys.path.insert(0, sys.argv[2])
-from batchinfer.prompts.constraint_host import broken_rule
-from engine_contract import Flag, ListSource, requests
-from batchinfer.engines.config import EngineConfig
-from batchinfer.engines import create_engine
-engine = create_engine(msgspec.json.decode(sys.argv[1].encode(), type=EngineConfig))
-engine.open(Flag())
-source = ListSource(requests(100000, max_tokens=100))
-for number, _ in enumerate(engine.generate(source, Flag())):
-    if number == 5:
-        print(engine.replicas[0].pid, flush=True)
-"""
-
-
-def test_a_worker_that_is_killed_leaves_nothing_of_vllm(vllm_config, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv(
-        "VLLM_PLUGINS", ""
-    )  # as if batchinfer were only on PYTHONPATH, not installed
-    arguments = [
-        msgspec.json.encode(vllm_config).decode(),
-        str(Path(__file__).resolve().parents[1]),
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE
-    ) as worker:
-        host = int(worker.stdout.readline())
-        pids = family_of(host)
-        assert len(pids) >= 2
-        worker.kill()
-        worker.wait(10)
-        wait_until_gone(pids, 5.0)
-
-
 @pytest.mark.slow  # tests/worker/test_worker_vllm.py sends a worker SIGTERM while it loads
 def test_a_stop_while_vllm_loads_is_obeyed_at_once(vllm_config):
     engine = create_engine(vllm_config)
@@ -415,7 +378,8 @@ def test_an_option_that_vllm_does_not_take_is_a_configuration_error(vllm_config)
 
 def test_a_key_value_cache_that_holds_no_sequence_is_said_in_vllms_words(vllm_config):
     arguments = {**vllm_config.engine_args, "kv_cache_memory_bytes": 1 << 16}
-    engine = create_engine(msgspec.structs.replace(vllm_config, engine_args=arguments))
+    # In this process, which has imported vLLM already; a pool passes on what its processes say.
+    engine = VllmEngine(msgspec.structs.replace(vllm_config, engine_args=arguments))
     with pytest.raises(EngineLoadError, match="cache blocks"):
         engine.open(Flag())
     engine.close()
@@ -437,12 +401,12 @@ def test_an_inspection_of_the_models_class_that_fails_is_tried_again(
 
     from batchinfer.engines.vllm_loading import create_config
 
-    inspect, calls = registry._run_in_subprocess, []
+    calls = []
 
     def killed(function):
         calls.append(function)
         if len(calls) > 1 and not is_lasting:
-            return inspect(function)
+            return function()  # here, since a process would import vLLM once more
         cause = subprocess.CalledProcessError(-signal.SIGKILL, "python")
         raise RuntimeError("Error raised in subprocess:\n") from cause
 

@@ -19,7 +19,7 @@ import pytest
 
 from batchinfer.core.layout import chunk_name
 from batchinfer.storage.opening import open_store
-from making import finish_process, make_job, read_marker, start_process
+from making import make_job, read_marker, start_process
 from pictures import as_base64, as_data_url, as_hub, picture
 from vision_model import vision_environment, write_vision_model
 
@@ -44,11 +44,18 @@ ENGINE = {
     "kv_cache_memory_bytes": 64 << 20,
     "block_size": 32,
 }
-DIRECT = """
+# The worker that goes on, and `LLM.chat` after it, in one process, so that vLLM is imported once.
+RESUMED_AND_DIRECT = """
 import json, sys
-from vllm import LLM, SamplingParams
+import batchinfer.worker.config
+from batchinfer.cli.main import main
+from batchinfer.engines.vllm_engine import VllmEngine
 
 work = json.load(sys.stdin)
+batchinfer.worker.config.create_engine = VllmEngine
+assert main(work["arguments"]) == 0
+from vllm import LLM, SamplingParams
+
 llm = LLM(**work["engine"])
 params = SamplingParams(temperature=0.0, max_tokens=8)
 outputs = llm.chat(work["chats"], params, use_tqdm=False)
@@ -152,13 +159,18 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def answered_directly(model: Path, environment: dict[str, str]) -> dict[int, Any]:
-    """What vLLM answers without batchinfer, and how many tokens the prompt has, by row."""
+def resumed_and_answered_directly(
+    arguments: list[str], model: Path, environment: dict[str, str]
+) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Run a worker to its end, then ask vLLM without batchinfer.
+
+    Returns the worker's result, and by row what vLLM answers and how many tokens the prompt has.
+    """
     good = [index for index in range(NUM_ROWS) if index not in BAD]
     engine = {**ENGINE, "model": str(model), "enforce_eager": True, "enable_chunked_prefill": False}
-    work = {"engine": engine, "chats": [chat(index) for index in good]}
+    work = {"arguments": arguments, "engine": engine, "chats": [chat(index) for index in good]}
     process = subprocess.run(
-        [sys.executable, "-c", DIRECT],
+        [sys.executable, "-c", RESUMED_AND_DIRECT],
         input=json.dumps(work),
         capture_output=True,
         text=True,
@@ -167,8 +179,8 @@ def answered_directly(model: Path, environment: dict[str, str]) -> dict[int, Any
         check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    answers = json.loads(process.stdout.strip().splitlines()[-1])
-    return dict(zip(good, answers, strict=True))
+    result, *_, answers = filter(None, process.stdout.splitlines())
+    return json.loads(result), dict(zip(good, json.loads(answers), strict=True))
 
 
 def test_answers_are_vllms_own_also_after_a_kill(
@@ -186,15 +198,13 @@ def test_answers_are_vllms_own_also_after_a_kill(
         process.kill()
         process.communicate()
     assert len(list((run / "outputs").glob("*.succeed"))) < NUM_ROWS // PER_CHUNK
-    done = finish_process(start_process(arguments(job, run, model), environment=environment), 280)
-    assert done.status == 0, done.stderr[-3000:]
-    assert done.result["error_count"] <= len(BAD)
+    result, expected = resumed_and_answered_directly(arguments(job, run, model), model, environment)
+    assert result["error_count"] <= len(BAD)
 
     lines = lines_of(run)
     assert {
         index: line["error"]["code"] for index, line in enumerate(lines) if line["error"]
     } == BAD
-    expected = answered_directly(model, environment)
     found = {
         index: [line["choices"][0]["text"], line["usage"]["prompt_tokens"]]
         for index, line in enumerate(lines)
