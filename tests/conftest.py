@@ -75,6 +75,7 @@ TOGETHER = {
     "test_formats_vllm": "test_engine_vllm",
     "test_tokenizers_vllm": "test_engine_vllm",
     "test_cookbook": "test_request_matrix_vllm",
+    "test_tools_vllm": "test_request_matrix_vllm",
     "test_worker_vllm": "test_request_matrix_vllm",
 }
 

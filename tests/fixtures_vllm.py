@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from tiny_model import DEMO_MODEL, write_tiny_model
@@ -56,8 +57,25 @@ def demo_config():
 
 @pytest.fixture(scope="session")
 def demo_engine(demo_config):
-    """An open engine with the demo's model, for the workers of all tests that can share it."""
+    """An open engine with the demo's model, for the workers of all tests that can share it.
+
+    It knows where reasoning ends. That changes nothing for runs without reasoning.
+    """
+    from batchinfer.engines.config import CONSTRAINTS
     from shared_engine import opened
 
-    with opened(demo_config) as engine:
+    # Constraints hold from the first token on, although the engine knows where reasoning ends.
+    constraints = {"structured_outputs_config": {**CONSTRAINTS, "enable_in_reasoning": True}}
+    config = msgspec.structs.replace(
+        demo_config,
+        reasoning_parser="qwen3",
+        engine_args={**demo_config.engine_args, **constraints},
+    )
+    with opened(config) as engine:
         yield engine
+
+
+@pytest.fixture
+def workers_share_demo_engine(demo_engine, monkeypatch):
+    """Workers that run in this process use `demo_engine` instead of an engine of their own."""
+    monkeypatch.setattr("batchinfer.worker.config.create_engine", lambda _: demo_engine)

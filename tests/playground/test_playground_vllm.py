@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.engines.config import EngineConfig
 from composer_file import composer_content, write_composer_file
-from shared_engine import SharedEngine, opened
 from terminal import CTRL_C, CTRL_D, Terminal
 from tiny_model import DEMO_MODEL
 
@@ -65,22 +61,6 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     assert "INFO" not in chat.shown
 
 
-@pytest.fixture
-def one_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All commands of a test share the engine of the first one."""
-    kept: list[SharedEngine] = []
-    with contextlib.ExitStack() as stack:
-
-        def create(config: EngineConfig) -> SharedEngine:
-            if not kept:
-                kept.append(stack.enter_context(opened(config)))
-            return kept[0]
-
-        monkeypatch.setattr("batchinfer.playground.session.create_engine", create)
-        yield
-
-
-@pytest.mark.usefixtures("one_engine")
 def test_generate_answers_on_a_converted_checkpoint(tmp_path: Path, capfd) -> None:
     """A grid on the model that `convert composer-to-hf` restores from a checkpoint of the demo's model."""
     checkpoint = write_composer_file(tmp_path / "ep0-ba1-rank0.pt", composer_content(DEMO_MODEL))

@@ -166,7 +166,7 @@ class TestReplay:
         )
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
         done = subprocess.run(
-            [sys.executable, "-c", code, "--seeds", "60", "--jobs", "2"],
+            [sys.executable, "-c", code, "--seeds", "20", "--jobs", "2"],
             env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 1, done.stderr

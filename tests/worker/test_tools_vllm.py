@@ -23,12 +23,6 @@ PARAMETERS = {
 }
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 THINK = "<think>[a-z]{4}</think>"
-# Constraints hold from the first token on, although the engine knows where reasoning ends.
-CONSTRAINTS = {
-    "backend": "xgrammar",
-    "disable_any_whitespace": True,
-    "enable_in_reasoning": True,
-}
 
 
 def in_marks(name: str) -> str:
@@ -70,13 +64,13 @@ def make_row(index: int) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
+@pytest.mark.usefixtures("workers_share_demo_engine")
 def test_calls_and_reasoning_of_real_answers(tmp_path: Path) -> None:
     make_job(tmp_path / "job", rows=len(BODIES), per_chunk=len(BODIES), make_row=make_row)
     options = [
         "--job", f"{tmp_path}/job", "--output", f"{tmp_path}/run", "--model", str(DEMO_MODEL),
         "--request-format", "openai-batch", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
-        "--max-model-len", "256", "--engine-arg", "kv_cache_memory_bytes=67108864",
-        "--engine-arg", f"structured_outputs_config={json.dumps(CONSTRAINTS)}",
+        "--max-model-len", "256",
     ]  # fmt: skip
     assert main(["worker", *options]) == 0
     [path] = Path(tmp_path, "run", "outputs").glob("*.jsonl")

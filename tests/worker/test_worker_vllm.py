@@ -22,7 +22,6 @@ from batchinfer.storage import Store
 from batchinfer.storage.opening import open_store
 from making import Finished, finish_process, read_marker, run_process, start_process
 from metrics_reader import port_of, scrape
-from shared_engine import SharedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/demo-model"
@@ -221,24 +220,9 @@ def metric(port: int, name: str, **labels: str) -> float:
     return next((value for key, value in values.items() if labels.items() <= set(key)), 0.0)
 
 
-@pytest.fixture
-def run_here(
-    demo_engine: SharedEngine, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[str]], None]:
-    """Function that runs a worker to its end in this process, with the engine that tests share."""
-    monkeypatch.setattr("batchinfer.worker.config.create_engine", lambda _: demo_engine)
-
-    def run(arguments: list[str]) -> None:
-        assert main(arguments) == 0
-
-    return run
-
-
+@pytest.mark.usefixtures("workers_share_demo_engine")
 def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
-    tmp_path: Path,
-    source: Path,
-    run_here: Callable[[list[str]], None],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine is killed, and started again within the worker. Then the worker is stopped, and another one goes on.
 
@@ -271,9 +255,9 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     assert "Traceback" not in stopped.stderr
     assert_all_gone(children)
     assert len(markers(run)) < NUM_ROWS // CHUNK_ROWS, "stopped too late to show anything"
-    run_here(worker(job, run, *sampled))
+    assert main(worker(job, run, *sampled)) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"] > 0
-    run_here(worker(job, whole, *sampled))
+    assert main(worker(job, whole, *sampled)) == 0
     found, wanted = lines(run), lines(whole)
     assert [line["_row"] for line in found] == list(range(NUM_ROWS))
     texts = [[choice["text"] for choice in line["choices"]] for line in found]
