@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core.processes import no_garbage_collection
 from batchinfer.prompts.constraint_process import ConstraintSetup
 from batchinfer.prompts.limited_process import (
     MEMORY_STATUS,
@@ -63,7 +64,8 @@ class Compiler:
     """Compiles constraints as vLLM's backend xgrammar does, without white space between the parts of JSON."""
 
     def __init__(self) -> None:
-        import xgrammar
+        with no_garbage_collection():
+            import xgrammar
 
         vocabulary = xgrammar.TokenizerInfo(
             made_up_tokens(), vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0]

@@ -40,6 +40,16 @@ def tools(tmp_path: Path) -> str:
     return str(tmp_path / "tools.json")
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a job, a file of tools, and a run that ended undisturbed. Its start takes seconds."""
+    folder = tmp_path_factory.mktemp("calm")
+    make_job(folder / "job", rows=NUM_ROWS, per_chunk=8, make_row=make_row)
+    (folder / "tools.json").write_text(json.dumps([ADD]))
+    assert main(words(f"{folder}/job", f"{folder}/run", f"{folder}/tools.json")) == 0
+    return folder
+
+
 def words(job: str, run: str, tools: str) -> list[str]:
     return [
         "worker", "--job", job, "--output", run, "--engine", "echo", "--prompt-column", "prompt", "--as-chat",
@@ -47,7 +57,7 @@ def words(job: str, run: str, tools: str) -> list[str]:
     ]  # fmt: skip
 
 
-def lines_of(run: str) -> list[bytes]:
+def lines_of(run: str | Path) -> list[bytes]:
     return [
         line
         for path in sorted(Path(run, "outputs").glob("*.jsonl"))
@@ -56,10 +66,9 @@ def lines_of(run: str) -> list[bytes]:
 
 
 def test_calls_survive_a_kill_with_the_ids_of_an_undisturbed_run(
-    job: str, tools: str, tmp_path: Path
+    job: str, tools: str, tmp_path: Path, calm: Path
 ) -> None:
-    calm, killed = str(tmp_path / "calm"), str(tmp_path / "killed")
-    assert main(words(job, calm, tools)) == 0
+    killed = str(tmp_path / "killed")
     slow = [*words(job, killed, tools), "--checkpoint-rows", "2", "--checkpoint-seconds", "0.05"]
     slow += ["--max-num-seqs", "2", "--echo-latency-seconds", "0.05"]
     process = subprocess.Popen(
@@ -77,8 +86,8 @@ def test_calls_survive_a_kill_with_the_ids_of_an_undisturbed_run(
     process.wait()
     assert len(lines_of(killed)) < NUM_ROWS
     assert main(words(job, killed, tools)) == 0
-    assert lines_of(killed) == lines_of(calm)
-    found = [json.loads(line) for line in lines_of(calm)]
+    assert lines_of(killed) == lines_of(calm / "run")
+    found = [json.loads(line) for line in lines_of(calm / "run")]
     for index, line in enumerate(found):
         [choice] = line["choices"]
         if index % 3 == 0:
@@ -94,25 +103,22 @@ def test_calls_survive_a_kill_with_the_ids_of_an_undisturbed_run(
     assert len({*ids}) == len(ids)
 
 
-def test_a_table_has_the_calls_as_json(job: str, tools: str, tmp_path: Path) -> None:
+def test_a_table_has_the_calls_as_json(calm: Path, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    run = str(tmp_path / "run")
-    assert main(words(job, run, tools)) == 0
-    assert main(["collect", run, str(tmp_path / "table.parquet")]) == 0
+    assert main(["collect", f"{calm}/run", str(tmp_path / "table.parquet")]) == 0
     column = pq.read_table(tmp_path / "table.parquet")["tool_calls"].to_pylist()  # type: ignore[no-untyped-call]
     assert column[0] is None
     assert json.loads(column[1])[0]["function"]["name"] == "add"
 
 
 def test_other_tools_are_another_run_and_a_resumed_one_gets_them_from_its_command(
-    job: str, tools: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tools: str, calm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = str(tmp_path / "run")
-    assert main(words(job, run, tools)) == 0
+    run = f"{calm}/run"
     Path(tools).write_text(json.dumps([ADD, {**ADD, "function": {"name": "sub"}}]))
     capsys.readouterr()
-    assert main(words(job, run, tools)) == 2
+    assert main(words(f"{calm}/job", run, tools)) == 2
     assert "tools" in capsys.readouterr().err
     config = json.loads(Path(run, "run.json").read_text())["config"]
     assert config["prompt"]["tools"] == [ADD]
@@ -122,9 +128,10 @@ def test_other_tools_are_another_run_and_a_resumed_one_gets_them_from_its_comman
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tool-call-parser", "hermess"], "did you mean 'hermes'"),
-        (["--reasoning-parser", "qwen33"], "did you mean 'qwen3'"),
-        (["--thinking-budget", "5"], "add --reasoning-parser"),
+        # Without a forced call there is no constraint to compile, which takes seconds.
+        (["--tool-choice", "auto", "--tool-call-parser", "hermess"], "did you mean 'hermes'"),
+        (["--tool-choice", "none", "--reasoning-parser", "qwen33"], "did you mean 'qwen3'"),
+        (["--tool-choice", "none", "--thinking-budget", "5"], "add --reasoning-parser"),
         (["--tool-choice", "auto"], "add --tool-call-parser"),
         (["--tool-choice", "ad"], "did you mean 'add'"),
         (["--regex", "a"], "with a constraint"),
