@@ -295,7 +295,9 @@ def _translate(url: str, error: Exception) -> BatchinferError:
         return InputError(f"{url}: no such file, folder or bucket", hint="check the spelling")
     if isinstance(error, IsADirectoryError):
         return InputError(f"{url}: is a folder, expected a file", hint="name the files in it")
-    return StorageError(f"{url}: cannot be read ({error})", hint="run the same command again")
+    what = "disk" if is_local(url) else "network"
+    hint = f"check the {what}, then run the same command again"
+    return StorageError(f"{url}: cannot be read ({error})", hint=hint)
 
 
 def damaged(url: str, what: str) -> InputError:

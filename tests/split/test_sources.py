@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from batchinfer.core.errors import AccessDenied, ConfigError, InputError, StorageError
-from batchinfer.split import finding, sources
+from batchinfer.split import finding, source_files, sources
 from batchinfer.split.sources import (
     ColumnChoice,
     CountedSources,
@@ -799,6 +799,13 @@ def test_an_unreadable_file_is_refused_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(AccessDenied, match=r"a\.parquet: access refused"):
         count_sources([str(path)], choice=ColumnChoice())
+
+
+@pytest.mark.parametrize(("url", "what"), [("gs://b/x.parquet", "network"), ("x.parquet", "disk")])
+def test_a_source_that_cannot_be_read_now_says_what_to_look_at(url, what):
+    with pytest.raises(StorageError, match="cannot be read") as caught, source_files.reading(url):
+        raise OSError(5, "Input/output error")
+    assert caught.value.hint == f"check the {what}, then run the same command again"
 
 
 def test_a_web_server_that_fails_is_not_taken_for_a_wrong_name():
