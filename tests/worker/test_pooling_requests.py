@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from pyarrow import parquet
 
@@ -24,6 +25,7 @@ from batchinfer.storage.opening import open_store
 from engine_contract import ListSource, drive
 from fake_endpoint import fake_endpoint, refusal
 from making import make_job, read_marker
+from samples import SCHEMAS
 
 EMBED, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -68,6 +70,8 @@ def test_bodies_are_those_of_openai_and_of_vllms_server(tmp_path: Path) -> None:
         ],
         *("--task", "embed", "--dimensions", "3", "--output-format", "openai-batch"),
     )
+    for line in found:
+        jsonschema.validate(line, SCHEMAS["output-openai-batch"])
     bodies = [line["response"]["body"] for line in found]
     assert [body.get("object") for body in bodies] == ["list"] * 8 + [None]
     vectors = [[each["embedding"] for each in body["data"]] for body in bodies[:6]]
