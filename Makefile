@@ -9,7 +9,7 @@ PY := .venv/bin/python
 # Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
 ARGS ?=
 # Processes of the test run: many tests wait for a server, a child or a clock.
-JOBS ?= 3
+JOBS ?= 4
 # How many seeds `make simulate` runs; one failing seed again: ARGS="--seed 42".
 SEEDS ?= 3000
 # Of `make chaos`.

@@ -6,8 +6,10 @@ Fixtures of a subject live in `tests/fixtures_<subject>.py`; add the module to
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +61,20 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 LONGEST = (
     "test_request_matrix_vllm",
     "test_engine_vllm",
-    "test_worker",
     "test_skypilot",
+    "test_simulation",
     "test_features_vllm",
     "test_pooling_vllm",
-    "test_python_examples",
-    "test_simulation",
-    "test_playground_vllm",
     "test_chaos",
+    "test_python_examples",
+    "test_images_vllm",
+    "test_playground_vllm",
+    "test_api",
     "test_run",
+    "test_worker",
+    "test_answers",
+    "test_collect_ranks",
+    "test_hub_destination",
 )
 
 # Modules that go to the process of another one, whose engine they share.
@@ -78,6 +85,18 @@ TOGETHER = {
     "test_tools_vllm": "test_request_matrix_vllm",
     "test_worker_vllm": "test_request_matrix_vllm",
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what imports and the collection of tests make, which stays to the end, out of all garbage collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -14,8 +15,7 @@ import batchinfer
 from batchinfer.formats import FORMATS
 
 PACKAGE = Path(batchinfer.__file__).parent
-MODULES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in MODULES}
+MODULES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 # Names of output formats that are names of request formats, too.
 SHARED = {"completions", "openai-batch"}
 QUIET = {"worker", "ledger"}
@@ -23,6 +23,12 @@ QUIET = {"worker", "ledger"}
 UNCLEAR = re.compile(
     r"(?:^|[.:;] )(?:One that|Whoever|What of|Those that)\b|\bas told\b|\bis at it\b"
 )
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.AST:
+    """Syntax tree of a module. Every process of the test run imports this file, so nothing is parsed at its import."""
+    return ast.parse((PACKAGE / path).read_text())
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
@@ -42,8 +48,8 @@ def test_the_package_has_few_rooms():
 
 def test_a_class_name_stands_for_one_thing():
     places = defaultdict(list)
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(str(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -53,9 +59,9 @@ def test_output_formats_are_told_apart_in_their_room_only():
     """Engines have a test of their own, in tests/engines/test_engine_table.py."""
     compared = [
         f"{path}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path in MODULES
         if path.parts[0] != "formats"
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Compare)
         for constant in ast.walk(node)
         if isinstance(constant, ast.Constant) and constant.value in set(FORMATS) - SHARED
@@ -68,20 +74,20 @@ def test_only_the_command_line_prints():
     printing = {"click.echo", "click.secho", "print", "sys.stdout.write", "sys.stderr.write"}
     found = [
         f"{path}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path in MODULES
         if path.parts[0] != "cli"
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     ]
     assert found == []
 
 
-@pytest.mark.parametrize("path", [path for path in TREES if path.parts[0] in QUIET], ids=str)
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] in QUIET], ids=str)
 def test_objects_of_worker_and_ledger_change_themselves(path):
     """An attribute is assigned by its own object: who changes what is then seen in one class."""
     found = [
         f"line {node.lineno}: {ast.unparse(target)}"
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in getattr(node, "targets", None) or [node.target]
         if isinstance(target, ast.Attribute)
@@ -91,11 +97,11 @@ def test_objects_of_worker_and_ledger_change_themselves(path):
     assert found == []
 
 
-@pytest.mark.parametrize("path", TREES, ids=str)
+@pytest.mark.parametrize("path", MODULES, ids=str)
 def test_sentences_begin_with_their_subject(path):
     lines = (PACKAGE / path).read_text().splitlines()
     comments = [line.split("# ", 1)[1] for line in lines if "# " in line]
-    found = [text for text in (*texts(TREES[path]), *comments) if UNCLEAR.search(text)]
+    found = [text for text in (*texts(tree_of(path)), *comments) if UNCLEAR.search(text)]
     assert found == []
 
 
