@@ -111,25 +111,27 @@ def test_numbers_that_do_not_fit_are_null() -> None:
     assert parser.num_unfit == 5
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "csv"])
-def test_collect_writes_the_parsed_answers(tmp_path: Path, form: str) -> None:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `ANSWERS`. Its worker compiles the schema, which takes seconds."""
+    folder = tmp_path_factory.mktemp("run")
     make_job(
-        tmp_path / "job",
+        folder / "job",
         rows=len(ANSWERS),
         per_chunk=4,
         make_row=lambda index: {"prompt": ANSWERS[index], "answer_json": "the source's own"},
     )
-    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    done = run_process(
-        worker_arguments(
-            tmp_path / "job",
-            tmp_path / "run",
-            *("--json-schema", str(tmp_path / "schema.json"), "--no-timing"),
-        )
-    )
+    (folder / "schema.json").write_text(json.dumps(SCHEMA))
+    options = ("--json-schema", str(folder / "schema.json"), "--no-timing")
+    done = run_process(worker_arguments(folder / "job", folder / "run", *options))
     assert done.status == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "csv"])
+def test_collect_writes_the_parsed_answers(tmp_path: Path, run: Path, form: str) -> None:
     dest = tmp_path / f"answers.{form}"
-    config = CollectConfig(run=str(tmp_path / "run"), dest=str(dest), with_source=True)
+    config = CollectConfig(run=str(run), dest=str(dest), with_source=True)
     run_collect(config, open_store=open_store, clock=SystemClock())
     whole = {
         "name": "Ann",
