@@ -74,10 +74,11 @@ class TestNotices:
     FIRST_SEED = {
         "lost_reply_is_a_loss": 130,
         "other_configuration_let_in": 35,
-        "clean_takes_every_orphan": 70,
+        "clean_goes_by_its_own_clock": 70,
+        "clean_takes_every_orphan": 120,
         "lease_renewed_as_of_the_end": 90,
         "no_checkpoint_on_time": 50,
-        "no_epoch_check": 160,
+        "no_epoch_check": 190,
         "replaced_run_is_not_noticed": 100,
     }
     INJECTED = {
