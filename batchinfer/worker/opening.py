@@ -12,7 +12,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
 from batchinfer.core.records import Claim, Marker
 from batchinfer.formats import read_line
-from batchinfer.ledger.checkpoints import FinishedRow, Segments
+from batchinfer.ledger.checkpoints import FinishedRow, Segments, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
@@ -70,6 +70,7 @@ class Opener:
         self._run = run.store
         self._sources = sources
         self._claims = run.claims
+        self._lease = run.lease
         self._publisher = run.publisher
         self._scratch = run.scratch
         self.chunks_with_checkpoints = chunks_with_checkpoints
@@ -163,26 +164,84 @@ class Opener:
             yields: Whether not to open a chunk that a third worker does, too. Among many workers that have nothing else
                 to do, dozens would do the same chunk.
         """
-        helper = self._helper(ref.name, owner.claim.worker) if yields else None
+        if not yields or self._claims is None:
+            return self._open_claimed(ref, Taken(""), now=now)
+        claims, owner_id = self._claims, owner.claim.worker
+        gone: set[tuple[str, int]] = set()
+        helper = self._helper(claims, ref.name, owner_id, gone)
         if helper is not None:
             return HeldByOther(helper)
-        return self._open_claimed(ref, Taken(""), now=now)
+        if ref.sha256 is None or not self._joined:
+            return self._open_claimed(ref, Taken(""), now=now)
+        key = self._announce(ref.name, ref.sha256)
+        opened: Opened | None = None
+        try:
+            # Two workers may announce their help at the same moment. Then one of them goes on.
+            helper = self._helper(claims, ref.name, owner_id, gone, has_announced=True)
+            opened = HeldByOther(helper) if helper else self._open_claimed(ref, Taken(""), now=now)
+        finally:
+            if not isinstance(opened, OpenChunk):
+                with contextlib.suppress(BatchinferError):
+                    self._run.delete([key])
+        if isinstance(opened, OpenChunk) and key not in opened.segment_keys:
+            opened.segment_keys.append(key)
+        return opened
 
-    def _helper(self, name: str, owner_id: str) -> Held | None:
-        """Return a live worker that has finished rows of a chunk, apart from its owner and this worker; None if none.
+    def _announce(self, name: str, chunk_sha256: str) -> str:
+        """Write a checkpoint segment without rows, which shows others that this worker helps. Return its key.
 
-        The worker is returned as if it held the chunk's claim.
+        The number in the key is 0; segments with rows begin with 1.
         """
-        if self._claims is None:
-            return None
+        self._lease.require()
+        key = layout.segment_key(name, self._lease.epoch, self._lease.writer, 0, 0)
+        write_segment(
+            self._run,
+            key,
+            b"",
+            chunk_sha256=chunk_sha256,
+            fingerprint=self._joined,
+        )
+        return key
+
+    def _helper(
+        self,
+        claims: Claims,
+        name: str,
+        owner_id: str,
+        gone: set[tuple[str, int]],
+        *,
+        has_announced: bool = False,
+    ) -> Held | None:
+        """Return a live worker that helps with a chunk, apart from its owner and this worker; None if there is none.
+
+        Args:
+            claims: Tells whether a worker is alive.
+            name: The chunk.
+            owner_id: The owner's worker id.
+            gone: Starts of workers, by writer and epoch, that are not alive. Further ones are added.
+            has_announced: Whether this worker has announced its help. Then a helper without rows counts only if its
+                name comes first.
+
+        Returns:
+            The worker, as if it held the chunk's claim.
+        """
         infos = self._run.list(layout.checkpoint_prefix(name))
-        segments = [layout.parse_segment(info.key) for info in infos]
-        starts = [(each.writer, each.epoch) for each in segments if each and each.rows is not None]
-        for writer, epoch in dict.fromkeys(starts):
+        most_rows: dict[tuple[str, int], int] = {}
+        for segment in (layout.parse_segment(info.key) for info in infos):
+            if segment is not None and segment.rows is not None:
+                start = (segment.writer, segment.epoch)
+                most_rows[start] = max(segment.rows, most_rows.get(start, 0))
+        for start, rows in most_rows.items():
+            writer, epoch = start
             worker_id, _, nonce = writer.rpartition(".")
+            if start in gone or worker_id in (owner_id, self._lease.worker_id):
+                continue
+            if has_announced and not rows and writer > self._lease.writer:
+                continue
             held = Held(Claim(worker=worker_id, epoch=epoch, nonce=nonce), "")
-            if worker_id != owner_id and self._claims.look(held) is not None:
+            if claims.look(held) is not None:
                 return held
+            gone.add(start)
         return None
 
     def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:

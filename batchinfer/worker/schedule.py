@@ -356,7 +356,9 @@ class Schedule:
         for name, (held, owner) in survey.alive.items():
             if name in not_wanted:
                 continue
-            if self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
+            if name in self._yielded and self._may_yield(name):
+                self._has_undecided = True  # it is tried again once its helper had a lease's time
+            elif self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
                 found.append(
                     Candidate(self._ref(name), backed_up=held, yields=self._may_yield(name))
                 )

@@ -23,6 +23,7 @@ from batchinfer.worker.config import Limits
 from fakes import marker_record, worker_record
 from simulation.machine import SimClock
 from simulation.oracle import RUN
+from simulation.scenario import close_files
 from simulation.scheduler import Process
 from simulation.stage import Stage, when
 from simulation.storage import StillStore
@@ -531,20 +532,48 @@ def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
             stage.scheduler.after(1.5, beat)
 
         beat()
+        asked: list[float] = []
         times: list[float] = []
         took = stage.took
+
+        def note(_number: int, method: str, key: str, _process: Process) -> None:
+            if method == "list_objects_v2" and key == RUN + layout.checkpoint_prefix("part-00001"):
+                asked.append(stage.scheduler.now)
 
         def took_at(process: Process, request: Request) -> None:
             took(process, request)
             if request.text == "theirs":
-                times.append(stage.scheduler.now - max(0.0, times_of_mine[-1]))
-            else:
-                times_of_mine.append(stage.scheduler.now)
+                times.append(stage.scheduler.now)
 
-        times_of_mine = [0.0]
         stage.took = took_at  # type: ignore[method-assign]
-        assert stage.run(within_seconds=120.0).is_success
-        assert min(times) >= 5.0
+        assert stage.run(hook=note, within_seconds=120.0).is_success
+        first_help = min(times)
+        assert first_help - asked[0] >= 6.0
+        # The chunk was asked about once before it was left alone, and again only when the lease was over.
+        assert len([each for each in asked if each < first_help - 1.0]) == 1
+
+
+def test_of_two_workers_that_would_help_a_slow_one_at_once_only_one_does() -> None:
+    """Checkpoints show a helper only after half a minute, so dozens of idle workers did the same chunk."""
+    with Stage([["theirs"] * 5]) as stage:
+        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1, busy_seconds=10000.0)
+        helpers = set()
+        took = stage.took
+
+        def took_by(process: Process, request: Request) -> None:
+            took(process, request)
+            helpers.add(process.name)
+
+        stage.took = took_by  # type: ignore[method-assign]
+        started = [stage.start(worker_id) for worker_id in ("w1", "w2", "w3")]
+        stage.scheduler.run(120.0, lambda: all(each.is_over for each in started))
+        for each in started:
+            assert [ending.error for ending in each.endings] == [None]
+            each.process.kill()
+            close_files(each.process.name)
+        assert len(helpers) == 1
+        assert stage.objects(layout.CHECKPOINTS) == {}
 
 
 def test_a_helper_asked_once_for_each_segment_whether_its_writer_lives() -> None:
@@ -571,6 +600,7 @@ def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
 ) -> None:
     """It compared the other's rate with that of its own start, which had no row yet, and would get none."""
     with Stage([["theirs"] * 5]) as stage:
+        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
         beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=10, busy_seconds=10000.0)
         if was_here_before:
             put_earlier_start(stage)
@@ -579,6 +609,7 @@ def test_a_restarted_worker_did_not_wait_for_a_slow_one_with_an_idle_engine(
 
 def test_a_restarted_worker_did_not_race_one_as_fast_as_it_had_been_itself() -> None:
     with Stage([["theirs"] * 5]) as stage:
+        stage.engine.load_seconds, stage.engine.row_seconds = 0.01, 2.0
         beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1000, busy_seconds=1000.0)
         put_earlier_start(stage)
         with pytest.raises(TimeoutError):

@@ -337,7 +337,8 @@ class Campaign:
         self.num_losses = 0
         self.num_backups = 0
         self.marked_at = 0.0
-        self.ended_at = 0.0
+        self.ends: list[tuple[float, float]] = []
+        """When each worker that came to its end began, and when it ended."""
         self.num_running = 0
         unit = plan.chunk_rows / plan.steps
         shares = [plan.fastest ** self.chance.uniform(-0.5, 0.5) for _ in range(plan.num_workers)]
@@ -420,7 +421,7 @@ class Campaign:
             is_over = True
             self._end(machine, is_lost=False)
             self.num_running -= 1
-            self.ended_at = scheduler.now
+            self.ends.append((machine.began, scheduler.now))
             scheduler.after(0.0, process.kill)
 
         def vanish() -> None:
@@ -493,6 +494,8 @@ class Outcome:
         total = plan.num_chunks * plan.steps
         ideal = campaign.ideal_seconds()
         again = campaign.num_finished - total + campaign.lost_in_flight
+        # Machines that come back when everything is done begin a worker that finds nothing to do.
+        ended_at = max(end for began, end in campaign.ends if began <= campaign.marked_at)
         reads, reads_at = requests.worst("reads")
         writes, writes_at = requests.worst("writes")
         return {
@@ -501,10 +504,13 @@ class Outcome:
             "rows": plan.num_chunks * plan.chunk_rows,
             "engine_rows": total,
             "machines_lost": campaign.num_losses,
-            "makespan_seconds": round(campaign.ended_at),
+            "makespan_seconds": round(ended_at),
+            "last_worker_began_and_ended": [
+                round(each) for each in max(campaign.ends, key=lambda each: each[1])
+            ],
             "last_marker_seconds": round(campaign.marked_at),
             "ideal_seconds": round(ideal),
-            "of_ideal": round(campaign.ended_at / ideal, 4),
+            "of_ideal": round(ended_at / ideal, 4),
             "done_twice": round(again / total, 5),
             "machine_hours": round(
                 sum(machine.paid_seconds for machine in campaign.machines) / 3600, 1
