@@ -171,7 +171,7 @@ class Opener:
         helper = self._helper(claims, ref.name, owner_id, gone)
         if helper is not None:
             return HeldByOther(helper)
-        if ref.sha256 is None or not self._joined:
+        if ref.sha256 is None or not self._joined or not self._lease.is_held():
             return self._open_claimed(ref, Taken(""), now=now)
         key = self._announce(ref.name, ref.sha256)
         opened: Opened | None = None
@@ -192,7 +192,6 @@ class Opener:
 
         The number in the key is 0; segments with rows begin with 1.
         """
-        self._lease.require()
         key = layout.segment_key(name, self._lease.epoch, self._lease.writer, 0, 0)
         write_segment(
             self._run,

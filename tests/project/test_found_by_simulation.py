@@ -576,6 +576,29 @@ def test_of_two_workers_that_would_help_a_slow_one_at_once_only_one_does() -> No
         assert stage.objects(layout.CHECKPOINTS) == {}
 
 
+def test_a_helper_whose_heartbeat_is_late_did_not_give_the_chunk_up() -> None:
+    """It could not say that it helps, which counted as a failure of the chunk."""
+    with Stage([["theirs"] * 5]) as stage:
+        beat_for_ever(stage, ["part-00000"], new_rows=1, rows_done=1, busy_seconds=10000.0)
+        stage.engine.load_seconds = 10.0
+        asked: list[float] = []
+        beats: list[float] = []
+
+        def late(_number: int, method: str, key: str, _process: Process) -> str | None:
+            now = stage.scheduler.now
+            if method == "list_objects_v2" and key == RUN + layout.checkpoint_prefix("part-00000"):
+                asked.append(now)
+            if method != "put_object" or key != RUN + layout.worker_key("w0"):
+                return None
+            if 0.5 < now < 60.0 and not stage.finished:
+                return "refused"
+            beats.append(now)
+            return None
+
+        assert stage.run(hook=late, within_seconds=300.0, lease_seconds=2.0).is_success
+        assert asked[0] - max(beat for beat in beats if beat < asked[0]) > 2.0
+
+
 def test_a_helper_asked_once_for_each_segment_whether_its_writer_lives() -> None:
     """A large chunk has dozens of segments, nearly all of one or two workers."""
     with Stage([["mine"] * 30, ["theirs"] * 5]) as stage:

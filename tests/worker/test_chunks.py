@@ -201,7 +201,9 @@ def opener(run: Store, source: Store, scratch: Scratch) -> Opener:
 
 
 def unjoined_opener(run: Store, source: Store, scratch: Scratch) -> Opener:
-    access = SimpleNamespace(store=run, claims=None, publisher=publisher(run), scratch=scratch)
+    access = SimpleNamespace(
+        store=run, lease=None, claims=None, publisher=publisher(run), scratch=scratch
+    )
     return Opener(cast("RunAccess", access), {"job": source}, set())
 
 

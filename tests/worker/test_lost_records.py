@@ -26,7 +26,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6]) as made:
+    with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6], seed=1) as made:
         made.engine.row_seconds = 2.0
         made.engine.max_in_flight = 4
         yield made

@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6], num_workers=3) as made:
+    with Stage([["a"] * 6, ["b"] * 6, ["c"] * 6], num_workers=3, seed=1) as made:
         made.engine.max_in_flight = 6
         yield made
 
