@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -44,9 +45,7 @@ class TestWithTheExporter:
 
         assert convert(DEMO_MODEL, tmp_path / "onnx", "--environment", ENVIRONMENT) == 0
         other = tmp_path / "other"
-        other.mkdir()
-        for path in DEMO_MODEL.iterdir():
-            (other / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(DEMO_MODEL, other)
         weights = load_file(other / "model.safetensors")
         weights["model.norm.weight"] *= 1.5
         save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
