@@ -414,6 +414,22 @@ class TestNetwork:
         assert outcome == "killed"
         assert "run/key" in server.objects
 
+    def test_a_slow_request_is_trouble_until_its_reply_has_come(self) -> None:
+        scheduler = Scheduler(0)
+        network = Network(scheduler, Server(is_safe=True, page_keys=1000, has_content_etags=True))
+        network.weather = Weather(slow=1.0, slow_seconds=10.0)
+        process = Process(scheduler, "p")
+        returned: list[float] = []
+
+        def work() -> None:
+            SimStore("s3://sim/run", network, process).create("key", b"mine")
+            returned.append(scheduler.now)
+
+        process.spawn(work)
+        scheduler.run(100)
+        assert returned[0] > 0.1
+        assert process.troubled_at == pytest.approx(returned[0])
+
     def test_preconditions_are_honoured_or_not(self) -> None:
         for is_safe, wanted in ((True, "AlreadyExists"), (False, "created")):
             scheduler = Scheduler(0)

@@ -349,9 +349,10 @@ class Network:
         outcome: list[tuple[Any, BatchinferError | None]] = []
         ticket = process.ticket()
         latency = weather.latency_seconds * (0.2 + 1.6 * chance.random())
+        is_slow = False
         if isinstance(fate, float):
             latency = fate
-        elif weather.slow and chance.random() < weather.slow:
+        elif is_slow := bool(weather.slow) and chance.random() < weather.slow:
             latency += weather.slow_seconds * chance.random()
             process.num_faults += 1
             process.troubled_at = max(process.troubled_at, scheduler.now + latency)
@@ -373,7 +374,10 @@ class Network:
                 process.kill()
                 return
             if fate != "late":
-                process.wake(ticket, latency * chance.random())
+                way_back = latency * chance.random()
+                process.wake(ticket, way_back)
+                if is_slow:
+                    process.troubled_at = max(process.troubled_at, scheduler.now + way_back)
 
         if fate == "late":
             scheduler.after(latency + chance.random() * weather.late_seconds, land, chance)
