@@ -85,8 +85,8 @@ def no_job(url: str) -> InputError:
     folder, _, name = url.rstrip("/").rpartition("/")
     if name == layout.JOB_KEY:
         hint = f"name its folder: --job {folder or '.'}"
-    elif layout.job_above(url):
-        hint = f"this is the place of a run; its job is --job {layout.job_above(url)}"
+    elif job := layout.job_above(url):
+        hint = f"this is the place of a run; its job is --job {job}"
     elif _is_data(name):
         hint = f"this is no job but a data set: batchinfer split {url} --output JOB, then --job JOB"
     else:
@@ -101,7 +101,7 @@ def _is_data(name: str) -> bool:
     (True, False)
     """
     plain = name.lower().removesuffix(".gz").removesuffix(".zst")
-    return plain.endswith((".parquet", ".jsonl", ".csv"))
+    return plain.endswith((".parquet", ".pq", ".jsonl", ".ndjson", ".json", ".csv", ".tsv"))
 
 
 def decode_job(data: bytes, url: str, *, hint: str = "") -> Job:

@@ -288,6 +288,7 @@ def test_a_folder_of_manifests_is_named_as_one(job: str, slash: str) -> None:
         ("job.json", "name its folder: --job ."),
         ("data/job/runs/a/", "its job is --job data/job"),
         ("reviews.parquet", "batchinfer split reviews.parquet --output JOB, then --job JOB"),
+        ("s3://b/all.json.gz", "batchinfer split s3://b/all.json.gz --output JOB, then --job JOB"),
         ("data/jobb", "make the job first: batchinfer split SOURCE --output data/jobb"),
     ],
 )

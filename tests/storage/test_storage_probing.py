@@ -7,8 +7,9 @@ import pytest
 from batchinfer.core.errors import AccessDenied, AlreadyExists, PreconditionFailed, StorageError
 from batchinfer.storage import Preconditions
 from batchinfer.storage.hub import ReadOnlyStore
+from batchinfer.storage.local import LocalStore
 from batchinfer.storage.memory import MemoryStore, forget
-from batchinfer.storage.opening import probe
+from batchinfer.storage.opening import leaving_no_folders, probe
 from batchinfer.storage.retrying import NotSupported, RetryPolicy, TransientError, retried
 
 URL = "memory://probing"
@@ -114,3 +115,19 @@ def test_transient_errors_end_as_storage_errors_that_count():
     assert type(caught.value) is StorageError
     assert caught.value.hint == "look"
     assert len(tries) == 3
+
+
+def test_a_probe_of_a_folder_that_is_not_there_leaves_none_of_the_folders_that_it_made(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        probe(LocalStore(root))
+        assert root.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_gets_a_file_during_its_probe_stays(tmp_path):
+    root = tmp_path / "a" / "b"
+    with leaving_no_folders(str(root)):
+        probe(LocalStore(root))
+        (root / "run.json").write_text("{}")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", root, root / "run.json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -234,3 +235,10 @@ def test_addresses_that_do_not_answer_leave_time_for_those_that_do(
     assert web.fetch(f"http://example.com:{port}/a", LOCAL, QUICK) == b"here"
     assert len(waited) == 3
     assert all(seconds < 2.6 for seconds in waited)  # of 5 seconds in all
+
+
+def test_a_connection_has_all_the_time_that_is_left_and_not_its_addresss_share() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", server.getsockname())
+        with web._open_socket([address] * 10, time.monotonic() + 1000) as found:
+            assert (found.gettimeout() or 0) > 500

@@ -30,7 +30,7 @@ from batchinfer.storage.opening import open_store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import RunAccess
-from batchinfer.worker.opening import AlreadyDone, AwaitsRun, Opener
+from batchinfer.worker.opening import AlreadyDone, AwaitsRun, Opener, good_rows
 from fakes import marker_record
 from simulation.machine import FLAKY, sampling
 from simulation.oracle import RUN
@@ -255,6 +255,14 @@ def test_taking_up_the_good_rows_of_an_output_takes_the_memory_of_a_few_of_them(
     publisher(run).publish(built, marker, chunk="texts", leftovers=[])
     ref = ChunkRef(name="texts", root="job", key="texts.jsonl", generation=1)
     assert peak_of_opening(ref, source, run, scratch) < TOTAL_BYTES / 3
+
+
+def test_the_good_rows_of_an_output_keep_their_counts() -> None:
+    usage = b'"prompt_tokens":4,"cached_tokens":1,"completion_tokens":9,"reasoning_tokens":7'
+    line = b'{"_row":0,"_id":"","status":"ok","choices":[{"text":"a"}],"usage":{%s}}\n' % usage
+    [row] = good_rows(io.BytesIO(line), 1)
+    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.reasoning_tokens)
+    assert counts == (4, 1, 9, 7)
 
 
 def test_error_rows_in_segments_of_the_generation_before_are_to_do_again(

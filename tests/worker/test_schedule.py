@@ -148,6 +148,21 @@ def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again() -> None:
         assert helper.schedule.next() is None
 
 
+def test_a_chunk_that_two_looks_have_found_is_not_tried_again_once_it_is_given_up() -> None:
+    helper = Helper("found-twice", 1, is_alone=True)
+    [name] = helper.names
+    assert helper.schedule.next() is not None
+    helper.schedule.started(name)
+    helper.schedule.held_by_other(name)
+    helper.tick(seconds=11.0)
+    helper.tick(seconds=11.0)
+    assert len(helper.schedule._found) == 2
+    assert helper.schedule.next() is not None
+    helper.schedule.started(name)
+    helper.schedule.gave_up(name)
+    assert helper.schedule.next() is None
+
+
 def test_a_part_that_could_not_be_listed_is_looked_at_again_before_the_worker_ends() -> None:
     helper = Helper("fails", 3000)
     helper.finish(*helper.names[1:])

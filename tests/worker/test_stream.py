@@ -56,18 +56,26 @@ class AtOnce:
 
 
 class FetchesLater(AtOnce):
-    """A background that fetches images only once it is told to."""
+    """A background that fetches images only once it is told to: all, or the first `num_fetched` rows' images."""
 
     def __init__(self) -> None:
         self.has_fetched = False
+        self.num_fetched = 0
         self.num_begun = 0
+        self.num_waits = 0
 
     def beside(self, num_threads: int) -> AtOnce:
         def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
             self.num_begun += 1
-            return SimpleNamespace(is_done=lambda: self.has_fetched, result=work)
+            number = self.num_begun
+            return SimpleNamespace(
+                is_done=lambda: self.has_fetched or number <= self.num_fetched, result=work
+            )
 
         return cast("AtOnce", SimpleNamespace(submit=submit))
+
+    def wait(self, timeout_seconds: float) -> None:
+        self.num_waits += 1
 
 
 class ChunksPutByHand:
@@ -431,11 +439,15 @@ def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wai
     chunks.put("second", 1, [NO_IMAGE])
     chunks.put("third", 1, [f'say","image":"{as_base64(picture("blue"))}'])
     assert not take(stream), "the group of suspects has begun"
-    background.has_fetched = True
+    stream.wait(1.0)
+    assert background.num_waits == 1, "the engine may take none of the rows that wait"
+    background.num_fetched = 1
     [suspect] = take_all(stream)
     assert suspect.key == ("first", 0)
     stream.handle([answer(suspect)])
-    assert [request.key for request in take_all(stream)] == [("second", 0), ("third", 0)]
+    assert [request.key for request in take_all(stream)] == [("second", 0)]
+    background.has_fetched = True
+    assert [request.key for request in take_all(stream)] == [("third", 0)]
 
 
 def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from_them(
@@ -806,6 +818,42 @@ def test_rows_that_follow_a_row_whose_chunk_is_gone_before_it_runs_are_asked(
     assert [request.key for request in take(stream)] == [("second", 0)]
     stream.handle([answer(Request(key=("second", 0), sampling=Sampling()))])
     assert lines_of(chunks.finished) == [0, 1]
+
+
+NO_SUCH_IMAGE = 'say","image":"memory://no-pictures/a.png'
+
+
+def test_rows_that_follow_a_row_whose_image_cannot_be_used_are_not_lost(
+    chunks: ChunksPutByHand,
+) -> None:
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    chunks.put("first", 3, [NO_SUCH_IMAGE])
+    stream = stream_over(chunks, dedupe=True, prompt=prompt)
+    assert take_all(stream) == []
+    assert {row.line: row.code for row in chunks.finished} == dict.fromkeys(
+        range(3), "media_not_found"
+    )
+    assert (stream.num_pending, stream._num_bytes) == (0, 0)
+
+
+def test_rows_that_follow_a_row_of_a_published_chunk_that_has_no_image_yet_are_asked(
+    chunks: ChunksPutByHand,
+) -> None:
+    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
+    background = FetchesLater()
+    text = f'say","image":"{as_base64(picture("red"))}'
+    chunks.put("first", 1, [text])
+    chunks.put("second", 2, [text])
+    stream = stream_over(chunks, dedupe=True, prompt=prompt, background=background)
+    assert not take(stream)
+    chunks.open.pop("first").close()
+    stream.drop(["first"])
+    assert stream.num_pending == 2
+    background.has_fetched = True
+    [leader] = take_all(stream)
+    stream.handle([answer(leader)])
+    assert lines_of(chunks.finished) == [0, 1]
+    assert (stream.num_pending, stream._num_bytes) == (0, 0)
 
 
 def test_rows_of_a_published_chunk_follow_no_more(chunks: ChunksPutByHand) -> None:
