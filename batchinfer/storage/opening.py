@@ -237,7 +237,10 @@ def probe(store: Store, prefix: str = layout.PROBES) -> Preconditions:
 
 @contextlib.contextmanager
 def leaving_no_folders(url: str) -> Iterator[None]:
-    """Remove the folders that a probe makes below a local `url` that is not there. Other URLs have no folders."""
+    """Remove, at its end, the folders that a `probe` within it makes for a local `url` that did not exist before.
+
+    A folder with a file in it stays. Stores at other URLs have no folders.
+    """
     made: list[Path] = []
     if split_url(url)[0] == "file" and not local_path(url).exists():
         root = local_path(url).absolute()

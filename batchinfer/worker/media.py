@@ -54,7 +54,7 @@ _CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
 """Bytes of memory that an entry of the cache takes beside its image and its place."""
 UNAVAILABLE_SECONDS = 60.0
-"""Seconds for which no row asks again for an image that could not be fetched, several times. After that the fault may
+"""Seconds after a fetch has failed, repetitions included, in which no row asks for the image again. Later the fault may
 have passed."""
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""

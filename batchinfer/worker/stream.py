@@ -534,14 +534,14 @@ class RowStream:
                 self._finish(chunk.name, failed)
         if suspects:
             self._is_isolating = True
-            self._suspects.extend(self._without_images(suspects))
+            self._suspects.extend(self._queue_for_images(suspects))
 
     def _take(self, flights: list[_Flight]) -> None:
         """Let rows wait for the engine. Those with images that are not fetched yet wait for these first."""
-        self._window.extend(self._without_images(flights))
+        self._window.extend(self._queue_for_images(flights))
 
-    def _without_images(self, flights: list[_Flight]) -> list[_Flight]:
-        """Return the rows that need no images. The others are to wait for theirs."""
+    def _queue_for_images(self, flights: list[_Flight]) -> list[_Flight]:
+        """Queue the rows with images that are not fetched yet. Return the other rows."""
         with_media = [flight for flight in flights if flight.prepared.media]
         if not with_media:
             return flights

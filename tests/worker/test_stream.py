@@ -39,6 +39,11 @@ from pictures import as_base64, picture
 from simulation.defects import DEFECTS
 
 PROMPT = PromptConfig(prompt_column="q", keep=["note"])
+WITH_IMAGES = PromptConfig(prompt_column="q", image_columns=["image"])
+RED = f'say","image":"{as_base64(picture("red"))}'
+"""Text of a row with an image, as `ChunksPutByHand.put` takes it."""
+NO_IMAGE = 'say","image":null,"more":"'
+NO_SUCH_IMAGE = 'say","image":"memory://no-pictures/a.png'
 
 
 class AtOnce:
@@ -349,21 +354,8 @@ def test_rows_that_failed_or_went_with_their_chunk_take_no_memory_any_more(
     assert len(take_all(stream)) == 8
 
 
-WITH_IMAGES = msgspec.structs.replace(PROMPT, image_columns=["note"], keep=[])
-"""The column of notes has images."""
-
-
 def test_a_group_of_suspects_runs_together_with_its_images(chunks: ChunksPutByHand) -> None:
-    chunk = chunks.put("first", 8)
-    note = json.dumps(as_base64(picture("red"))).encode()
-    lines = chunk.local.path.read_bytes().replace(b"[1]", note)
-    chunk.close()
-    chunk.local.path.write_bytes(lines)
-    ref = chunk.ref
-    spool = Spool(chunk.local.path.with_suffix(".again"), 8)
-    local = LocalChunk(chunk.local.path, 8, "", len(lines))
-    chunks.open["first"] = OpenChunk(ref, local, spool, num_rows=8, started=0.0)
-    chunks.open["first"].deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
+    chunks.put("first", 8, [RED]).deaths = {0: Deaths(2, 8), 3: Deaths(2, 8)}
     stream = stream_over(chunks, max_in_flight=8, prompt=WITH_IMAGES)
     normal = take_all(stream)
     assert [request.key[1] for request in normal] == [1, 2, 4, 5, 6, 7]
@@ -388,17 +380,15 @@ def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
 
             return cast("AtOnce", SimpleNamespace(submit=submit))
 
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
-    chunks.put("first", 3, [f'say","image":"{as_base64(picture("red"))}'])
-    stream = stream_over(chunks, prompt=prompt, background=ArrivesWhenAsked())
+    chunks.put("first", 3, [RED])
+    stream = stream_over(chunks, prompt=WITH_IMAGES, background=ArrivesWhenAsked())
     assert len(take_all(stream)) == 3
 
 
 def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> None:
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     background = FetchesLater()
-    chunks.put("first", 3 * NUM_THREADS, [f'say","image":"{as_base64(picture("red"))}'])
-    stream = stream_over(chunks, prompt=prompt, background=background, max_in_flight=100)
+    chunks.put("first", 3 * NUM_THREADS, [RED])
+    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background, max_in_flight=100)
     assert not take(stream)
     chunks.close()
     background.has_fetched = True
@@ -407,21 +397,16 @@ def test_a_worker_that_ends_fetches_no_more_images(chunks: ChunksPutByHand) -> N
     assert background.num_begun == NUM_THREADS
 
 
-NO_IMAGE = 'say","image":null,"more":"'
-
-
 def suspects_with_images(chunks: ChunksPutByHand, name: str, number: int) -> None:
-    texts = [f'say","image":"{as_base64(picture("red"))}']
-    chunks.put(name, number, texts).deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
+    chunks.put(name, number, [RED]).deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
 
 
 def test_a_group_of_suspects_may_have_more_images_than_are_fetched_at_a_time(
     chunks: ChunksPutByHand,
 ) -> None:
     """The worker waited for ever: it fetched no more images before the whole group had its own."""
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     suspects_with_images(chunks, "first", 2 * NUM_THREADS + 1)
-    stream = stream_over(chunks, prompt=prompt)
+    stream = stream_over(chunks, prompt=WITH_IMAGES)
     while group := take_all(stream):
         stream.handle([answer(request) for request in group])
     assert len(chunks.finished) == 2 * NUM_THREADS + 1
@@ -431,10 +416,9 @@ def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wai
     chunks: ChunksPutByHand,
 ) -> None:
     """They were in the engine together with the suspects, or were taken into their group."""
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     background = FetchesLater()
     suspects_with_images(chunks, "first", 1)
-    stream = stream_over(chunks, prompt=prompt, background=background)
+    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background)
     assert not take(stream)
     chunks.put("second", 1, [NO_IMAGE])
     chunks.put("third", 1, [f'say","image":"{as_base64(picture("blue"))}'])
@@ -453,7 +437,6 @@ def test_rows_of_a_chunk_that_is_opened_while_images_of_suspects_are_fetched_wai
 def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from_them(
     chunks: ChunksPutByHand,
 ) -> None:
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     background, number = FetchesLater(), NUM_THREADS + 4
     texts = ['say","image":"memory://pictures/red.png']
     deaths = dict.fromkeys(range(number), Deaths(2, 4 * number))
@@ -464,7 +447,7 @@ def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from
     )
     stream = stream_over(
         chunks,
-        prompt=prompt,
+        prompt=WITH_IMAGES,
         max_in_flight=100,
         max_row_memory=1,
         background=background,
@@ -484,10 +467,9 @@ def test_rows_that_wait_for_suspects_and_take_all_memory_do_not_keep_images_from
 def test_suspects_whose_chunk_is_published_while_their_images_are_fetched_hold_nobody_up(
     chunks: ChunksPutByHand,
 ) -> None:
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     background = FetchesLater()
     suspects_with_images(chunks, "first", 1)
-    stream = stream_over(chunks, prompt=prompt, background=background)
+    stream = stream_over(chunks, prompt=WITH_IMAGES, background=background)
     assert not take(stream)
     chunks.open.pop("first").close()
     stream.drop(["first"])
@@ -510,12 +492,11 @@ def test_images_that_are_fetched_count_as_memory_of_rows(chunks: ChunksPutByHand
             fetched.append(key)
             return SimpleNamespace(data=large)
 
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     stream = stream_over(
         chunks,
         max_in_flight=100,
         max_row_memory=8,
-        prompt=prompt,
+        prompt=WITH_IMAGES,
         open_store=lambda _url: Pictures(),
     )
     held = take_all(stream)
@@ -820,15 +801,11 @@ def test_rows_that_follow_a_row_whose_chunk_is_gone_before_it_runs_are_asked(
     assert lines_of(chunks.finished) == [0, 1]
 
 
-NO_SUCH_IMAGE = 'say","image":"memory://no-pictures/a.png'
-
-
 def test_rows_that_follow_a_row_whose_image_cannot_be_used_are_not_lost(
     chunks: ChunksPutByHand,
 ) -> None:
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     chunks.put("first", 3, [NO_SUCH_IMAGE])
-    stream = stream_over(chunks, dedupe=True, prompt=prompt)
+    stream = stream_over(chunks, dedupe=True, prompt=WITH_IMAGES)
     assert take_all(stream) == []
     assert {row.line: row.code for row in chunks.finished} == dict.fromkeys(
         range(3), "media_not_found"
@@ -839,12 +816,10 @@ def test_rows_that_follow_a_row_whose_image_cannot_be_used_are_not_lost(
 def test_rows_that_follow_a_row_of_a_published_chunk_that_has_no_image_yet_are_asked(
     chunks: ChunksPutByHand,
 ) -> None:
-    prompt = msgspec.structs.replace(PROMPT, image_columns=["image"], keep=[])
     background = FetchesLater()
-    text = f'say","image":"{as_base64(picture("red"))}'
-    chunks.put("first", 1, [text])
-    chunks.put("second", 2, [text])
-    stream = stream_over(chunks, dedupe=True, prompt=prompt, background=background)
+    chunks.put("first", 1, [RED])
+    chunks.put("second", 2, [RED])
+    stream = stream_over(chunks, dedupe=True, prompt=WITH_IMAGES, background=background)
     assert not take(stream)
     chunks.open.pop("first").close()
     stream.drop(["first"])
