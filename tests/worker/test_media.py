@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from batchinfer.check.command import command as check
+from batchinfer.cli.main import main
 from batchinfer.core.errors import BatchinferError, ConfigError, RowError, RunMismatch
 from batchinfer.core.records import Failure, Media
 from batchinfer.ledger.runs import read_run
@@ -437,6 +439,27 @@ def test_options_that_could_not_work_are_refused(tmp_path: Path) -> None:
         run_worker_here(tmp_path / "job", tmp_path / "run", "--image-column", "picture")
     with pytest.raises(ConfigError, match="limit-mm-per-prompt"):
         run_worker_here(tmp_path / "job", tmp_path / "run", "--limit-mm-per-prompt", "image=many")
+
+
+def test_a_worker_without_pillow_ends_and_fails_no_row_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is known before the start only of runs with columns of images: messages have images, too."""
+    image = {"type": "image_url", "image_url": {"url": as_data_url(RED)}}
+    plain_row = {"messages": [{"role": "user", "content": "What?"}]}
+    rows = [plain_row, {"messages": [{"role": "user", "content": [image]}]}]
+    make_job(tmp_path / "job", rows=2, per_chunk=2, make_row=rows.__getitem__)
+    work = ["--job", f"{tmp_path}/job", "--output", f"{tmp_path}/run", "--engine", "echo"]
+    work += ["--messages-column", "messages", "--no-timing"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "PIL", None)
+        with pytest.raises(ConfigError, match="pillow"):
+            check_media(PromptConfig(image_columns=["image"]), Limits())
+        assert main(["worker", *work]) == 2
+    assert "the package pillow is not installed" in capsys.readouterr().err
+    assert answers(tmp_path / "run") == []
+    assert main(["worker", *work]) == 0
+    assert [line["status"] for line in answers(tmp_path / "run")] == ["ok", "ok"]
 
 
 def test_the_columns_and_the_limit_decide_answers_and_are_part_of_the_run(tmp_path: Path) -> None:
