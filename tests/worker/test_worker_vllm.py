@@ -82,18 +82,16 @@ def split(source: Path, job: str) -> None:
             job,
             "--chunk-rows",
             str(CHUNK_ROWS),
-            "--num-workers",
-            "2",
         ]
     )
     assert done.status == 0, done.stderr
 
 
-def worker(job: str, run: str, *options: str, manifest: str = "all.txt") -> list[str]:
+def worker(job: str, run: str, *options: str) -> list[str]:
     return [
         "worker",
         "--manifest",
-        f"{job}/manifests/{manifest}",
+        f"{job}/manifests/all.txt",
         "--output",
         run,
         *OPTIONS,
