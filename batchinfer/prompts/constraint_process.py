@@ -18,7 +18,7 @@ import msgspec
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import describe_exit
-from batchinfer.prompts.constraints import KINDS, Constraint
+from batchinfer.prompts.constraints import KINDS, OPTIONS, Constraint
 from batchinfer.prompts.limited_process import LimitedProcess
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,11 @@ def check_run_constraint(constraint: Constraint | None, checker: ConstraintCheck
     """
     # --sampling can give vLLM's further fields beside the constraint, or a kind of a later version of vLLM.
     known = {kind: value for kind, value in (constraint or {}).items() if kind in KINDS}
-    problem = checker.problem_of(known) if len(known) == 1 and checker is not None else ""
-    if problem:
+    if len(known) != 1 or checker is None:
+        return
+    [kind] = known
+    if problem := checker.problem_of(known):
         raise ConfigError(
-            f"sampling options: the constraint {problem}",
-            hint="see --json-schema, --choices, --regex, --grammar and --structural-tag in docs/features.md",
+            f"{OPTIONS.get(kind, '--sampling structured')}: the constraint {problem}",
+            hint="docs/features.md says what constraints there are",
         )

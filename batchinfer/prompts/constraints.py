@@ -21,6 +21,27 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Kinds of constraints, by vLLM's names."""
 JSON_KINDS = ("json", "json_object")
 """Kinds of constraints whose answers are JSON."""
+OPTIONS = {
+    "json": "--json-schema",
+    "choice": "--choices",
+    "regex": "--regex",
+    "grammar": "--grammar",
+    "structural_tag": "--structural-tag",
+}
+"""Options of a run that state a constraint, by its kind."""
+_RULES = frozenset(
+    {
+        *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"),
+        *("format", "pattern", "minLength", "maxLength"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "unevaluatedProperties"),
+        *("dependencies", "dependentRequired", "dependentSchemas"),
+        *("items", "prefixItems", "contains", "uniqueItems", "minItems", "maxItems"),
+        "unevaluatedItems",
+    }
+)
+"""Keywords of JSON Schema of which a schema must have one, because a schema without them lets any JSON through."""
 
 Constraint = dict[str, Any]
 
@@ -44,27 +65,28 @@ def read_options(
     Raises:
         ConfigError: several options are given, or one has a value that is no constraint.
     """
-    given: dict[str, tuple[str, Any]] = {
-        "--json-schema": ("json", json_schema),
-        "--choices": ("choice", choices),
-        "--regex": ("regex", regex),
-        "--grammar": ("grammar", grammar),
-        "--structural-tag": ("structural_tag", structural_tag),
+    values: dict[str, Any] = {
+        "json": json_schema,
+        "choice": choices,
+        "regex": regex,
+        "grammar": grammar,
+        "structural_tag": structural_tag,
     }
-    given = {flag: pair for flag, pair in given.items() if pair[1]}
+    given = {kind: value for kind, value in values.items() if value}
     if not given:
         return None
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: expected one constraint", hint="keep one")
-    [(flag, (kind, value))] = given.items()
+        flags = " and ".join(OPTIONS[kind] for kind in given)
+        raise ConfigError(f"{flags}: expected one constraint", hint="keep one")
+    [(kind, value)] = given.items()
     try:
         if kind == "json":
-            value = _schema(value)
+            value = _with_rules(_schema(value))
         elif kind == "choice":
             value = list(value) if len(value) > 1 else split_choices(value[0])
         return checked(kind, value)
     except ConstraintProblem as problem:
-        raise ConfigError(f"{flag}: {problem}") from problem
+        raise ConfigError(f"{OPTIONS[kind]}: {problem}") from problem
 
 
 def split_choices(text: str) -> Any:
@@ -83,7 +105,7 @@ def read_column(value: Any) -> Constraint | None:
     """Return the constraint that a column of a row holds.
 
     The value, or the JSON that it holds as text, is one of these: an object whose only field is one of `KINDS`; a
-    `response_format` of the OpenAI API; any other object, which is a JSON schema; a list of texts, the choices.
+    `response_format` of the OpenAI API; an object with a rule of a JSON schema; a list of texts, the choices.
 
     Returns:
         None for null, an empty text, and a `response_format` of the type ``text``.
@@ -107,7 +129,7 @@ def read_column(value: Any) -> Constraint | None:
         return checked(kind, item)
     if value.get("type") in RESPONSE_FORMATS:
         return read_response_format(value)
-    return checked("json", value)
+    return checked("json", _with_rules(value))
 
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -176,6 +198,20 @@ def checked(kind: str, value: Any) -> Constraint:
 def problem_of_column(column: str, problem: ConstraintProblem | str) -> RowProblem:
     """Return the error of a row whose column holds no usable constraint."""
     return RowProblem(Code.INVALID_CONSTRAINT, f"column {column!r}: {problem}")
+
+
+def _with_rules(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema. It may be a misspelt constraint, or an example of an answer, if it has no rule.
+
+    Raises:
+        ConstraintProblem: it has no rule, so any JSON would satisfy it.
+    """
+    if schema and not _RULES & schema.keys():
+        raise ConstraintProblem(
+            f"an object of {_show(sorted(schema))}, expected a JSON schema, with type, properties, enum or the like, "
+            f"or one field of {', '.join(KINDS)}"
+        )
+    return schema
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -304,7 +304,8 @@ def _number(name: str, value: Any) -> float:
 def _integer(name: str, value: Any, lowest: int | None = None) -> int:
     low, high = _INTEGERS.get(name, (lowest or 0, _INT64 - 1))
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _invalid(name, f"{_show(value)}, expected a whole number from {low}")
+        to = f" to {high}" if low < 0 else ""
+        raise _invalid(name, f"{_show(value)}, expected a whole number from {low}{to}")
     return value
 
 
@@ -412,6 +413,11 @@ _INSTEAD = {
     "echo": "for a chat, --keep-prompt repeats the messages; /v1/completions has echo",
     "use_beam_search": "`n` and `best_of` draw several answers; with --engine openai a vLLM server "
     "does beam search",
+    "stream": "each answer comes whole",
+    **{
+        f"guided_{kind}": f"vLLM's name of it is structured_outputs: {{{kind!r}: …}}"
+        for kind in ("json", "regex", "choice", "grammar")
+    },
 }
 """Advice for parameters that are not supported. Requests for completions may have `echo`."""
 
