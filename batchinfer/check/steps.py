@@ -366,9 +366,15 @@ class Examination:
                 ERROR if count == len(rows) else WARNING,
                 "data",
                 f"{count} of {len(rows)} sample rows would be {code}{about}; row {first.row}: {first.message}",
-                "--truncate-prompt or a larger --max-model-len"
-                if code == "prompt_too_long"
-                else "",
+            )
+        num_with_images = sum(bool(row.images) for row in rows)
+        if num_with_images and self.model is not None and not self.model.takes_images:
+            self._problem(
+                WARNING,
+                "model",
+                f"{num_with_images} of {len(rows)} sample rows have images, "
+                "and nothing in the model's config says that it takes images",
+                "if it takes none, such rows become error rows (engine_rejected)",
             )
         if cut:
             self._problem(

@@ -302,7 +302,11 @@ def _read_file(flag: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{flag} {path}: cannot be read ({reason})",
+            hint="expected the name of a file of text in UTF-8",
+        ) from error
 
 
 def _read_text(flag: str, given: str) -> str:

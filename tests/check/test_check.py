@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here
+from pictures import as_base64, picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = str(REPOSITORY / "examples" / "demo-model")
@@ -217,3 +219,22 @@ def test_an_estimate_above_a_limit_is_a_warning(check: Checker, job: str) -> Non
     assert hours.startswith("--max-hours 5 h is below the estimate of 16.8 h")
     status, result, _ = check("--job", job, *ECHO, *rate, "--max-cost", "40", "--max-hours", "17")
     assert not messages(result, "warning")
+
+
+def test_images_for_a_model_that_seems_to_take_none_are_a_warning(
+    check: Checker, tmp_path: Path
+) -> None:
+    def warnings(model: str) -> list[str]:
+        options = ("--image-column", "image", "--prompt-column", "q", "--as-chat", "--show", "0")
+        _, result, _ = check(str(path), "--model", model, *options)
+        return [each for each in messages(result, "warning") if "have images" in each]
+
+    path = tmp_path / "rows.jsonl"
+    rows = [{"q": "What?", "image": as_base64(picture("red"))}, {"q": "What?", "image": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [found] = warnings(MODEL)
+    assert found.startswith("1 of 2 sample rows have images, and nothing in the model's config")
+    shutil.copytree(MODEL, tmp_path / "seeing")
+    config = json.loads((tmp_path / "seeing/config.json").read_text()) | {"vision_config": {}}
+    (tmp_path / "seeing/config.json").write_text(json.dumps(config))
+    assert warnings(str(tmp_path / "seeing")) == []
