@@ -18,7 +18,7 @@ import click
 from batchinfer import __version__
 from batchinfer.cli.entry import INTERRUPTED
 from batchinfer.cli.logs import configure_logging
-from batchinfer.cli.settings import COMMANDS
+from batchinfer.cli.settings import COMMANDS, origin_of
 from batchinfer.cli.terminal import say
 from batchinfer.core.errors import BatchinferError
 
@@ -144,6 +144,8 @@ def _show_click_error(error: click.ClickException) -> None:
     error.show(file=text)
     for line in text.getvalue().rstrip("\n").split("\n"):
         say(line)
+    if origin := origin_of(error):
+        say(f"hint: the value is from {origin}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

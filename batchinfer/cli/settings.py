@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import click
+from click.core import ParameterSource
 
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
@@ -166,6 +167,10 @@ def common_options(function: F) -> F:
     return result
 
 
+_FILE = "batchinfer.settings_file"
+"""Key of the settings file's path in `click.Context.meta`."""
+
+
 def unknown_variables(
     context: click.Context, environment: Mapping[str, str]
 ) -> list[tuple[str, str]]:
@@ -194,6 +199,19 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
         return
     values = read_settings(path, context.command)
     context.default_map = {**(context.default_map or {}), **values}
+    context.meta[_FILE] = str(path)
+
+
+def origin_of(error: click.ClickException) -> str:
+    """Return the settings file or the environment variable that a wrong value is from; "" for a command line's."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return ""
+    match error.ctx.get_parameter_source(error.param.name or ""):
+        case ParameterSource.DEFAULT_MAP:
+            return f"the settings file {error.ctx.meta[_FILE]}"
+        case ParameterSource.ENVIRONMENT:
+            return f"the environment variable {error.param.envvar}"
+    return ""
 
 
 def read_settings(path: Path, command: click.Command) -> dict[str, Any]:

@@ -150,11 +150,11 @@ class EngineKind:
     """Names of request parameters that go to the engine unread."""
     check_installed: Callable[[], None] = _accept
     """Function that raises ConfigError if the engine's package is not installed. It does not import the package."""
-    check_parameters: Callable[[Iterable[str]], None] = _accept
-    """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. It does not
-    import the engine's package."""
+    check_parameters: Callable[[str, Iterable[str]], None] = _accept
+    """Function that raises ConfigError if one of the names is not a sampling parameter of the engine. The first
+    argument is the option that the names were given to, for the message. It does not import the engine's package."""
     check_arguments: Callable[[Mapping[str, Any]], None] = _accept
-    """Like `check_parameters`, but for engine arguments by name."""
+    """Function that raises ConfigError if one of the names is no engine argument, or has a wrong value."""
     check_options: Callable[[EngineConfig], None] = _accept
     """Function that raises ConfigError if an option does not fit the engine. Starts nothing, and asks no other
     machine."""
@@ -204,11 +204,11 @@ def _require_vllm() -> None:
         )
 
 
-def _check_parameters(names: Iterable[str]) -> None:
+def _check_parameters(option: str, names: Iterable[str]) -> None:
     from batchinfer.engines.vllm_names import SAMPLING, check_names
     from batchinfer.prompts.parameters import ALIASES
 
-    check_names("--sampling", SAMPLING, names, others={*Sampling.__struct_fields__, *ALIASES})
+    check_names(option, SAMPLING, names, others={*Sampling.__struct_fields__, *ALIASES})
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -165,21 +165,21 @@ def read_key() -> str:
     return key
 
 
-def check_parameters(names: Iterable[str]) -> None:
-    """Check the names of request parameters that --sampling sets. See `EngineKind.check_parameters`.
+def check_parameters(option: str, names: Iterable[str]) -> None:
+    """Check the names of request parameters that an option sets. See `EngineKind.check_parameters`.
 
     Providers have parameters of their own, so an unknown name is refused only if it is much like a known one.
     """
     for name in names:
         if name in RESERVED_NAMES:
             raise ConfigError(
-                f"--sampling {name}: is set from other options or the rows", hint="leave it out"
+                f"{option} {name}: is set from other options or the rows", hint="leave it out"
             )
         if name in PASSED_NAMES:
             continue
         if meant := near(name, sorted({*PASSED_NAMES, *Sampling.__struct_fields__})):
             raise ConfigError(
-                f"--sampling {name}: no endpoint is known to have such a parameter{meant}",
-                hint="--sampling takes NAME=VALUE pairs with the names of the endpoint's API",
+                f"{option} {name}: no endpoint is known to have such a parameter{meant}",
+                hint=f"{option} takes NAME=VALUE pairs with the names of the endpoint's API",
             )
-        logger.info("--sampling %s: not known here, so it goes to the endpoint as it is", name)
+        logger.info("%s %s: not known here, so it goes to the endpoint as it is", option, name)

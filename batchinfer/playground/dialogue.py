@@ -116,7 +116,7 @@ class Settings:
             fields, {n: value for n, value in kept.items() if value is not None}
         )
         unknown = [name for name in pairs if name not in Sampling.__struct_fields__]
-        find_engine(self.engine.engine).check_parameters(unknown)
+        find_engine(self.engine.engine).check_parameters("/set", unknown)
         check_together(self.engine, self.prompt, sampling)
         _refuse_several(sampling)
         make_builder(self.prompt, sampling, seed, None)  # checks the values

@@ -205,7 +205,7 @@ def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Samplin
     """
     kind = find_engine(engine.engine)
     if sampling.extra:
-        kind.check_parameters(sampling.extra)
+        kind.check_parameters("--sampling", sampling.extra)
     is_cut = bool(sampling.min_p) and sampling.temperature != 0
     if engine.speculation and (is_cut or sampling.logit_bias):
         name = "min_p" if is_cut else "logit_bias"

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchinfer.cli.logs import JsonFormatter
+from batchinfer.cli.main import main
 from batchinfer.cli.settings import common_options
 from batchinfer.core.errors import ConfigError
 
@@ -91,6 +92,23 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
         "prompt_column": "p",
         "output": "job/runs/a",
     }
+
+
+def test_a_wrong_value_is_said_to_be_from_the_file_or_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = settings(tmp_path, "max_tokens: lots\n")
+    words = ["worker", "--engine", "echo"]
+    assert main([*words, "--config", path]) == 2
+    error = capsys.readouterr().err
+    assert "'--max-tokens': 'lots' is not" in error
+    assert f"hint: the value is from the settings file {path}" in error
+    assert main([*words, "--config", path, "--max-tokens", "few"]) == 2
+    assert "is from" not in capsys.readouterr().err
+    monkeypatch.setenv("BATCHINFER_WORKER_MAX_TOKENS", "many")
+    assert main([*words, "--config", path]) == 2
+    error = capsys.readouterr().err
+    assert "hint: the value is from the environment variable BATCHINFER_WORKER_MAX_TOKENS" in error
 
 
 @pytest.mark.parametrize(

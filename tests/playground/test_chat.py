@@ -153,6 +153,10 @@ class TestPipe:
             ("/unknown\nnever\n", "/unknown: is not a command"),
             ("/set max_tokens=0\nnever\n", "max_tokens: 0, expected at least 1"),
             ("/set\nnever\n", "/set: expected NAME=VALUE"),
+            (
+                "/set max_tokns=2\nnever\n",
+                "/set max_tokns: vLLM's SamplingParams has no such field; did you",
+            ),
             ("/save\nnever\n", "/save: expected the name of a new file"),
             ("/reset\n/save never.jsonl\nnever\n", "/save: nothing was said yet"),
             ('"""\nnever\n', "standard input: ends within a message"),
