@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,12 +137,13 @@ def command(sources: tuple[str, ...], **options: Any) -> dict[str, Any] | None:
     from batchinfer.core.layout import without_slash
     from batchinfer.pipeline.sources import as_tables, copy_to
     from batchinfer.pipeline.steps import PipelineConfig
+    from batchinfer.storage.scratch import Scratch
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_handlers_put_back())
         # SIGTERM then ends the command as Ctrl-C does, and scratch files are removed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-run-")))
+        scratch = stack.enter_context(contextlib.closing(Scratch())).folder
         dest = options.pop("dest")
         if dest == STDOUT and options["format"] not in (None, "jsonl", "lines"):
             raise ConfigError(

@@ -322,12 +322,12 @@ def _appended(
     config: SplitConfig, job: Job, rows: int, chunks: int, num_known: int
 ) -> dict[str, Any]:
     logger.info(
-        "%s, generation %d: %s appended in %s; it has %d rows now",
+        "%s, generation %d: %s appended in %s; it has %s now",
         config.output,
         job.generation or 0,
         units.many(rows, "row"),
         units.many(chunks, "chunk"),
-        job.rows,
+        units.many(job.rows, "row"),
     )
     return {
         "generation": job.generation or 0,

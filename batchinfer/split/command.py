@@ -151,10 +151,10 @@ def warn(odd: Oddities, job: Job) -> None:
     for column, count in sorted(odd.nulls.items()):
         logger.warning("column %r: %d NaN or infinite values became null", column, count)
     if job.blank_lines:
-        logger.warning("%d lines of the sources are blank, and no rows", job.blank_lines)
+        logger.warning("blank lines of the sources, which are no rows: %d", job.blank_lines)
     if odd.broken_lines:
         logger.warning(
-            "%d lines are no JSON object, and each becomes an error row; the first is %s",
+            "lines that are no JSON object, each of which becomes an error row: %d; the first is %s",
             odd.broken_lines,
             odd.first_broken,
         )

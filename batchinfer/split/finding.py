@@ -5,12 +5,14 @@ Files are sorted by their address as text, so the same files give the same rows 
 
 from __future__ import annotations
 
+import functools
 import logging
 import posixpath
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from batchinfer.core import units
 from batchinfer.core.errors import InputError
 from batchinfer.core.redaction import redact
 from batchinfer.split import first_bytes, source_files
@@ -226,19 +228,27 @@ def _check_rest(url: str, kind: str, rest: list[FoundFile]) -> None:
         if not data:
             continue
         if endings == (".json",):  # such a file often describes the data
-            first = redact(data[0].url)
-            logger.warning(
-                "%s: %d .json files are left out, %s first", redact(url), len(data), first
-            )
+            _note_left_out(logging.WARNING, url, ".json file", data)
+            rest = [file for file in rest if file not in set(data)]
             continue
         ending = next(one for one in _FORMATS if one[0] == kind)[1][0]
         raise InputError(
             f"{url}: holds {data[0].url} ({other}) beside {kind} files, expected files of one format",
             hint=f"name those you want, as in '{url.rstrip('/')}/**/*{ending}', or a source for each format",
         )
-    if rest:
-        first = redact(rest[0].url)
-        logger.info("%s: %d other files are left out, %s first", redact(url), len(rest), first)
+    _note_left_out(logging.INFO, url, "other file", rest)
+
+
+def _note_left_out(level: int, url: str, what: str, files: list[FoundFile]) -> None:
+    if files:
+        first = redact(files[0].url)
+        _log_once(level, f"{redact(url)}: left out {units.many(len(files), what)}, {first} first")
+
+
+@functools.cache
+def _log_once(level: int, text: str) -> None:
+    """Log a text that this process has not logged before: `run` finds its sources several times."""
+    logger.log(level, "%s", text)
 
 
 def _format_of(url: str) -> str:

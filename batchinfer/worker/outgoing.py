@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from batchinfer.cli.logs import event
-from batchinfer.core import layout
+from batchinfer.core import layout, units
 from batchinfer.core.clock import iso_utc
 from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError, Superseded
 from batchinfer.ledger import checkpoints
@@ -250,11 +250,12 @@ class _Writing:
 
     def describe(self, num_records: int) -> str:
         """Say what the segment holds, for the log."""
+        rows = units.many(num_records, "row")
         if self.is_of_deaths:
-            return f"noted {num_records} rows that were in flight when the engine died"
+            return f"noted {rows} in flight when the engine died"
         if self.is_cut:
-            return f"checkpoint of {num_records} rows, more of them follow"
-        return f"checkpoint of {num_records} rows, {self.rows_done} of {self.chunk.num_rows} done"
+            return f"checkpoint of {rows}, more of them follow"
+        return f"checkpoint of {rows}, {self.rows_done} of {self.chunk.num_rows} done"
 
 
 @dataclass(slots=True)

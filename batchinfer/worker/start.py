@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from batchinfer.cli.logs import event
+from batchinfer.core import units
 from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
@@ -373,10 +374,10 @@ class _Start:
         found = [ref for ref in own if ref.name in checkpointed and not work.is_done(ref.name)]
         rows = sum(min(checkpointed[ref.name], _num_rows(ref) or sys.maxsize) for ref in found)
         logger.info(
-            "%d chunks in the manifests, %d done before; checkpoints of the others hold %d rows",
-            work.chunks,
+            "%s in the manifests, %d done before; checkpoints of the others hold %s",
+            units.many(work.chunks, "chunk"),
             work.chunks_done,
-            rows,
+            units.many(rows, "row"),
             extra=event(
                 "manifests_read",
                 chunks=work.chunks,

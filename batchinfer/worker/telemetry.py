@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from batchinfer.cli.logs import event
+from batchinfer.core import units
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import (
     BatchinferError,
@@ -149,11 +150,11 @@ class Telemetry:
                 extra=event("row_errors", errors=dict(self.tally.errors)),
             )
         logger.info(
-            "worker %s: %s after %.0f s, %d rows, %d failed%s",
+            "worker %s: %s after %.0f s, %s, %d failed%s",
             self._base.id,
             self._state,
             self.run_seconds,
-            self.tally.rows,
+            units.many(self.tally.rows, "row"),
             self.tally.num_errors,
             f" ({self._reason})" if self._reason else "",
             extra=event(
@@ -266,9 +267,9 @@ class Telemetry:
         self.rows_resumed += chunk.counts.resumed
         self.chunks_resumed += chunk.counts.resumed > 0
         logger.info(
-            "chunk %s: open, %d rows, %d resumed",
+            "chunk %s: open, %s, %d resumed",
             chunk.name,
-            chunk.num_rows,
+            units.many(chunk.num_rows, "row"),
             chunk.counts.resumed,
             extra=event(
                 "chunk_open", chunk=chunk.name, rows=chunk.num_rows, resumed=chunk.counts.resumed
@@ -291,11 +292,11 @@ class Telemetry:
         self._spans.append(span)
         del self._spans[:-MAX_SPANS]
         logger.info(
-            "chunk %s: %s, %d rows ok, %d errors, %d resumed",
+            "chunk %s: %s, %s ok, %s, %d resumed",
             chunk.name,
             outcome,
-            chunk.counts.ok,
-            sum(chunk.counts.errors.values()),
+            units.many(chunk.counts.ok, "row"),
+            units.many(sum(chunk.counts.errors.values()), "error"),
             chunk.counts.resumed,
             extra=event(
                 f"chunk_{outcome}",

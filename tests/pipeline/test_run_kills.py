@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 FORKS = """
-import json, os, random, signal, sys, threading, time
+import json, os, random, signal, sys, tempfile, threading, time
 from pathlib import Path
 import pyarrow.parquet
 from batchinfer.cli.main import main
@@ -23,6 +23,8 @@ import batchinfer.collect.command, batchinfer.pipeline.command, batchinfer.pipel
 import batchinfer.split.json_lines, batchinfer.worker.command, batchinfer.worker.start
 
 folder, sources = Path(sys.argv[1]), sys.argv[2].split()
+tempfile.tempdir = str(folder / "tmp")
+os.mkdir(tempfile.tempdir)
 
 
 def start(dest, names, options, prepare=lambda: None):
@@ -71,6 +73,7 @@ while kills < 30:
         assert status in (0, -signal.SIGKILL), (status, said)
         kills += status != 0
     assert dest.read_bytes() == wanted.read_bytes(), (number, said)
+    assert os.listdir(tempfile.tempdir) == []  # the last one removed what the killed ones left
 print(json.dumps({"kills": kills}))
 """
 )

@@ -224,7 +224,7 @@ def test_blank_lines_and_another_encoding_are_warned_of(tmp_path, caplog):
     result = run(path, tmp_path / "job", num_chunks=3)
     assert (result["rows"], result["blank_lines"], result["broken_lines"]) == (3, 2, 1)
     assert result["null_floats_by_column"] == {"a": 1}
-    assert "2 lines of the sources are blank" in caplog.text
+    assert "blank lines of the sources, which are no rows: 2" in caplog.text
     assert "1 of these lines are not UTF-8, but perhaps LATIN1; the first is" in caplog.text
     assert read_job(tmp_path / "job").blank_lines == 2
     again = run(path, tmp_path / "job", num_chunks=3)
@@ -249,7 +249,7 @@ def test_broken_lines_are_counted_and_the_first_is_named(
     result = run(folder, job, num_chunks=30, processes=processes)
     assert result["broken_lines"] == read_job(job).broken_lines == 3
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "3 lines are no JSON object" in warning
+    assert "each of which becomes an error row: 3;" in warning
     assert f"{folder}/b.jsonl{suffix}, line 4" in warning
     again = run(folder, job, num_chunks=30)
     assert (again["status"], again["broken_lines"]) == ("unchanged", 3)

@@ -267,7 +267,7 @@ def test_the_log_counts_the_rows_that_the_segment_holds(
     assert lines.found == [
         "part: checkpoint of 2 rows, 2 of 8 done",
         "checkpoints: 2 more rows are safe",
-        "part: noted 2 rows that were in flight when the engine died",
+        "part: noted 2 rows in flight when the engine died",
     ]
 
 
