@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import ConfigError, EngineDied
+from batchinfer.core.errors import EngineDied
 from batchinfer.core.records import AnswerForm, Choice, Completion, EngineInfo, Request, Sampling
 from batchinfer.engines import answers, parser_process
 from batchinfer.engines.answers import AnswerReader
 from batchinfer.engines.config import EngineConfig
 from batchinfer.engines.parser_process import Facts, ParserProcess, Parts, Setup
 from engine_contract import ListSource, drive
-from tiny_model import DEMO_MODEL
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 AUTO = AnswerForm(tools=[ADD])
@@ -290,44 +288,3 @@ def test_a_process_that_ends_with_an_answer_costs_this_answer_its_parts(caplog, 
     ]
     assert "an answer keeps its text" in caplog.text
     process.stop()
-
-
-@pytest.mark.vllm
-def test_vllms_parsers_read_texts_and_parsers_that_do_not_fit_are_refused():
-    whole = (
-        '<think>hm hm</think>ok <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    )
-    setup = Setup(
-        model="demo",
-        tokenizer=str(DEMO_MODEL),
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-    )
-    process = ParserProcess(setup)
-    facts = process.start()
-    assert (facts.reasoning_start, facts.reasoning_end) == ("<think>", "</think>")
-    assert facts.keeps_special_for_calls
-    texts = [whole, "<think>hm</think><tool_call>{broken</tool_call>", "hm</think>4"]
-    asked = [parser_process.Whole(form=0, text=text, token_ids=[5] * 9) for text in texts]
-    found = process.read([AUTO], asked)
-    refused = AnswerForm(tools=[{"type": "function", "function": {"name": "f", "description": 5}}])
-    asked = [parser_process.Whole(form=form, text=texts[2]) for form in (0, 1)]
-    mixed = process.read([AUTO, refused], asked)
-    assert [(each.text, each.is_broken) for each in mixed] == [("4", False), (texts[2], True)]
-    assert process._process.is_running
-    process.stop()
-    assert [(each.reasoning, each.text) for each in found] == [
-        ("hm hm", "ok "),
-        ("hm", "<tool_call>{broken</tool_call>"),
-        ("hm", "4"),
-    ]
-    assert [[(name, json.loads(text)) for name, text, _ in each.calls] for each in found] == [
-        [("add", {"a": 1})],
-        [],
-        [],
-    ]
-    wrong = ParserProcess(
-        Setup(model="demo", tokenizer=str(DEMO_MODEL), tool_call_parser="mistral")
-    )
-    with pytest.raises(ConfigError, match=r"--tool-call-parser mistral: does not work .* token"):
-        wrong.start()

@@ -192,7 +192,7 @@ def test_answers_are_vllms_own_also_after_a_kill(
     try:
         while not list((run / "checkpoints").rglob("*.jsonl")):
             assert process.poll() is None, process.communicate()[1][-3000:]
-            time.sleep(0.005)
+            time.sleep(0.03)
         os.kill(process.pid, signal.SIGKILL)
     finally:
         process.kill()

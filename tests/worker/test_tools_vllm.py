@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
+import msgspec
 import pytest
 
 from batchinfer.cli.main import main
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import AnswerForm
+from batchinfer.engines import parser_host
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.parser_process import ParserProcess, Setup, Whole, parsers_of
+from batchinfer.prompts.limited_process import LimitedProcess, read_frame, write_frame
 from making import make_job
 from tiny_model import DEMO_MODEL
 
@@ -98,3 +112,72 @@ def test_calls_and_reasoning_of_real_answers(tmp_path: Path) -> None:
     # makes several tokens of the marks, which makes the engine's count coarse.
     assert found["budget"]["text"]
     assert 1 <= lines["budget"]["usage"]["reasoning_tokens"] <= 8
+
+
+def test_vllms_parsers_read_texts() -> None:
+    """The process is that of the worker above."""
+    config = EngineConfig(
+        model=str(DEMO_MODEL), tool_call_parser="hermes", reasoning_parser="qwen3"
+    )
+    parsers = parsers_of(config)
+    assert parsers is not None
+    facts = parsers.start()
+    assert (facts.reasoning_start, facts.reasoning_end) == ("<think>", "</think>")
+    assert facts.keeps_special_for_calls
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    texts = [
+        f"<think>hm hm</think>ok {call}",
+        "<think>hm</think><tool_call>{broken</tool_call>",
+        "hm</think>4",
+    ]
+    form = AnswerForm(tools=[ADD])
+    found = parsers.read([form], [Whole(form=0, text=text, token_ids=[5] * 9) for text in texts])
+    assert [(each.reasoning, each.text) for each in found] == [
+        ("hm hm", "ok "),
+        ("hm", "<tool_call>{broken</tool_call>"),
+        ("hm", "4"),
+    ]
+    calls = [[(name, json.loads(given)) for name, given, _ in each.calls] for each in found]
+    assert calls == [[("add", {"a": 1})], [], []]
+    refused = AnswerForm(tools=[{"type": "function", "function": {"name": "f", "description": 5}}])
+    mixed = parsers.read([form, refused], [Whole(form=index, text=texts[2]) for index in (0, 1)])
+    assert [(each.text, each.is_broken) for each in mixed] == [("4", False), (texts[2], True)]
+    assert parsers._process.is_running
+
+
+class ParserHostHere:
+    """In place of `LimitedProcess`: the module's `main` runs in this process, which has imported vLLM already."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = msgspec.msgpack.encode(setup)
+
+    def start(self) -> bytes | None:
+        given, written, stdout = io.BytesIO(), os.pipe(), os.dup(1)
+        write_frame(given, self._setup)
+        given.seek(0)
+        os.dup2(written[1], 1)
+        os.close(written[1])
+        try:
+            with (
+                mock.patch.object(sys, "stdin", SimpleNamespace(buffer=given)),
+                mock.patch.dict(os.environ),
+                warnings.catch_warnings(),
+            ):
+                parser_host.main()
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            logging.disable(logging.NOTSET)
+        with os.fdopen(written[0], "rb") as answer:
+            return read_frame(answer)
+
+    def note_end(self) -> int:
+        return 0
+
+
+def test_a_parser_that_does_not_fit_the_tokenizer_is_refused() -> None:
+    setup = Setup(model="demo", tokenizer=str(DEMO_MODEL), tool_call_parser="mistral")
+    wrong = ParserProcess(setup)
+    wrong._process = cast("LimitedProcess", ParserHostHere(setup))
+    with pytest.raises(ConfigError, match=r"--tool-call-parser mistral: does not work .* token"):
+        wrong.start()
