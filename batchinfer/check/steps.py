@@ -329,6 +329,9 @@ class Examination:
             with self._step("data"):
                 for option, names in builder.needed_columns.items():
                     data.counted.require_in_each_file(option, names)
+            for option, names in config.prompt.own_columns.items():
+                with self._step("data"):
+                    data.counted.require_in_any_file(option, names)
         rows: list[RenderedRow] = []
         cut = 0
         with self._step("config"):

@@ -172,6 +172,13 @@ class PromptConfig(Record, frozen=True, kw_only=True):
         return {
             "--keep": self.keep,
             "--blank-columns": self.blank_columns,
+            **self.own_columns,
+        }
+
+    @property
+    def own_columns(self) -> dict[str, list[str]]:
+        """Columns with a row's own constraint, adapter or tools. A row may lack them. Keys are the options."""
+        return {
             "--constraint-column": [self.constraint_column] if self.constraint_column else [],
             "--lora-column": [self.lora_column] if self.lora_column else [],
             "--tools-column": [self.tools_column] if self.tools_column else [],

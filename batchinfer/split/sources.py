@@ -134,8 +134,7 @@ class CountedSources(Record, frozen=True, kw_only=True):
             option: The option that names the columns, for the message.
             names: Names of the columns in the rows. ``*`` and empty names are not checked.
         """
-        names_in_source = {name: source_name for source_name, name in self.choice.renamed.items()}
-        wanted = {names_in_source.get(name, name) for name in names} - {"*", "", *OWN_FIELDS}
+        wanted = self._in_source(names)
         for item in self.files:
             missing = wanted - set(item.columns)
             if missing and item.format == "jsonl":
@@ -144,6 +143,18 @@ class CountedSources(Record, frozen=True, kw_only=True):
                 missing -= json_lines.find_keys(item, missing)
             if missing and item.columns:
                 raise self._no_column(min(missing), item, option)
+
+    def require_in_any_file(self, option: str, names: Sequence[str]) -> None:
+        """Raise InputError if no file has one of these columns. See `require_in_each_file`."""
+        missing = _in_no_file(self.files, self._in_source(names))
+        if missing and any(item.columns for item in self.files):
+            known = _known_columns(self.files)
+            raise no_such_column(min(missing), known, where=_all(self.files), option=option)
+
+    def _in_source(self, names: Sequence[str]) -> set[str]:
+        """Return the names in the source of columns of the rows, without those that `split` gives each row."""
+        names_in_source = {name: source_name for source_name, name in self.choice.renamed.items()}
+        return {names_in_source.get(name, name) for name in names} - {"*", "", *OWN_FIELDS}
 
     def _no_column(self, name: str, item: CountedFile, option: str) -> InputError:
         error = no_such_column(name, item.columns, where=redact(item.found.url), option=option)
@@ -328,21 +339,29 @@ def _known_columns(files: list[CountedFile]) -> list[str]:
 
 def _require_columns(files: list[CountedFile], asked: list[tuple[str, str]]) -> None:
     """Raise InputError if a parquet or CSV file lacks a column that an option names, or if no file has it."""
-    known = _known_columns(files)
-    open_names = {name for _, name in asked} - set(known)
-    if open_names:
-        from batchinfer.split import json_lines
-
-        for item in files:
-            if item.format == "jsonl" and open_names:
-                open_names -= json_lines.find_keys(item, open_names)
+    missing = _in_no_file(files, {name for _, name in asked})
     for option, name in asked:
-        if name in open_names:
-            where = files[0].found.url + (" and the other files" if len(files) > 1 else "")
-            raise no_such_column(name, known, where=where, option=option)
+        if name in missing:
+            raise no_such_column(name, _known_columns(files), where=_all(files), option=option)
         for item in files:
             if item.format != "jsonl" and name not in item.columns:
                 raise no_such_column(name, item.columns, where=item.found.url, option=option)
+
+
+def _in_no_file(files: list[CountedFile], names: set[str]) -> set[str]:
+    """Return the columns that no file has. May read JSON Lines to find out."""
+    missing = names - set(_known_columns(files))
+    if missing:
+        from batchinfer.split import json_lines
+
+        for item in files:
+            if item.format == "jsonl" and missing:
+                missing -= json_lines.find_keys(item, missing)
+    return missing
+
+
+def _all(files: list[CountedFile]) -> str:
+    return redact(files[0].found.url) + (" and the other files" if len(files) > 1 else "")
 
 
 def _warn_about_repeats(files: list[CountedFile]) -> None:

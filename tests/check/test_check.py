@@ -12,6 +12,7 @@ import pytest
 from batchinfer.cli.main import main
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here
+from peft_adapter import write_adapter
 from pictures import as_base64, picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -118,6 +119,30 @@ def test_wrong_column_is_an_error_and_some_bad_rows_are_a_warning(
     status, result, _ = check(str(source), *ECHO)
     assert status == 0
     assert "1 of 10 sample rows" in messages(result, "warning")[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "more"),
+    [
+        ("--constraint-column", []),
+        ("--lora-column", ["--lora", "a=ADAPTER"]),
+        ("--tools-column", ["--tool-choice", "required", "--as-chat"]),
+    ],
+)
+def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
+    option: str, more: list[str], check: Checker, tmp_path: Path
+) -> None:
+    """A row may lack it, so all rows would be answered as if the option had not been given."""
+    adapter = write_adapter(tmp_path / "adapter")
+    options = [*ECHO, *(word.replace("ADAPTER", str(adapter)) for word in more), option]
+    source, late = tmp_path / "rows.jsonl", tmp_path / "late.jsonl"
+    source.write_text('{"prompt": "a"}\n' * 2000)
+    late.write_text('{"prompt": "a"}\n' * 2000 + '{"prompt": "a", "mine": null}\n')
+    status, result, _ = check(str(source), *options, "mine")
+    assert status == 2
+    [found] = messages(result)
+    assert f"rows.jsonl: has no column 'mine' (from {option})" in found
+    assert check(str(source), str(late), *options, "mine")[0] == 0
 
 
 def test_source_is_checked_before_it_is_split(check: Checker, tmp_path: Path) -> None:
