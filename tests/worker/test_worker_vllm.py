@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -165,30 +164,26 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def assert_all_gone(pids: set[int], seconds: float = 15) -> None:
+def assert_all_gone(pids: set[int], seconds: float = 30) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "the engine's processes to end", seconds)
 
 
-RUNS_MAIN = (
-    "import sys; from batchinfer.cli.main import main; status = main(sys.argv[1:]);"
-    "print('vllm' in sys.modules, status)"
-)
-
-
 @pytest.mark.s3
+@pytest.mark.usefixtures("workers_share_demo_engine")
 def test_the_main_job_with_a_sigkill_and_a_resume(
-    s3_url: Callable[[str], str], source: Path
+    s3_url: Callable[[str], str], source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Split, a killed worker, and the same worker again: every answer right. On local disks `make demo` does it.
 
-    The first start has vLLM's engine core in a process of its own, as on GPUs, and the second one is tensor parallel:
-    no process of vLLM outlives its worker, and parallelism is no part of a run's identity.
+    The killed worker is tensor parallel, with vLLM's engine core in a process of its own, as on GPUs: no process of
+    vLLM outlives its worker. The second one is not parallel, which is no part of a run's identity.
     """
     job, run = s3_url("job"), s3_url("run")
     split(source, job)
     store = open_store(run)
+    options = (*GREEDY, "--worker-id", "w0")
     first = start_process(
-        worker(job, run, *GREEDY, "--worker-id", "w0", "--max-num-seqs", "4"),
+        worker(job, run, *options, "--max-num-seqs", "4", "--tensor-parallel-size", "2"),
         # Without plugins it is as if batchinfer were only on PYTHONPATH, not installed.
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": ""},
     )
@@ -196,20 +191,22 @@ def test_the_main_job_with_a_sigkill_and_a_resume(
     children = descendants(first.pid)
     names = [Path(f"/proc/{child}/comm").read_text() for child in children]
     assert any("EngineCor" in name for name in names), names
+    # The engine is in processes of its own: its crash is not the worker's.
+    assert any(map(has_vllm, children))
+    assert not has_vllm(first.pid)
     first.kill()
     finish_process(first)
-    assert_all_gone(children, seconds=5)
+    assert_all_gone(children)
     assert len(markers(run)) < NUM_ROWS // CHUNK_ROWS, "killed too late to show anything"
-    parallel = worker(job, run, *GREEDY, "--worker-id", "w0", "--tensor-parallel-size", "2")
-    again = subprocess.run(
-        [sys.executable, "-c", RUNS_MAIN, *parallel], capture_output=True, text=True, timeout=280
-    )
-    *_, result, told = again.stdout.strip().splitlines() or ["", ""]
-    # The engine is in processes of its own: its crash is not the worker's.
-    assert told == "False 0", again.stderr
-    assert json.loads(result)["rows_resumed"] > 0
+    capsys.readouterr()
+    assert main(worker(job, run, *options)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows_resumed"] > 0
     assert_every_answer_right(run)
     assert sum(marker.rows_ok for marker in markers(run)) == NUM_ROWS - 2
+
+
+def has_vllm(pid: int) -> bool:
+    return "/vllm/_C" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def metric(port: int, name: str, **labels: str) -> float:
@@ -246,7 +243,7 @@ def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(
     wait_until(lambda: metric(port, "batchinfer_completion_tokens_total") > before, "new tokens")
     children = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    stopped = finish_process(process, timeout_seconds=25)
+    stopped = finish_process(process, timeout_seconds=60)
     assert stopped.status == 75, stopped.stderr
     assert "SIGKILL" in stopped.stderr
     assert "and it is started again" in stopped.stderr
@@ -278,7 +275,7 @@ def test_sigterm_while_it_loads_ends_it_with_75_and_no_process_left(
     time.sleep(2)
     children = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    stopped = finish_process(process, timeout_seconds=25)
+    stopped = finish_process(process, timeout_seconds=60)
     assert stopped.status == 75, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert_all_gone(children)
