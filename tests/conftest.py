@@ -68,7 +68,6 @@ LONGEST = (
     "test_chaos",
     "test_python_examples",
     "test_images_vllm",
-    "test_playground_vllm",
     "test_api",
     "test_run",
     "test_worker",
@@ -82,6 +81,7 @@ TOGETHER = {
     "test_formats_vllm": "test_engine_vllm",
     "test_tokenizers_vllm": "test_engine_vllm",
     "test_cookbook": "test_request_matrix_vllm",
+    "test_playground_vllm": "test_request_matrix_vllm",
     "test_tools_vllm": "test_request_matrix_vllm",
     "test_worker_vllm": "test_request_matrix_vllm",
 }

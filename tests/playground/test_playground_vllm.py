@@ -9,6 +9,7 @@ import pytest
 
 from batchinfer.cli.main import main
 from composer_file import composer_content, write_composer_file
+from shared_engine import SharedEngine
 from terminal import CTRL_C, CTRL_D, Terminal
 from tiny_model import DEMO_MODEL
 
@@ -17,8 +18,11 @@ OPTIONS = ["--engine-arg", "kv_cache_memory_bytes=67108864", "--engine-arg", "bl
 SUM = "What is 47 plus 38?"
 
 
-def test_chat_in_a_terminal(tmp_path: Path) -> None:
-    model = ["--model", str(DEMO_MODEL), "--max-tokens", "24"]
+def test_chat_in_a_terminal_on_a_converted_checkpoint(tmp_path: Path) -> None:
+    """The model is the one that `convert composer-to-hf` restores from a checkpoint of the demo's model."""
+    checkpoint = write_composer_file(tmp_path / "ep0-ba1-rank0.pt", composer_content(DEMO_MODEL))
+    assert main(["convert", "composer-to-hf", str(checkpoint), str(tmp_path / "model")]) == 0
+    model = ["--model", str(tmp_path / "model"), "--max-tokens", "24"]
     with Terminal("chat", *model, *OPTIONS, state=tmp_path) as chat:
         chat.expect("context 512 tokens", 240)
         chat.expect(">>>")
@@ -61,12 +65,11 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     assert "INFO" not in chat.shown
 
 
-def test_generate_answers_on_a_converted_checkpoint(tmp_path: Path, capfd) -> None:
-    """A grid on the model that `convert composer-to-hf` restores from a checkpoint of the demo's model."""
-    checkpoint = write_composer_file(tmp_path / "ep0-ba1-rank0.pt", composer_content(DEMO_MODEL))
-    assert main(["convert", "composer-to-hf", str(checkpoint), str(tmp_path / "model")]) == 0
-    capfd.readouterr()
-    command = ["generate", "--model", str(tmp_path / "model"), "--json", *OPTIONS]
+def test_generate_answers_on_a_grid(
+    demo_engine: SharedEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("batchinfer.playground.session.create_engine", lambda _: demo_engine)
+    command = ["generate", "--model", str(DEMO_MODEL), "--json", *OPTIONS]
     prompts = ["-p", "What is the capital of Peru?", "-p", SUM]
     assert main([*command, *prompts, "--temperature", "0,0.1", "--n", "2"]) == 0
     out, err = capfd.readouterr()
