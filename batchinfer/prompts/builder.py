@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from batchinfer.core import codec
+from batchinfer.core import codec, units
 from batchinfer.core.errors import ConfigError, RowError, near
 from batchinfer.core.records import AnswerForm, Request, RequestInput, RowKey, Sampling
 from batchinfer.core.tasks import PairForm, is_pooling
@@ -302,12 +302,9 @@ class PromptBuilder:
                 problem = f"{name}: a prompt with images cannot be cut"
                 draft.fail(RowProblem(Code.INVALID_PARAMETER, problem, param=name))
             elif most is not None and len(draft.media) > most:
-                draft.fail(
-                    RowProblem(
-                        Code.TOO_MANY_MEDIA,
-                        f"the row has {len(draft.media)} images, expected at most {most} (--limit-mm-per-prompt)",
-                    )
-                )
+                has = f"the row has {units.many(len(draft.media), 'image')}"
+                problem = f"{has}, expected at most {most} (--limit-mm-per-prompt)"
+                draft.fail(RowProblem(Code.TOO_MANY_MEDIA, problem))
             elif self._rules.fetches_links:
                 draft.media = [with_link_passed_on(each) for each in draft.media]
 

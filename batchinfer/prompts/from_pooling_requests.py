@@ -248,7 +248,8 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 def _whole(least: int) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
         if type(value) is not int or not least <= value < 2**63:
-            raise _invalid(name, f"{_shown(value)}, expected a whole number from {least}")
+            to = f" to {2**63 - 1}" if least < -1 else ""
+            raise _invalid(name, f"{_shown(value)}, expected a whole number from {least}{to}")
         return value
 
     return read

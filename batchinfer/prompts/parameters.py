@@ -16,6 +16,7 @@ from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import AnswerForm, Record, Sampling
 from batchinfer.prompts.additions import ADDITIONS
 from batchinfer.prompts.constraints import (
+    KINDS,
     ConstraintProblem,
     read_response_format,
     read_structured,
@@ -304,7 +305,7 @@ def _number(name: str, value: Any) -> float:
 def _integer(name: str, value: Any, lowest: int | None = None) -> int:
     low, high = _INTEGERS.get(name, (lowest or 0, _INT64 - 1))
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        to = f" to {high}" if low < 0 else ""
+        to = f" to {high}" if low < -1 else ""
         raise _invalid(name, f"{_show(value)}, expected a whole number from {low}{to}")
     return value
 
@@ -508,12 +509,24 @@ def make_sampling(
                 hint="keep one of them",
             )
         values["structured"] = constraint
+    _check_kinds(values.get("structured"))
     try:
         return msgspec.convert({**values, "extra": extra or None}, Sampling)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"sampling options: {error}", hint="check the values given to --sampling"
         ) from error
+
+
+def _check_kinds(constraint: Any) -> None:
+    """Refuse a misspelt kind of constraint. Other names are the engine's to judge, which may be a later vLLM."""
+    names = constraint if isinstance(constraint, dict) else {}
+    for name in names:
+        if name not in KINDS and (meant := near(name, KINDS)):
+            raise ConfigError(
+                f"--sampling structured: {name!r} is no kind of constraint{meant}",
+                hint=f"expected one of {', '.join(KINDS)}",
+            )
 
 
 def _translate(pairs: dict[str, Any]) -> dict[str, Any]:

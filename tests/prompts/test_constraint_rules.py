@@ -8,6 +8,7 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.constraints import ConstraintProblem, read_column, read_options
+from batchinfer.prompts.parameters import make_sampling
 
 NO_RULE = [
     {"regex": "a", "choice": ["b"]},
@@ -28,6 +29,13 @@ def test_a_file_with_an_example_of_an_answer_is_no_schema() -> None:
     texts = dict.fromkeys(("regex", "grammar", "structural_tag"), "")
     with pytest.raises(ConfigError, match=r'--json-schema: an object of \["n","name"\], expected'):
         read_options(json_schema='{"name": "Ann", "n": 3}', choices=[], **texts)
+
+
+def test_a_misspelt_kind_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="'choices' is no kind of constraint; did you mean 'choi"):
+        make_sampling({}, {"structured": {"choices": ["a"]}})
+    constraint = {"regex": "a", "disable_any_whitespace": True}
+    assert make_sampling({}, {"structured": constraint}).structured == constraint
 
 
 @pytest.mark.parametrize(
