@@ -185,7 +185,7 @@ class Segments:
             if layout.parse_segment(info.key) is None:
                 logger.warning("%s: not a checkpoint segment, left alone", info.key)
             else:
-                yield from self._rows_of(info.key)
+                yield from self.rows_of(info.key)
         if self.num_outdated:
             logger.warning(
                 "%s: %d checkpoint segments answer another text than the chunk has now, "
@@ -194,7 +194,8 @@ class Segments:
                 self.num_outdated,
             )
 
-    def _rows_of(self, key: str) -> Iterator[FinishedRow]:
+    def rows_of(self, key: str) -> Iterator[FinishedRow]:
+        """Yield the finished rows of one segment."""
         try:
             file = io.BytesIO(self._store.get(key).data)
         except ObjectNotFound:

@@ -30,6 +30,7 @@ from batchinfer.worker.config import Environment, Limits, RunAccess
 from batchinfer.worker.opening import AlreadyDone, AwaitsRun, HeldByOther, Opened, Opener
 from batchinfer.worker.outgoing import Checkpointer, PublishQueue
 from batchinfer.worker.schedule import Candidate, Schedule
+from batchinfer.worker.sharing import Sharing
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class OpenChunks:
             must_wait=self._must_wait,
             save=self._save_complete,
         )
+        self._sharing = Sharing(run, environment, opener)
         self._retired: list[OpenChunk] = []
         self._rows_per_chunk = 1
         self._opening_seconds = _FIRST_OPENING_SECONDS
@@ -173,7 +175,8 @@ class OpenChunks:
         """Collect the results of background jobs and start the jobs that are due.
 
         Returns:
-            Names of open chunks that another worker was just found to have published.
+            Names of chunks that need no more rows of this worker, since other workers have done them or their last
+            rows, as was just found.
 
         Raises:
             BatchinferError: the worker must end: full scratch disk, refused permissions, a newer epoch of itself.
@@ -184,6 +187,15 @@ class OpenChunks:
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in self._schedule.take_found_done() - self.open.keys():
             self._telemetry.workload.done(name)
+        complete: list[str] = []
+        # A background job that builds prompts changes the states of rows, which taking rows in changes, too.
+        if not self.is_closing and not demand.is_building:
+            found = self._sharing.tick(self.open)
+            self._checkpointer.ask(found.to_checkpoint)
+            lost += found.published
+            complete = found.complete
+            for name in complete:
+                self._publish_queue.add(self.open[name])
         for name in lost:
             chunk = self.open.get(name)
             # A chunk that this worker is publishing stays open, because the publishing job reads the chunk's files.
@@ -198,7 +210,7 @@ class OpenChunks:
         self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
         if not demand.is_building:
             self._clean_retired()
-        return lost
+        return lost + complete
 
     def finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
         """Keep finished rows of a chunk, and queue the chunk for publishing after its last row.
@@ -212,8 +224,8 @@ class OpenChunks:
         fresh = chunk.finish(rows)
         if fresh:
             self._telemetry.rows_finished(fresh, are_copies=are_copies)
-        if not chunk.num_left:
-            self._publish_queue.add(chunk)
+            if not chunk.num_left:
+                self._publish_queue.add(chunk)
 
     def checkpoint(self) -> None:
         """Start to write segments of those finished rows that are in no segment yet.
@@ -261,7 +273,8 @@ class OpenChunks:
             lines[name].append(line)
         for name, each in lines.items():
             chunk = self.open.get(name)
-            if chunk is not None:
+            # A complete chunk may have rows in the engine that another worker has finished.
+            if chunk is not None and chunk.num_left:
                 chunk.note_deaths(each, len(keys))
                 self._checkpointer.note_deaths(chunk, each, len(keys))
 
@@ -330,7 +343,8 @@ class OpenChunks:
                 candidate.ref,
                 candidate.backed_up,
                 now=now,
-                yields=candidate.yields,
+                owner_rate=candidate.owner_rate,
+                other_helpers=candidate.other_helpers,
             )
         else:
             work = partial(

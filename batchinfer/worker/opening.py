@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
+from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import msgspec
@@ -43,7 +44,26 @@ class AwaitsRun(NamedTuple):
     """
 
 
+class FoundRows(NamedTuple):
+    """The result of a look at an open chunk's segments: what other workers have written since the last look."""
+
+    rows: list[FinishedRow]
+    keys: list[str]
+    """Keys of the segments with these rows, and of segments without rows."""
+    is_cut: bool
+    """Whether there are more such segments, which the next look will find."""
+
+
 Opened = OpenChunk | AlreadyDone | HeldByOther | AwaitsRun
+
+
+_HEARTBEATS_OF_HELP = 2.0
+"""Number of heartbeats in which a slow worker would finish a chunk, below which nobody begins to help it with it.
+
+It looks for help once in the time of a heartbeat. Help that it does not see in time is work done twice.
+"""
+_MOST_FOUND_BYTES = 8 << 20
+"""Bytes of other workers' segments after which a look at an open chunk reads no further ones."""
 
 
 class _NoRun(Exception):
@@ -53,7 +73,8 @@ class _NoRun(Exception):
 class Opener:
     """Opens chunks: claims, looks for the marker, downloads, and adopts finished rows.
 
-    `open` and `open_backup` run in background jobs. An Opener keeps no state of the chunks that it opens.
+    `open`, `open_backup` and `look_at_others` run in background jobs. An Opener keeps no state of the chunks that it
+    opens.
 
     Args:
         run: Access to the run.
@@ -152,33 +173,46 @@ class Opener:
         with contextlib.suppress(BatchinferError):
             claims.release(ref.name, claim.etag)
 
-    def open_backup(self, ref: ChunkRef, owner: Held, *, now: float, yields: bool) -> Opened:
+    def open_backup(
+        self,
+        ref: ChunkRef,
+        owner: Held,
+        *,
+        now: float,
+        owner_rate: float = 0.0,
+        other_helpers: int = 0,
+    ) -> Opened:
         """Open a chunk that a slower worker has claimed, without taking the claim.
 
-        Both workers then do the chunk, and the first of them to publish wins.
+        Both workers then do the chunk, each from its own end, and the first of them to publish wins. A chunk that the
+        owner will soon have finished is left alone.
 
         Args:
             ref: The chunk.
             owner: The slower worker's claim.
             now: The time in seconds since 1970.
-            yields: Whether not to open a chunk that a third worker does, too. Among many workers that have nothing else
-                to do, dozens would do the same chunk.
+            owner_rate: Rows per second of the slower worker; 0 if it stands still or if its rate is unknown.
+            other_helpers: Number of further workers that may help with this chunk, too. If more do, it is left alone.
+                Among many workers that have nothing else to do, dozens would do the same chunk.
         """
-        if not yields or self._claims is None:
-            return self._open_claimed(ref, Taken(""), now=now)
-        claims, owner_id = self._claims, owner.claim.worker
-        gone: set[tuple[str, int]] = set()
-        helper = self._helper(claims, ref.name, owner_id, gone)
+        if self._claims is None:
+            return self._open_claimed(ref, Taken(""), now=now, is_help=True)
+        find_helper = partial(
+            self._helper, self._claims, ref.name, owner.claim.worker, set(), other_helpers
+        )
+        helper = find_helper()
         if helper is not None:
             return HeldByOther(helper)
         if ref.sha256 is None or not self._joined or not self._lease.is_held():
-            return self._open_claimed(ref, Taken(""), now=now)
+            return self._open_help(ref, owner, owner_rate, now=now)
         key = self._announce(ref.name, ref.sha256)
         opened: Opened | None = None
         try:
-            # Two workers may announce their help at the same moment. Then one of them goes on.
-            helper = self._helper(claims, ref.name, owner_id, gone, has_announced=True)
-            opened = HeldByOther(helper) if helper else self._open_claimed(ref, Taken(""), now=now)
+            # Several workers may announce their help at the same moment. Then as many go on as may.
+            helper = find_helper(has_announced=True)
+            if helper is not None:
+                return HeldByOther(helper)
+            opened = self._open_help(ref, owner, owner_rate, now=now)
         finally:
             if not isinstance(opened, OpenChunk):
                 with contextlib.suppress(BatchinferError):
@@ -186,6 +220,14 @@ class Opener:
         if isinstance(opened, OpenChunk) and key not in opened.segment_keys:
             opened.segment_keys.append(key)
         return opened
+
+    def _open_help(self, ref: ChunkRef, owner: Held, owner_rate: float, *, now: float) -> Opened:
+        opened = self._open_claimed(ref, Taken(""), now=now, is_help=True)
+        least_rows = owner_rate * _HEARTBEATS_OF_HELP * self._lease.heartbeat_seconds
+        if not isinstance(opened, OpenChunk) or opened.num_left >= least_rows:
+            return opened
+        opened.close()
+        return HeldByOther(owner)
 
     def _announce(self, name: str, chunk_sha256: str) -> str:
         """Write a checkpoint segment without rows, which shows others that this worker helps. Return its key.
@@ -208,16 +250,18 @@ class Opener:
         name: str,
         owner_id: str,
         gone: set[tuple[str, int]],
+        number: int,
         *,
         has_announced: bool = False,
     ) -> Held | None:
-        """Return a live worker that helps with a chunk, apart from its owner and this worker; None if there is none.
+        """Return a live worker that helps with a chunk, if more than `number` do. The owner and this one do not count.
 
         Args:
             claims: Tells whether a worker is alive.
             name: The chunk.
             owner_id: The owner's worker id.
             gone: Starts of workers, by writer and epoch, that are not alive. Further ones are added.
+            number: Number of helpers that are passed over.
             has_announced: Whether this worker has announced its help. Then a helper without rows counts only if its
                 name comes first.
 
@@ -238,12 +282,61 @@ class Opener:
             if has_announced and not rows and writer > self._lease.writer:
                 continue
             held = Held(Claim(worker=worker_id, epoch=epoch, nonce=nonce), "")
-            if claims.look(held) is not None:
+            if claims.look(held) is None:
+                gone.add(start)
+            elif number:
+                number -= 1
+            else:
                 return held
-            gone.add(start)
         return None
 
-    def _open_claimed(self, ref: ChunkRef, claim: Taken, *, now: float) -> Opened:
+    def look_at_others(
+        self, chunk: OpenChunk, known: Collection[str]
+    ) -> FoundRows | AlreadyDone | None:
+        """Find out what other workers have done of an open chunk: rows in new segments, or all of it.
+
+        None if the worker has not joined the run yet. Notes of engine deaths are left out, as `open` reads them.
+
+        Args:
+            chunk: The chunk.
+            known: Keys of the segments that this worker has read or written.
+        """
+        if not self._joined:
+            return None
+        infos = {info.key: info for info in self._run.list(layout.checkpoint_prefix(chunk.name))}
+        if not infos.keys() >= set(known):
+            # Segments are removed once the chunk has its marker.
+            marker = self._current_marker(chunk.ref, chunk.generation)
+            if marker is not None:
+                return AlreadyDone(marker)
+        segments = self._segments_of(chunk)
+        found = FoundRows([], [], is_cut=False)
+        num_bytes = 0
+        for key in sorted(infos.keys() - set(known)):
+            name = layout.parse_segment(key)
+            if name is None or name.writer == self._lease.writer:
+                continue
+            if num_bytes and num_bytes + infos[key].bytes > _MOST_FOUND_BYTES:
+                return found._replace(is_cut=True)
+            num_bytes += infos[key].bytes
+            found.rows.extend(
+                row for row in segments.rows_of(key) if row.ok or not chunk.generation
+            )
+            found.keys.append(key)
+        return found
+
+    def _segments_of(self, chunk: OpenChunk) -> Segments:
+        return Segments(
+            self._run,
+            chunk.name,
+            chunk_sha256=chunk.local.sha256,
+            fingerprint=self._run_fingerprint,
+            num_lines=chunk.num_rows,
+        )
+
+    def _open_claimed(
+        self, ref: ChunkRef, claim: Taken, *, now: float, is_help: bool = False
+    ) -> Opened:
         marker = self._current_marker(ref, ref.generation)
         if marker is not None:
             return AlreadyDone(marker)
@@ -256,6 +349,7 @@ class Opener:
             num_rows=num_rows,
             started=now,
             claim_etag=claim.etag,
+            is_help=is_help,
         )
         may_have_segments = chunk.name in self.chunks_with_checkpoints
         if claim.is_new and not may_have_segments and not chunk.generation:
@@ -272,13 +366,7 @@ class Opener:
     def _resume(self, chunk: OpenChunk) -> Opened:
         if chunk.generation:
             self._keep_good_rows(chunk)
-        segments = Segments(
-            self._run,
-            chunk.name,
-            chunk_sha256=chunk.local.sha256,
-            fingerprint=self._run_fingerprint,
-            num_lines=chunk.num_rows,
-        )
+        segments = self._segments_of(chunk)
         # Segments of the previous generation may still exist. A repair (generation above 0) does not adopt error rows
         # from segments, because it does error rows again.
         chunk.adopt(row for row in segments.rows() if row.ok or not chunk.generation)

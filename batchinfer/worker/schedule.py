@@ -46,8 +46,10 @@ class Candidate(NamedTuple):
     """Claim that was released or has lapsed, and is to be replaced; None if there is none."""
     backed_up: Held | None = None
     """Claim of a slow worker that does the chunk, too: this worker then takes none."""
-    yields: bool = False
-    """Whether this worker leaves the chunk alone if a third worker helps the slow one already."""
+    owner_rate: float = 0.0
+    """Rows per second of that worker; 0 if it stands still or if its rate is unknown."""
+    other_helpers: int = 0
+    """Number of further helpers with which this worker still helps. If there are more, it leaves the chunk alone."""
 
 
 class _OwnerProgress(NamedTuple):
@@ -163,8 +165,8 @@ class Schedule:
         self._own_left = self._own.keys() - self._done
         self._has_changed = True
         self._helped: set[str] = set()
-        self._yielded: dict[str, float] = {}
-        """Chunks of slow workers that a third worker was found to help with, and when that was found first."""
+        self._yielded: dict[str, list[float]] = {}
+        """Chunks of slow workers that this worker was to help with but left alone, and when it did so."""
         self._given_up: list[str] = []
         self._others: dict[str, ChunkRef] = {}
         self._parts: _JobParts | None = None
@@ -210,7 +212,7 @@ class Schedule:
         self._busy.discard(name)
         if name in self._helped:
             self._helped.discard(name)
-            self._yielded.setdefault(name, self._clock.monotonic())
+            self._yielded.setdefault(name, []).append(self._clock.monotonic())
         self._has_changed = True
 
     # -- what is next
@@ -356,11 +358,16 @@ class Schedule:
         for name, (held, owner) in survey.alive.items():
             if name in not_wanted:
                 continue
-            if name in self._yielded and self._may_yield(name):
+            if self._is_left_alone(name):
                 self._has_undecided = True  # it is tried again once its helper had a lease's time
             elif self._is_to_help(name, held, owner, own_rate, is_idle=not open_names):
                 found.append(
-                    Candidate(self._ref(name), backed_up=held, yields=self._may_yield(name))
+                    Candidate(
+                        self._ref(name),
+                        backed_up=held,
+                        owner_rate=0.0 if self._is_still(held, owner) else rows_per_second(owner),
+                        other_helpers=self._other_helpers(name),
+                    )
                 )
                 self._helped.add(name)
             elif name not in self._own and not self._has_beaten(held, owner):
@@ -401,10 +408,18 @@ class Schedule:
         self._helped -= {each.ref.name for each in self._found if each.backed_up}
         self._found.clear()
 
-    def _may_yield(self, name: str) -> bool:
-        """Whether to leave a slow worker's chunk to a third worker. Not for longer than a lease: that one may hang."""
-        now = self._clock.monotonic()
-        return now - self._yielded.get(name, now) < self._lease_seconds
+    def _is_left_alone(self, name: str) -> bool:
+        """Whether this worker has left a slow worker's chunk alone within the length of a lease."""
+        times = self._yielded.get(name, [float("-inf")])
+        return self._clock.monotonic() - times[-1] < self._lease_seconds
+
+    def _other_helpers(self, name: str) -> int:
+        """Return with how many further helpers this worker still helps with a slow worker's chunk.
+
+        With none at first. Helpers may hang, so with one more after each lease. If each worker that waits helped after
+        a lease, dozens would do the same chunk.
+        """
+        return len(self._yielded.get(name, ()))
 
     def _has_beaten(self, held: Held, owner: Worker) -> bool:
         """Whether a claim's owner has renewed its record since this worker first saw it.

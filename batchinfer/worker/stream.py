@@ -152,7 +152,9 @@ class RowStream:
             most = min(max_requests, len(requests) + num_free)
             while queues and len(requests) < most:
                 flight = queues.pop(index)
-                if self._open_chunks.open.get(flight.chunk.name) is flight.chunk:
+                chunk, line = flight.chunk, flight.prepared.key[1]
+                # Another worker may have finished the row, or published its chunk, since the row was built.
+                if self._open_chunks.open.get(chunk.name) is chunk and not chunk.is_done(line):
                     requests.append(self._send(flight))
                 else:
                     self._num_bytes -= flight.num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,8 +26,10 @@ from batchinfer.prompts import MediaRef
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Stopper
+from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment
 from batchinfer.worker.media import MediaFetcher
+from batchinfer.worker.opening import Opener
 
 from .scheduler import Process
 from .storage import EPOCH, Network, SimStore
@@ -335,6 +337,19 @@ def fetch_images(
     if any(BROKEN in ref.place for ref in refs):
         return Failure(code="invalid_media", message="sim: broken")
     return [Media(data=ref.place.encode(), digest=ref.place) for ref in refs]
+
+
+_look_at_others = Opener.look_at_others
+
+
+def look_at_others(opener: Opener, chunk: OpenChunk, known: Collection[str]) -> Any:
+    """In place of Opener.look_at_others: the oracle does not take a look at an open chunk for the chunk's opening."""
+    looks = opener._run._process.looks  # type: ignore[attr-defined]
+    looks.add(chunk.name)
+    try:
+        return _look_at_others(opener, chunk, known)
+    finally:
+        looks.discard(chunk.name)
 
 
 def make_environment(

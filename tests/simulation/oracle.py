@@ -197,14 +197,18 @@ class Oracle:
             self._run_seen[process.name] = (self._scheduler.now, data)
 
     def listed(self, prefix: str, keys: Collection[str], process: Process) -> None:
-        """Note what a process that resumes a chunk is about to find."""
+        """Note what a process that resumes a chunk is about to find.
+
+        A look at a chunk that is open is left out: the engine gets further rows until the look is at its end.
+        """
         name = prefix.removeprefix(RUN)
         if not name.startswith(layout.CHECKPOINTS):
             return
         shown = {key.removeprefix(RUN) for key in keys}
         chunks = self._truth.chunks if name == layout.CHECKPOINTS else [name.split("/")[1]]
         for chunk in chunks:
-            self._note_known(process, chunk, shown)
+            if chunk not in process.looks:
+                self._note_known(process, chunk, shown)
 
     def superseded(self, process: Process) -> None:
         """Note that a process found out about a newer epoch of itself, at a renewal that was refused."""

@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -329,7 +330,10 @@ class Campaign:
         self.server = LargeServer(plan)
         self.network = CalmNetwork(self.scheduler, self.server)
         total = plan.num_chunks * plan.steps
-        self._finished = bytearray(total)
+        self._finished_by = array("i", bytes(4 * total))
+        """Number of the machine that finished each of the engine's rows first, counted from 1; 0 for none yet."""
+        self.twice_by: Counter[str] = Counter()
+        """Rows that were finished again, by whether the same machine had finished them before, or another one."""
         self.num_finished = 0
         self.num_distinct = 0
         self.lost_in_flight = 0.0
@@ -357,7 +361,7 @@ class Campaign:
         put_job(self.server, [lines] * plan.num_chunks, num_workers=plan.num_workers)
 
     def _report(self) -> None:
-        hours, total = self.scheduler.now / 3600, len(self._finished)
+        hours, total = self.scheduler.now / 3600, len(self._finished_by)
         print(f"{hours:.2f} h: {self.num_distinct / total:.1%}", file=sys.stderr, flush=True)
         self.scheduler.after(600.0, self._report)
 
@@ -378,7 +382,7 @@ class Campaign:
                 self.scheduler.run(float("inf"), lambda: not self.num_running)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-        assert self.num_distinct == len(self._finished), "rows are missing"
+        assert self.num_distinct == len(self._finished_by), "rows are missing"
         markers = [key for key in self.server.keys(RUN + layout.OUTPUTS) if ".succeed" in key]
         assert len(markers) == self.plan.num_chunks, f"{len(markers)} markers"
         self.marked_at = max(self.server.objects[key].modified - EPOCH for key in markers)
@@ -452,12 +456,16 @@ class Campaign:
     def died(self, in_flight: list[Any]) -> None: ...
 
     def yielded(self, process: Process, completions: list[Completion]) -> None:
+        machine = 1 + int(process.name[1:].partition("#")[0])
         for completion in completions:
             chunk, line = completion.key
             index = int(chunk.rpartition("-")[2]) * self.plan.steps + line
             self.num_finished += 1
-            if not self._finished[index]:
-                self._finished[index] = 1
+            before = self._finished_by[index]
+            if before:
+                self.twice_by["one worker" if before == machine else "two workers"] += 1
+            else:
+                self._finished_by[index] = machine
                 self.num_distinct += 1
 
     def lost(self, part: float) -> None:
@@ -512,6 +520,13 @@ class Outcome:
             "ideal_seconds": round(ideal),
             "of_ideal": round(ended_at / ideal, 4),
             "done_twice": round(again / total, 5),
+            "done_twice_by": {
+                name: round(count / total, 5)
+                for name, count in [
+                    *campaign.twice_by.items(),
+                    ("parts of rows", campaign.lost_in_flight),
+                ]
+            },
             "machine_hours": round(
                 sum(machine.paid_seconds for machine in campaign.machines) / 3600, 1
             ),

@@ -45,6 +45,7 @@ from batchinfer.worker import schedule, stream
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import Environment, Limits, WorkerConfig
 from batchinfer.worker.media import NUM_THREADS, MediaFetcher
+from batchinfer.worker.opening import Opener
 
 from . import cleaning
 from .cleaning import CALM_SECONDS, Cleanings
@@ -58,6 +59,7 @@ from .machine import (
     SimClock,
     SimEngine,
     fetch_images,
+    look_at_others,
     make_environment,
     sampling,
 )
@@ -285,6 +287,7 @@ class Scenario:
                 mock.patch.object(opening, "secrets", names),
                 mock.patch.object(stream, "NUM_THREADS", self.plot.most_fetched),
                 mock.patch.object(MediaFetcher, "fetch_now", self._fetch_images),
+                mock.patch.object(Opener, "look_at_others", look_at_others),
                 cleaning.in_virtual_time(self.seed, self.scheduler),
                 tracked_files(lambda name: self.has_room is None or self.has_room(name)),
             ):

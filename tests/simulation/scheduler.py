@@ -89,6 +89,8 @@ class Process:
         self.has_been_frozen = False
         self.troubled_at = float("-inf")
         """When a request of it last failed or took long, or a freeze of it ended."""
+        self.looks: set[str] = set()
+        """Open chunks whose checkpoints it is looking at, to see what others have done of them."""
         self.on_exit: list[Callable[[], object]] = []
         self.on_crash: Callable[[Exception], object] | None = None
         """Told of an exception that a greenlet ends with; nobody else would be."""

@@ -88,11 +88,13 @@ class Helper:
             marker = marker_record(chunk=name, output=layout.output_file(name))
             self.memory.create(layout.marker_key(name), codec.encode(marker))
 
-    def claim(self, name: str, worker_id: str) -> None:
-        """Let a live worker hold a chunk."""
+    def claim(self, name: str, worker_id: str, **fields: Any) -> None:
+        """Let a live worker hold a chunk. `fields` are those of its record."""
         claim = Claim(worker=worker_id, epoch=1, nonce="n")
         self.memory.create(layout.claim_key(name), codec.encode(claim))
-        record = worker_record(id=worker_id, epoch=1, nonce="n", lease_seconds=LEASE_SECONDS)
+        record = worker_record(
+            id=worker_id, epoch=1, nonce="n", lease_seconds=LEASE_SECONDS, **fields
+        )
         self.memory.create(layout.worker_key(worker_id), codec.encode(record))
 
     def tick(self, *open_names: str, seconds: float = 0.0) -> list[str]:
@@ -244,3 +246,25 @@ def test_of_many_claims_a_helper_reads_some_and_watches_the_same_ones() -> None:
     helper.tick(seconds=11.0)
     assert helper.store.requests["get"] == 4 * MOST_SAMPLED
     assert helper.schedule.is_finished  # those that it watches have
+
+
+def test_a_chunk_left_to_its_helper_is_tried_with_one_helper_more_after_each_lease() -> None:
+    helper = Helper("left", 1)
+    [name] = helper.names
+    helper.claim(name, "slow", rows_done=10, busy_seconds=100.0)
+    key = layout.worker_key("slow")
+    for num_times in range(3):
+        found = helper.find(most_ticks=30)
+        assert found is not None
+        assert (found.owner_rate, found.other_helpers) == (0.1, num_times)
+        helper.schedule.started(name)
+        helper.schedule.held_by_other(name)
+        for beat in range(11):
+            helper.tick(seconds=10.0)
+            assert helper.schedule.next() is None
+            rows = 10 + 20 * num_times + beat
+            record = worker_record(
+                id="slow", epoch=1, beat=rows, rows_done=rows, busy_seconds=10.0 * rows
+            )
+            helper.memory.replace(key, codec.encode(record), helper.memory.get(key).etag)
+        helper.tick(seconds=10.0)

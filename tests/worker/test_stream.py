@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from batchinfer.core.codec import raw
 from batchinfer.core.records import (
     Choice,
     Completion,
@@ -842,3 +843,14 @@ def test_rows_of_a_published_chunk_follow_no_more(chunks: ChunksPutByHand) -> No
     stream.handle([answer(leader)])
     assert lines_of(chunks.finished) == [0]
     assert stream._num_bytes == 0
+
+
+def test_a_row_that_another_worker_has_finished_is_not_handed_out(chunks: ChunksPutByHand) -> None:
+    chunk = chunks.put("shared", 6)
+    stream = stream_over(chunks, max_in_flight=2)
+    first = take(stream)
+    assert [request.key[1] for request in first] == [0, 1, 2, 3]
+    chunk.adopt([FinishedRow(line=line, ok=True, output=raw(b"{}")) for line in (3, 4)])
+    stream.handle([answer(request) for request in first])
+    assert [request.key[1] for request in take(stream)] == [5]
+    assert chunk.num_left == 1
