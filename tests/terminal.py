@@ -62,7 +62,7 @@ class Terminal:
             data = os.read(self._main, 65536).decode(errors="replace")
             self.shown += _ESCAPES.sub("", data).replace("\r", "")
 
-    def expect(self, text: str, seconds: float = 20) -> str:
+    def expect(self, text: str, seconds: float = 60) -> str:
         """Wait until the program shows a text after what was expected before. Returns everything up to it."""
         end = time.monotonic() + seconds
         while (place := self.shown.find(text, self._seen)) < 0:

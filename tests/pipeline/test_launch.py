@@ -37,7 +37,7 @@ SLOW = (
     "--grace-seconds",
     "1",
 )
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 
 
 class Outcome:

@@ -243,7 +243,7 @@ def test_check_knows_that_encoders_keep_no_cache(tmp_path: Path) -> None:
 
 
 def wait_for(appeared: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not appeared():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)

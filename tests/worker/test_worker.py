@@ -211,7 +211,7 @@ class TestStoppedAndStartedAgain:
     SLOW = (*FAST, "--echo-latency-seconds", "0.5", "--max-num-seqs", "8", "--worker-id", "w0")
 
     def wait_for(self, store: Store, prefix: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not any(True for _ in store.list(prefix)):
             assert time.monotonic() < deadline, f"nothing appeared below {prefix}"
             time.sleep(0.05)
@@ -248,7 +248,7 @@ class TestStoppedAndStartedAgain:
         self.wait_for(open_store(run), layout.CLAIMS)
         time.sleep(1)
         process.send_signal(number)
-        stopped = finish_process(process, timeout_seconds=30)
+        stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
         assert "Traceback" not in stopped.stderr
         again = run_worker_process(job, run, *FAST)
@@ -286,7 +286,7 @@ class TestStoppedAndStartedAgain:
         process = start_process(worker_arguments(job, run, "--echo-load-seconds", "300"))
         self.wait_for(open_store(run), layout.WORKERS)
         process.terminate()
-        assert finish_process(process, timeout_seconds=20).status == 75
+        assert finish_process(process, timeout_seconds=60).status == 75
 
     @pytest.mark.s3
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -307,7 +307,7 @@ class TestStoppedAndStartedAgain:
             connection, _ = silent.accept()
             with connection:
                 process.send_signal(number)
-                stopped = finish_process(process, timeout_seconds=30)
+                stopped = finish_process(process, timeout_seconds=60)
         assert stopped.status == 75, stopped.stderr
         assert number.name in stopped.stderr
         assert "Traceback" not in stopped.stderr
@@ -431,7 +431,7 @@ class TestStoppedAndStartedAgain:
                     "300",
                 )
             )
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while codec_epoch(run) <= _ and time.monotonic() < deadline:
                 time.sleep(0.05)
             process.kill()
