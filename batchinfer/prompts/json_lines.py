@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -51,8 +52,8 @@ def projection(
     """
     if any(_UNFIT_FIELD.search(column) for column in columns):
         return lambda data: _select(decode_object(data), columns)
-    decode = _struct_decoder(columns, ())
-    decode_lazily = _struct_decoder(columns, lazy)
+    decode = _struct_decoder(tuple(columns), frozenset())
+    decode_lazily = _struct_decoder(tuple(columns), frozenset(lazy))
     astuple = msgspec.structs.astuple
 
     def read(data: bytes) -> tuple[Any, ...]:
@@ -72,7 +73,8 @@ def _select(row: dict[str, Any], columns: Collection[str]) -> tuple[Any, ...]:
     return tuple(row.get(column, msgspec.UNSET) for column in columns)
 
 
-def _struct_decoder(columns: Collection[str], lazy: Collection[str]) -> Callable[[bytes], Any]:
+@lru_cache(maxsize=8)
+def _struct_decoder(columns: tuple[str, ...], lazy: frozenset[str]) -> Callable[[bytes], Any]:
     names = [f"c{index}" for index in range(len(columns))]
     kinds = [list[msgspec.Raw] if column in lazy else Any for column in columns]
     struct = msgspec.defstruct(

@@ -18,6 +18,9 @@ from .injections import KINDS
 from .scenario import Report, Scenario, simulate
 
 _HASH_SEED = "PYTHONHASHSEED"
+_SEEDS_A_TASK = 20
+_TASKS_A_PROCESS = 5
+"""Processes are replaced after so many tasks: that frees their memory faster than a collection of garbage would."""
 
 
 @contextmanager
@@ -56,27 +59,17 @@ def reports(
     seeds: Iterable[int], jobs: int, is_cleaned: bool | None, injected: Collection[str] | None
 ) -> Iterator[Report]:
     """Run seeds in `jobs` processes; reports come in the order in which they are done."""
-    one = partial(_one, is_cleaned=is_cleaned, injected=injected)
-    if jobs == 1:
-        _prepare()
-        for seed in seeds:
-            yield one(seed)
-        return
-    with multiprocessing.get_context("fork").Pool(jobs, initializer=_prepare) as pool:
-        yield from pool.imap_unordered(one, seeds, chunksize=20)
+    one = partial(simulate, is_cleaned=is_cleaned, injected=injected)
+    pool = multiprocessing.get_context("fork").Pool(
+        jobs, initializer=_prepare, maxtasksperchild=_TASKS_A_PROCESS
+    )
+    with pool:
+        yield from pool.imap_unordered(one, seeds, chunksize=_SEEDS_A_TASK)
 
 
 def _prepare() -> None:
     logging.disable(logging.CRITICAL)
-    gc.collect()
-    gc.freeze()
     gc.disable()
-
-
-def _one(seed: int, is_cleaned: bool | None, injected: Collection[str] | None) -> Report:
-    if seed % 50 == 0:
-        gc.collect()
-    return simulate(seed, is_cleaned=is_cleaned, injected=injected)
 
 
 def main() -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 import greenlet
+
+Ticket = tuple[Any, int]
+"""Names one wait of a greenlet, by the greenlet and its number."""
 
 
 class Killed(greenlet.GreenletExit):
@@ -35,15 +38,23 @@ class Scheduler:
         """Name of the process that ran last."""
         self.num_events = 0
         self._max_events = max_events
-        self._events: list[tuple[float, float, int, Callable[[], object]]] = []
+        self._events: list[tuple[float, float, int, Callable[..., object], Ticket | None]] = []
 
     def at(
-        self, when: float, action: Callable[[], object], chance: random.Random | None = None
+        self,
+        when: float,
+        action: Callable[..., object],
+        chance: random.Random | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
-        """Run `action` in the hub once time has come to `when`. `chance` orders the events of one instant."""
+        """Run `action` in the hub once time has come to `when`. `chance` orders the events of one instant.
+
+        `ticket`: is given to the action, if there is one.
+        """
         self.num_events += 1
         place = (chance or self.random).random()
-        heapq.heappush(self._events, (max(when, self.now), place, self.num_events, action))
+        when = max(when, self.now)
+        heappush(self._events, (when, place, self.num_events, action, ticket))
 
     def after(
         self, seconds: float, action: Callable[[], object], chance: random.Random | None = None
@@ -55,10 +66,13 @@ class Scheduler:
         """Let time pass up to `until`, or until `is_over`, or until nothing is left to happen."""
         events = self._events
         while events and events[0][0] <= until and not is_over():
-            self.now, _, _, action = heapq.heappop(events)
+            self.now, _, _, action, ticket = heappop(events)
             if self.num_events > self._max_events:
                 raise Overrun(f"{self.num_events} events by {self.now:.3f} s: a livelock")
-            action()
+            if ticket is None:
+                action()
+            else:
+                action(ticket)
         if not is_over() and until != float("inf"):
             self.now = max(self.now, until)
 
@@ -114,29 +128,31 @@ class Process:
 
         thread = greenlet.greenlet(body, parent=self.scheduler.hub)
         self._greenlets[thread] = 0
-        self._wake_later(thread, 0, delay)
+        self.wake((thread, 0), delay)
 
     def sleep(self, seconds: float) -> None:
         """Let the calling greenlet wait."""
-        ticket = self.ticket()
-        self.wake(ticket, seconds)
+        self.wake(self.ticket(), seconds)
         self.block()
 
-    def ticket(self) -> tuple[Any, int]:
+    def ticket(self) -> Ticket:
         """Name this very wait of the calling greenlet, for `wake`."""
-        self.check()
+        if self.is_dead:
+            raise Killed
         thread = greenlet.getcurrent()
-        self._greenlets[thread] += 1
-        return thread, self._greenlets[thread]
+        number = self._greenlets[thread] = self._greenlets[thread] + 1
+        return thread, number
 
-    def wake(self, ticket: tuple[Any, int], delay: float = 0.0) -> None:
+    def wake(self, ticket: Ticket, delay: float = 0.0) -> None:
         """End the wait that `ticket` names, unless it has ended by then."""
-        self._wake_later(*ticket, delay)
+        scheduler = self.scheduler
+        scheduler.at(scheduler.now + delay, self._resume, self.chance, ticket)
 
     def block(self) -> None:
         """Wait until woken."""
         self.scheduler.hub.switch()
-        self.check()
+        if self.is_dead:
+            raise Killed
 
     def check(self) -> None:
         """Raise Killed in what is left of a dead process."""
@@ -164,17 +180,14 @@ class Process:
         if stops_clock:
             self.frozen_seconds += self.thawed_at - frozen_until
 
-    def _wake_later(self, thread: Any, ticket: int, delay: float) -> None:
-        self.scheduler.after(delay, lambda: self._resume(thread, ticket), self.chance)
-
-    def _resume(self, thread: Any, ticket: int) -> None:
-        if self.is_dead or self._greenlets.get(thread) != ticket:
+    def _resume(self, ticket: Ticket) -> None:
+        thread, number = ticket
+        if self.is_dead or self._greenlets.get(thread) != number:
             return
-        if self.scheduler.now < self.thawed_at:
+        scheduler = self.scheduler
+        if scheduler.now < self.thawed_at:
             late = self.chance.random() * 0.01
-            self.scheduler.at(
-                self.thawed_at + late, lambda: self._resume(thread, ticket), self.chance
-            )
+            scheduler.at(self.thawed_at + late, self._resume, self.chance, ticket)
             return
-        self.scheduler.running = self.name
+        scheduler.running = self.name
         thread.switch()
