@@ -49,7 +49,7 @@ from .machine import EngineTraits, SimBackground, SimEngine, make_environment, s
 from .oracle import JOB, RUN
 from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
 from .scheduler import Process, Scheduler
-from .storage import EPOCH, Held, Network, Server, SimStore, _Moment
+from .storage import EPOCH, Held, Network, Server, SimStore, _Moment, subject_of
 
 _KINDS = {
     "get_object": "GET",
@@ -189,7 +189,7 @@ class CalmNetwork(Network):
 
     def request(self, process: Process, method: str, arguments: dict[str, Any]) -> Any:
         kind = _KINDS[method]
-        key = self._subject(arguments)
+        key = subject_of(arguments)
         process.sleep(_LATENCY_SECONDS[kind] * (0.5 + process.chance.random()))
         weight = len(arguments["Delete"]["Objects"]) if kind == "DELETE" else 1
         self.tally.note(kind, place_of(key), int(self.scheduler.now), weight)

@@ -338,14 +338,15 @@ class Network:
         """Send one request and wait for its reply."""
         process.check()
         scheduler, weather, chance = self.scheduler, self.weather, process.chance
-        refusal = self.refuse(method, self._subject(arguments))
+        subject = subject_of(arguments)
+        refusal = self.refuse(method, subject)
         if refusal is not None:
             process.num_faults += 1
             process.troubled_at = max(process.troubled_at, scheduler.now)
             process.sleep(weather.latency_seconds)
             scheduler.log(process.name, f"  {refusal.message}")
             raise refusal
-        fate = self._fate(process, method, arguments)
+        fate = self._fate(process, method, subject)
         outcome: list[tuple[Any, BatchinferError | None]] = []
         ticket = process.ticket()
         latency = weather.latency_seconds * (0.2 + 1.6 * chance.random())
@@ -356,7 +357,7 @@ class Network:
             latency += weather.slow_seconds * chance.random()
             process.num_faults += 1
             process.troubled_at = max(process.troubled_at, scheduler.now + latency)
-        if isinstance(fate, str) and self._delays_saving(method, arguments):
+        if isinstance(fate, str) and self._delays_saving(method, subject):
             process.troubled_at = max(process.troubled_at, scheduler.now)
 
         sent = scheduler.now
@@ -386,7 +387,7 @@ class Network:
             scheduler.after(latency, land, chance)
         process.block()
         if fate in ("refused", "lost", "late", "partly"):
-            raise TransientError(f"{self._subject(arguments)}: no answer")
+            raise TransientError(f"{subject}: no answer")
         answer, error = outcome[0]
         if error is not None:
             raise error
@@ -407,36 +408,38 @@ class Network:
             self.scheduler.log(process.name, f"    {type(error).__name__}")
             return None, error
 
-    def _fate(self, process: Process, method: str, arguments: dict[str, Any]) -> str | float | None:
+    def _fate(self, process: Process, method: str, subject: str) -> str | float | None:
         weather, chance, now = self.weather, process.chance, self.scheduler.now
         if self.hook is not None:
             number, self.num_requests = self.num_requests, self.num_requests + 1
-            return self.hook(number, method, self._subject(arguments), process)
-        if any(start <= now < end for start, end in weather.outages):
-            return "refused"
+            return self.hook(number, method, subject, process)
+        for start, end in weather.outages:
+            if start <= now < end:
+                return "refused"
         is_write = method in WRITES
-        for fate, share, counts in (
-            ("refused", weather.refused, True),
-            ("lost", weather.lost, True),
-            ("late", weather.late, is_write),
-            ("dies_before", weather.dies_before, is_write),
-            ("dies_after", weather.dies_after, is_write),
-            ("partly", weather.partly, method == "delete_objects"),
-        ):
-            if share and counts and chance.random() < share:
-                return fate
+        if weather.refused and chance.random() < weather.refused:
+            return "refused"
+        if weather.lost and chance.random() < weather.lost:
+            return "lost"
+        if weather.late and is_write and chance.random() < weather.late:
+            return "late"
+        if weather.dies_before and is_write and chance.random() < weather.dies_before:
+            return "dies_before"
+        if weather.dies_after and is_write and chance.random() < weather.dies_after:
+            return "dies_after"
+        if weather.partly and method == "delete_objects" and chance.random() < weather.partly:
+            return "partly"
         return None
 
-    def _delays_saving(self, method: str, arguments: dict[str, Any]) -> bool:
+    def _delays_saving(self, method: str, subject: str) -> bool:
         """Whether the failure of a request may delay a checkpoint or a marker by more than its repetition does.
 
         Reads count, too: after a lost reply a worker compares what is stored with what it has sent.
         """
         if any(start <= self.scheduler.now < end for start, end in self.weather.outages):
             return True
-        key = self._subject(arguments)
         is_listing = method == "list_objects_v2"
-        return not is_listing and (layout.CHECKPOINTS in key or layout.OUTPUTS in key)
+        return not is_listing and (layout.CHECKPOINTS in subject or layout.OUTPUTS in subject)
 
     def _log(
         self, process: Process, method: str, arguments: dict[str, Any], fate: str | float | None
@@ -446,14 +449,15 @@ class Network:
         conditions = [name for name in ("IfNoneMatch", "IfMatch") if name in arguments]
         body = arguments.get("Body", b"")
         digest = hashlib.md5(body, usedforsecurity=False).hexdigest()[:6] if body else ""
-        words = [method, self._subject(arguments), *conditions, digest, str(fate or "")]
+        words = [method, subject_of(arguments), *conditions, digest, str(fate or "")]
         self.scheduler.log(process.name, "  " + " ".join(word for word in words if word))
 
-    @staticmethod
-    def _subject(arguments: dict[str, Any]) -> str:
-        if "Delete" in arguments:
-            return " ".join(item["Key"] for item in arguments["Delete"]["Objects"])
-        return str(arguments.get("Key") or arguments.get("Prefix") or "")
+
+def subject_of(arguments: dict[str, Any]) -> str:
+    """The keys or the prefix that a request is about."""
+    if "Delete" in arguments:
+        return " ".join(item["Key"] for item in arguments["Delete"]["Objects"])
+    return str(arguments.get("Key") or arguments.get("Prefix") or "")
 
 
 class _Turns:
