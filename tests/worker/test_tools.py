@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.cli.main import main
+from batchinfer.prompts import constraint_process
 from making import make_job
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -26,6 +28,14 @@ def call_of(index: int) -> str:
 
 def make_row(index: int) -> dict[str, Any]:
     return {"prompt": call_of(index) if index % 3 else "no call"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """Workers of this process do not try the constraint of a forced call, which takes seconds. Others do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constraint_process, "BACKEND", "no_such_package_here")
+        yield
 
 
 @pytest.fixture
@@ -128,7 +138,6 @@ def test_other_tools_are_another_run_and_a_resumed_one_gets_them_from_its_comman
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        # Without a forced call there is no constraint to compile, which takes seconds.
         (["--tool-choice", "auto", "--tool-call-parser", "hermess"], "did you mean 'hermes'"),
         (["--tool-choice", "none", "--reasoning-parser", "qwen33"], "did you mean 'qwen3'"),
         (["--tool-choice", "none", "--thinking-budget", "5"], "add --reasoning-parser"),
