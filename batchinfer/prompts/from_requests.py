@@ -152,28 +152,35 @@ class RequestsReader:
         if not isinstance(custom_id, str) or not custom_id:
             raise RowProblem(
                 Code.INVALID_REQUEST,
-                f"custom_id is a JSON {json_lines.json_type(custom_id)}, expected a text that is not empty",
+                f"custom_id is {json_lines.type_of(line, 'custom_id')}, expected a text that is not empty",
                 param="custom_id",
             )
         url = line.get("url")
         if not isinstance(url, str) or url not in _TASKS:
+            shown = json_lines.type_of(line, "url")
+            if isinstance(url, str):
+                shown = repr(url[:80])
             raise RowProblem(
                 Code.UNKNOWN_URL,
-                f"url {str(url)[:80]!r}: expected {self._expected_urls()}"
-                + near(str(url)[:80], _TASKS),
+                f"url is {shown}, expected {self._expected_urls()}" + near(str(url)[:80], _TASKS),
                 param="url",
             )
         draft.url = url
         method = line.get("method")
         if method != "POST":
+            shown = json_lines.type_of(line, "method")
+            if isinstance(method, str):
+                shown = repr(method[:20])
             raise RowProblem(
-                Code.INVALID_REQUEST, f"method {str(method)[:20]!r}, expected POST", param="method"
+                Code.INVALID_REQUEST,
+                f"method is {shown}, expected POST",
+                param="method",
             )
         body = line.get("body")
         if not isinstance(body, dict):
             raise RowProblem(
                 Code.INVALID_REQUEST,
-                f"body is a JSON {json_lines.json_type(body)}, expected an object",
+                f"body is {json_lines.type_of(line, 'body')}, expected an object",
                 param="body",
             )
         draft.body = body
@@ -203,7 +210,7 @@ class RequestsReader:
         if not isinstance(messages, list):
             raise RowProblem(
                 Code.INVALID_MESSAGES,
-                f"messages is a JSON {json_lines.json_type(messages)}, expected a list",
+                f"messages is {json_lines.type_of(body, 'messages')}, expected a list",
                 param="messages",
             )
         if not messages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -140,6 +140,15 @@ def has_lone_surrogate(value: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     return False
+
+
+def type_of(values: Mapping[str, Any], name: str) -> str:
+    """Name the JSON type of an object's field for a message, or say that it is missing.
+
+    >>> type_of({"a": [1]}, "a"), type_of({}, "a")
+    ('a JSON array', 'missing')
+    """
+    return f"a JSON {json_type(values[name])}" if name in values else "missing"
 
 
 def json_type(value: Any) -> str:
