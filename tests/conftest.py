@@ -71,7 +71,9 @@ LONGEST = (
     "test_api",
     "test_run",
     "test_worker",
-    "test_answers",
+    "test_engine_pool",
+    "test_report_browser",
+    "test_storage_s3_faults",
     "test_collect_ranks",
     "test_hub_destination",
 )

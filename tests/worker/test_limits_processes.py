@@ -109,7 +109,7 @@ def test_a_run_that_stops_at_its_limit_goes_on_with_a_higher_one(tmp_path: Path)
     source, dest = tmp_path / "a.jsonl", tmp_path / "answers.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(200)))
     command = ["run", str(source), "-o", str(dest), "--engine", "echo", *PRICE, *QUICK]
-    ended = run_process([*command, *SLOW_ROWS, "--max-cost", "3", "--grace-seconds", "0"])
+    ended = run_process([*command, *SLOW_ROWS, "--max-cost", "6", "--grace-seconds", "0"])
     assert ended.status == 3
     assert not dest.exists()
     ended = run_process([*command, "--max-cost", "1000"])
