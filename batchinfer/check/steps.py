@@ -31,7 +31,12 @@ from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import leaving_no_folders
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
-from batchinfer.worker.config import Limits, check_together, has_budget
+from batchinfer.worker.config import (
+    Limits,
+    check_adapters_are_asked_for,
+    check_together,
+    has_budget,
+)
 from batchinfer.worker.joining import parsers_in
 from batchinfer.worker.media import MediaFetcher, check_media
 from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
@@ -219,6 +224,7 @@ class Examination:
                 check_engine(config.engine)
         if not (config.engine is None or config.prompt is None or config.sampling is None):
             with self._step("config"):
+                check_adapters_are_asked_for(config.prompt)
                 check_together(config.engine, config.prompt, config.sampling)
         if config.prompt is not None and config.sampling is not None:
             self._make_builder(config.prompt, config.sampling, None, None)

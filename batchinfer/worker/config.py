@@ -190,7 +190,25 @@ def real_environment(
 
 def check_sampling(config: WorkerConfig) -> None:
     """Check the options of prompts and sampling against the engine; see `check_together`."""
+    check_adapters_are_asked_for(config.prompt)
     check_together(config.engine, config.prompt, config.sampling)
+
+
+def check_adapters_are_asked_for(prompt: PromptConfig) -> None:
+    """Refuse adapters of which no row can ask for one, since the model itself would answer every row.
+
+    Raises:
+        ConfigError: rows are no requests, and no column names their adapters.
+    """
+    if (
+        prompt.adapters
+        and not prompt.lora_column
+        and prompt.request_format == PromptConfig().request_format
+    ):
+        raise ConfigError(
+            f"--lora {prompt.adapters[0]}: without --lora-column no row is answered by an adapter",
+            hint="name the column that says which adapter answers a row: --lora-column COLUMN",
+        )
 
 
 def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Sampling) -> None:

@@ -293,7 +293,7 @@ def test_a_run_with_adapters_beside_one_without_has_the_models_of_both(
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter")
     tuned = f"{tmp_path}/tuned"
-    run_worker_here(job, tuned, "--lora", f"tuned={adapter}")
+    run_worker_here(job, tuned, "--lora", f"tuned={adapter}", "--lora-column", "lora")
     first, second = (tuned, f"{job}/runs/short") if has_first else (f"{job}/runs/short", tuned)
     collect(first, tmp_path / "out", more_runs=[second])
     models = Counter((row["run"], row["model"]) for row in read_rows(tmp_path / "out"))

@@ -130,17 +130,19 @@ def test_tables_say_which_adapter_answered(call: Call, tmp_path: Path, form: str
 def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Path) -> None:
     first = write_adapter(tmp_path / "first", seed=1)
     make_job(tmp_path / "job", rows=4, per_chunk=4)
-    done = call(arguments(tmp_path, "--lora", f"sql={first}"))
+    column = ("--lora-column", "c")
+    done = call(arguments(tmp_path, *column, "--lora", f"sql={first}"))
     assert done.status == 0, done.stderr
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [one["name"] for one in recorded["config"]["adapters"]] == ["sql"]
     assert recorded["recorded"]["lora"] == {"sql": str(first)}
     moved = first.rename(tmp_path / "moved")
-    assert call(arguments(tmp_path, "--lora", f"sql={moved}")).status == 0
+    again = call(arguments(tmp_path, *column, "--lora", f"sql={moved}"))
+    assert again.status == 0, again.stderr
     other = write_adapter(tmp_path / "other", seed=2)
     for given in ([f"sql={other}"], [f"poems={moved}"], []):
         words = [word for each in given for word in ("--lora", each)]
-        done = call(arguments(tmp_path, *words))
+        done = call(arguments(tmp_path, *(column if words else ()), *words))
         assert done.status == 2, done.stderr
         assert "adapters" in done.stderr
     command = worker_command(msgspec.convert(recorded, Run), str(tmp_path / "run"), "job")
@@ -150,6 +152,7 @@ def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--lora", "sql=ADAPTER"], "--lora sql: without --lora-column no row is answered by an"),
         (["--lora", "sql"], "--lora 'sql': expected NAME=PATH"),
         (["--lora", "a=x", "--lora", "a=y"], "--lora a: is given twice"),
         (["--lora", "a=./nothing"], "--lora a: ./nothing is no folder"),
@@ -161,7 +164,8 @@ def test_options_that_cannot_work_are_refused(
     call: Call, tmp_path: Path, words: list[str], said: str
 ) -> None:
     make_job(tmp_path / "job", rows=4, per_chunk=4)
-    done = call(arguments(tmp_path, *words))
+    adapter = str(write_adapter(tmp_path / "sql"))
+    done = call(arguments(tmp_path, *(word.replace("ADAPTER", adapter) for word in words)))
     assert done.status == 2
     assert said in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
