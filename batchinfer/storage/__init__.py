@@ -106,6 +106,10 @@ def split_bucket(url: str) -> tuple[str, str]:
     return bucket, f"{root}/" if root else ""
 
 
+_NO_NAMES = frozenset({"", ".", ".."})
+"""Components that a key cannot have."""
+
+
 def check_key(key: str) -> str:
     """Return `key` if it names one object below a store's root.
 
@@ -138,7 +142,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def _check_components(key: str, components: list[str]) -> None:
-    _refuse_unless("\0" not in key and all(part not in {"", ".", ".."} for part in components), key)
+    _refuse_unless("\0" not in key and _NO_NAMES.isdisjoint(components), key)
 
 
 def _refuse_unless(condition: bool, key: str) -> None:
