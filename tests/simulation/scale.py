@@ -73,8 +73,8 @@ _TURN_SECONDS = 15.0
 """Longest time between two turns of a worker's loop while its engine is busy. A real engine turns it much oftener."""
 _SNAPSHOT_SECONDS = 25.0
 """Time between two copies of a worker's counters for its record, which is written every 30 s."""
-_POLL_SECONDS = 5.0
-"""Least time for which a worker waits for background work that does not finish; a real one looks more often."""
+_POLL_SECONDS = 1.0
+"""Least time for which a worker waits for background work that does not finish, as one with an idle engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
