@@ -373,7 +373,8 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--lora-column",
             TEXT_OR_UNSET,
-            "Column with the name of the row's adapter; empty: the model itself.",
+            "Column with the name of the row's adapter; empty: the model itself. Without this option a single --lora "
+            "answers every row.",
         ),
         Option(
             "--served-model-name",

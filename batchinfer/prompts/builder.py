@@ -279,9 +279,10 @@ class PromptBuilder:
         return msgspec.structs.replace(form, **changes) if changes else form
 
     def _find_adapters(self, drafts: list[Draft]) -> None:
-        column = self._config.lora_column
+        column, only = self._config.lora_column, self._config.adapter_of_all
         subject, param = (f"column {column!r}", None) if column else ("model", "model")
         for draft in drafts:
+            draft.adapter = only
             if draft.model is None or draft.failure is not None:
                 continue
             try:

@@ -135,7 +135,8 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     """Names of the run's LoRA adapters. Unset if it has none."""
     lora_column: str | msgspec.UnsetType = msgspec.UNSET
-    """Column with the name of the row's adapter; rows without a name are the model's. Unset if there is none."""
+    """Column with the name of the row's adapter; rows without a name are the model's. Unset if there is none; see
+    `adapter_of_all`."""
     served_model_name: list[str] | msgspec.UnsetType = msgspec.UNSET
     """Names by which requests mean the model; ``*`` means every name. Unset if there are none."""
     constraint_column: str | msgspec.UnsetType = msgspec.UNSET
@@ -165,6 +166,17 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     max_logprobs: int = 20
     """Largest number of alternative tokens that a request may ask for at each position (`logprobs`). The engine sets
     it."""
+
+    @property
+    def rows_say_adapter(self) -> bool:
+        """Whether each row says which adapter answers it, in a column or as a request's model."""
+        return bool(self.lora_column) or self.request_format != "rows"
+
+    @property
+    def adapter_of_all(self) -> str | None:
+        """Adapter that answers every row, since the run has no other and rows say none; None if there is none."""
+        adapters = self.adapters or []
+        return adapters[0] if len(adapters) == 1 and not self.rows_say_adapter else None
 
     @property
     def optional_columns(self) -> dict[str, list[str]]:

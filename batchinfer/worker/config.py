@@ -195,19 +195,16 @@ def check_sampling(config: WorkerConfig) -> None:
 
 
 def check_adapters_are_asked_for(prompt: PromptConfig) -> None:
-    """Refuse adapters of which no row can ask for one, since the model itself would answer every row.
+    """Refuse several adapters if rows cannot say which of them answers.
 
     Raises:
         ConfigError: rows are no requests, and no column names their adapters.
     """
-    if (
-        prompt.adapters
-        and not prompt.lora_column
-        and prompt.request_format == PromptConfig().request_format
-    ):
+    adapters = prompt.adapters or []
+    if len(adapters) > 1 and not prompt.rows_say_adapter:
         raise ConfigError(
-            f"--lora {prompt.adapters[0]}: without --lora-column no row is answered by an adapter",
-            hint="name the column that says which adapter answers a row: --lora-column COLUMN",
+            f"--lora: is given {len(adapters)} times, and nothing says which adapter answers a row",
+            hint="name the column that says it: --lora-column COLUMN; one adapter alone answers every row",
         )
 
 

@@ -221,6 +221,8 @@ class Membership:
             "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
             "adapters": self._adapters,
+            # In runs of earlier versions the model itself answered such rows.
+            **({"adapter_of_all": only} if (only := config.prompt.adapter_of_all) else {}),
             **(
                 {"limit_mm_per_prompt": limits}
                 if (limits := config.engine.limit_mm_per_prompt)

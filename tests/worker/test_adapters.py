@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core import layout
+from batchinfer.core import codec, layout
 from batchinfer.core.records import Run
 from batchinfer.prompts import constraint_process
 from batchinfer.runs.resume_command import worker_command
@@ -108,6 +108,23 @@ def test_with_adapters_no_name_is_taken_to_mean_the_model(call: Call, tmp_path: 
     assert codes(lines_of(tmp_path)) == ["sql", "model_not_found", "echo", "sql"]
 
 
+def test_one_adapter_alone_answers_every_row(call: Call, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "sql")
+    make_job(tmp_path / "job", rows=3, per_chunk=3)
+    done = call(arguments(tmp_path, "--lora", f"sql={adapter}"))
+    assert done.status == 0, done.stderr
+    assert [line["model"] for line in lines_of(tmp_path)] == ["sql"] * 3
+    # The model itself answered the rows of such a run of an earlier version, so it is another configuration.
+    recorded = tmp_path / "run" / "run.json"
+    run = json.loads(recorded.read_text())
+    assert run["config"].pop("adapter_of_all") == "sql"
+    run["fingerprint"] = codec.fingerprint(run["config"])
+    recorded.write_text(json.dumps(run))
+    again = call(arguments(tmp_path, "--lora", f"sql={adapter}"))
+    assert again.status == 2
+    assert "adapter_of_all" in again.stderr
+
+
 @pytest.mark.parametrize("form", ["native", "completions", "openai-batch"])
 def test_tables_say_which_adapter_answered(call: Call, tmp_path: Path, form: str) -> None:
     from pyarrow import parquet
@@ -152,7 +169,10 @@ def test_adapters_are_part_of_the_run_by_their_content(call: Call, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--lora", "sql=ADAPTER"], "--lora sql: without --lora-column no row is answered by an"),
+        (
+            ["--lora", "a=ADAPTER", "--lora", "b=ADAPTER"],
+            "nothing says which adapter answers a row",
+        ),
         (["--lora", "sql"], "--lora 'sql': expected NAME=PATH"),
         (["--lora", "a=x", "--lora", "a=y"], "--lora a: is given twice"),
         (["--lora", "a=./nothing"], "--lora a: ./nothing is no folder"),
