@@ -183,7 +183,9 @@ class OpenChunks:
         """
         self._checkpointer.tick()
         self._collect_published()
+        num_unread = self.num_unread
         self._collect_openings()
+        num_opened = self.num_unread - num_unread
         lost = [] if self.is_closing else self._schedule.tick(list(self.open), demand.own_rate)
         for name in self._schedule.take_found_done() - self.open.keys():
             self._telemetry.workload.done(name)
@@ -207,7 +209,8 @@ class OpenChunks:
         # `cushion` is twice the number of rows that the engine finishes while one chunk is opened. It keeps the engine
         # busy if the bucket becomes slower.
         cushion = int(2 * demand.rows_per_second * self._opening_seconds)
-        self._start_openings(demand.rows_ahead, demand.rows_wanted + cushion)
+        # `demand` does not know the rows of chunks that were being opened until now.
+        self._start_openings(demand.rows_ahead + num_opened, demand.rows_wanted + cushion)
         if not demand.is_building:
             self._clean_retired()
         return lost + complete

@@ -14,6 +14,7 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.records import Claim
+from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.claims import Claims, Held, Lease
@@ -290,3 +291,14 @@ def test_rows_are_taken_in_only_while_no_job_reads_rows() -> None:
         assert stage.run().is_success
     assert seen[True]
     assert seen[False]
+
+
+def test_a_worker_claims_no_second_chunk_while_the_rows_of_the_first_suffice() -> None:
+    """It claimed one in the moment in which the first was open. Others cannot take what a slow worker has claimed."""
+    with Stage([["say"] * 40] * 3) as stage:
+        stage.engine = EngineTraits(max_in_flight=4, row_seconds=2.0)
+        worker = stage.start(engine=EngineConfig(engine="sim", model="sim", max_num_seqs=4))
+        stage.scheduler.run(600.0, lambda: len(stage.finished) >= 8)
+        assert len(stage.finished) == 8
+        assert len(stage.objects(layout.CLAIMS)) == 1
+        worker.process.kill()
