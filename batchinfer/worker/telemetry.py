@@ -58,8 +58,7 @@ class Telemetry:
         """Sums over the rows that this start finished. Rows taken over from storage are not counted."""
         self.workload = Workload()
         """The chunks of this worker's manifests, and those of other workers that it does, too."""
-        self.rows_resumed = 0
-        """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
+        self._resumed_in_closed = 0
         self.chunks_resumed = 0
         """Number of chunks with rows that this start took over from storage."""
         self.chunks_done = 0
@@ -264,7 +263,6 @@ class Telemetry:
             # Write the record now. If this chunk kills the worker, storage must already show this start as an attempt.
             self.snapshot()
             self._write_now()
-        self.rows_resumed += chunk.counts.resumed
         self.chunks_resumed += chunk.counts.resumed > 0
         logger.info(
             "chunk %s: open, %s, %d resumed",
@@ -282,6 +280,7 @@ class Telemetry:
         `outcome` is `done`, `lost` (another worker published it) or `released`.
         """
         self._open.pop(chunk.name, None)
+        self._resumed_in_closed += chunk.counts.resumed
         if outcome == "released":
             self.workload.released(chunk.name)
         else:
@@ -357,6 +356,11 @@ class Telemetry:
             return 0.0
         until = self._running_until
         return (self._clock.monotonic() if until is None else until) - self._running_since
+
+    @property
+    def rows_resumed(self) -> int:
+        """Number of finished rows that this start took over from storage: checkpoints, or the output of a repair."""
+        return self._resumed_in_closed + sum(chunk.counts.resumed for chunk in self._open.values())
 
     @property
     def run_seconds(self) -> float:

@@ -260,6 +260,11 @@ def test_owner_and_helper_meet_and_few_rows_are_done_twice() -> None:
         times = Counter(stage.finished)
         assert len(times) == 60
         assert sum(times.values()) < 60 + 12
+        results = [each.endings[0].result for each in (owner, helper)]
+        assert sorted(result["chunks_done"] for result in results) == [0, 1]
+        for result in results:
+            if result["chunks_done"]:
+                assert result["request_count"] + result["rows_resumed"] == 60
         output = stage.objects(layout.OUTPUTS)[layout.OUTPUTS + f"{NAME}.jsonl"]
         assert output.count(b"\n") == 60
         assert not stage.objects(layout.CHECKPOINTS)
