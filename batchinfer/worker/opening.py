@@ -18,7 +18,7 @@ from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import check_belongs_to
-from batchinfer.ledger.runs import read_run
+from batchinfer.ledger.runs import read_run, refuse_foreign
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import remove_quietly, scratch_errors
 from batchinfer.worker.chunk import OpenChunk, Spool
@@ -416,6 +416,7 @@ class Opener:
 
         Raises:
             InputError: that output or its marker is missing or changed, or the chunk itself has changed since.
+            RunMismatch: the output was made with another configuration.
         """
         before = self._current_marker(chunk.ref, chunk.generation - 1)
         if before is None:
@@ -428,6 +429,7 @@ class Opener:
                 f"its marker says {before.chunk_sha256[:12]}…",
                 hint=f"restore it, or do it again from the start: batchinfer clean RUN --redo {chunk.name} --yes",
             )
+        refuse_foreign({chunk.name: before.fingerprint}, self._run_fingerprint(), url=self._run.url)
         path = self._scratch.new_path(f"{chunk.name}.before")
         try:
             self._run.download(layout.output_key(before.output), path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -83,6 +83,8 @@ class Oracle:
         self.shares_answers = False
         """Whether rows with equal prompts share an answer, and so the engine's deaths, too."""
         self._generation_of_phase = 0
+        self._redone: set[str] = set()
+        """Chunks whose markers were removed, so that they are done again from the start."""
         self._beats: dict[str, list[float]] = {}
         self._claimed: dict[str, tuple[float, str]] = {}
         """When a claim was last written, and by which process."""
@@ -275,6 +277,10 @@ class Oracle:
         """From now on error rows are done again, in further generations."""
         self._generation_of_phase = 1
         self._known.clear()
+
+    def redo(self, chunks: Iterable[str]) -> None:
+        """Note that the markers of these chunks are removed."""
+        self._redone.update(chunks)
 
     def check_saved(self, process: Process) -> None:
         """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind."""
@@ -524,11 +530,16 @@ class Oracle:
         return self._is_done(chunk)
 
     def _is_done(self, chunk: str) -> bool:
-        """Whether it has a marker; after --retry-errors one without error rows, or of a further generation."""
+        """Whether it has a marker; after --retry-errors one without error rows, or of a further generation.
+
+        A chunk that is done from the start in the phase of --retry-errors gets no second try in the same start.
+        """
         generations = self._generations(chunk)
         if not generations or not self._generation_of_phase:
             return bool(generations)
-        return generations[-1] > 0 or not self._marker(chunk, 0)["rows_error"]
+        if generations[-1] > 0 or chunk in self._redone:
+            return True
+        return not self._marker(chunk, 0)["rows_error"]
 
     def _note_known(self, process: Process, chunk: str, shown: Collection[str]) -> None:
         """Note the lines that a process finds in the segments of a listing, as far as they count in this phase."""

@@ -456,13 +456,14 @@ class Scenario:
         if self.plot.is_safe:
             return False
         fingerprint = json.loads(self.server.objects[RUN + layout.RUN_KEY].data)["fingerprint"]
-        foreign = [
-            key
+        foreign = {
+            key: marker[0]
             for key in self.server.keys(RUN + layout.OUTPUTS)
-            if layout.parse_marker(key.removeprefix(RUN))
+            if (marker := layout.parse_marker(key.removeprefix(RUN)))
             and json.loads(self.server.objects[key].data)["fingerprint"] != fingerprint
-        ]
-        self.scheduler.log("scenario", f"do again: {foreign}")
+        }
+        self.scheduler.log("scenario", f"do again: {list(foreign)}")
+        self.oracle.redo(foreign.values())
         for key in foreign:
             self.server.delete(key)
         return bool(foreign)

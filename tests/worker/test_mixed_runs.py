@@ -132,6 +132,20 @@ class TestAtTheStart:
         assert RUN + layout.marker_key("part-00001") not in read
 
 
+class TestRepair:
+    def test_rows_of_another_configuration_are_not_taken_into_a_repair(self) -> None:
+        """Where a store has no preconditions, a marker may be younger than a run.json of another configuration."""
+        with Stage([["a", "", "b"]]) as stage:
+            assert stage.run().is_success
+            marker, key = markers(stage)["part-00000"], layout.marker_key("part-00000")
+            stage.put(layout.RUN_KEY, other_run(stage))
+            stage.scheduler.now += 10.0
+            stage.put(key, codec.encode(marker))
+            before = stage.objects(layout.OUTPUTS)
+            assert_refused(stage.run(retry_errors=True, **OTHER), "part-00000", "clean", "--redo")
+            assert stage.objects(layout.OUTPUTS) == before
+
+
 class TestCheckpoints:
     """run.json tells whose they are. Where it was removed, the worker knows it once its engine has loaded."""
 
