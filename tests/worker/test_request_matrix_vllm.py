@@ -594,7 +594,9 @@ def test_a_runs_own_option_that_vllm_refuses_ends_it_with_2(
     tmp_path: Path, engine: SharedEngine, config: EngineConfig, sampling: Sampling
 ) -> None:
     lines = [json.dumps({"text": PROMPT}).encode() for _ in range(20)]
-    with pytest.raises(ConfigError, match=r"sampling options|--json-schema|--regex|no such field") as caught:
+    with pytest.raises(
+        ConfigError, match=r"sampling options|--json-schema|--regex|no such field"
+    ) as caught:
         run(tmp_path, lines, engine, config, prompt_column="text", sampling=sampling)
     assert caught.value.exit_status == 2
 

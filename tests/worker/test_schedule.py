@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Claim
@@ -14,6 +16,7 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.storage import ObjectInfo
 from batchinfer.storage.memory import MemoryStore
+from batchinfer.worker import schedule
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.schedule import Candidate, Schedule
 from counting_store import CountingStore
@@ -132,6 +135,20 @@ def test_the_last_chunk_is_found_wherever_it_is_and_whoever_looks() -> None:
         helper.schedule.finished(found.ref.name)
         assert helper.find(most_ticks=10) is None
         assert helper.store.requests["list"] <= 16  # each page of markers was listed about once
+
+
+def test_idle_workers_of_a_large_job_look_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them that look at another part each second are more than a bucket takes."""
+    monkeypatch.setattr(schedule, "neighbours_of", lambda name: name[:-1])
+    num_requests = {}
+    for num_parts in (15, 80):
+        helper = Helper(f"idle-{num_parts}", 10 * num_parts)
+        helper.finish(*helper.names)
+        for _ in range(13):
+            assert helper.schedule.next() is None
+            helper.tick(seconds=1.0)
+        num_requests[num_parts] = helper.store.requests.total()
+    assert 3 * num_requests[80] < num_requests[15]
 
 
 def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again() -> None:
