@@ -34,9 +34,10 @@ helps with the chunks that the other one holds."""
 _LONGEST_LOOK_SECONDS = 10.0
 _NEXT_PART_SECONDS = 1.0
 """Least seconds between two looks at different parts of the job."""
-_PARTS_PER_SECOND = 20
-"""Number of a job's parts for which this time grows by a second. Large jobs have many workers; a thousand of them that
-look at another part each second would send more requests than a bucket takes."""
+_PARTS_PER_EXTRA_SECOND = 20
+"""Number of a job's parts for which this time grows by a second, unless the part last looked at is finished. Large jobs
+have many workers; a thousand of them that look at claims each second would send more requests than a bucket takes. A
+finished part costs one listing, once."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -82,8 +83,7 @@ class _JobParts:
         for name in names:
             groups[neighbours_of(name)].append(name)
         self._parts = deque(groups.values())
-        self.pause_seconds = max(_NEXT_PART_SECONDS, len(groups) / _PARTS_PER_SECOND)
-        """Seconds between two looks at different parts while there may be something to do in the next one."""
+        self._pause_seconds = max(_NEXT_PART_SECONDS, len(groups) / _PARTS_PER_EXTRA_SECOND)
         self._parts.rotate(-random.Random(worker_id).randrange(len(groups) or 1))
         self._num_left = len(self._parts)
 
@@ -96,6 +96,11 @@ class _JobParts:
     def is_one(self) -> bool:
         """Whether one part holds everything that is not done."""
         return len(self._parts) <= 1
+
+    def pause_seconds(self, done: set[str]) -> float:
+        """Return the seconds between the look at the part that `next` returned last, and the look at another one."""
+        is_finished = not self._parts or done.issuperset(self._parts[-1])
+        return _NEXT_PART_SECONDS if is_finished else self._pause_seconds
 
     def start_again(self, *, at_last: bool) -> None:
         """Let `next` return every part again; `at_last`: beginning with the one that it returned last."""
@@ -391,7 +396,7 @@ class Schedule:
         """
         self._part_pause_seconds = self._look_seconds
         if is_free or not (is_any or parts.is_at_end):
-            self._part_pause_seconds = min(parts.pause_seconds, self._look_seconds)
+            self._part_pause_seconds = min(parts.pause_seconds(self._done), self._look_seconds)
         if is_any:
             parts.start_again(at_last=self._pending_has_part)
             self._has_nothing_to_help = self._has_undecided = False

@@ -37,11 +37,12 @@ from batchinfer.core.errors import BatchinferError, Interrupted
 from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Job, Request
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
-from batchinfer.ledger import jobs
+from batchinfer.ledger import jobs, survey
+from batchinfer.ledger.inventory import SeenMarker
 from batchinfer.prompts import PromptConfig
 from batchinfer.storage import ObjectInfo, Preconditions
 from batchinfer.storage.s3 import S3Store
-from batchinfer.worker import joining, tally
+from batchinfer.worker import joining, marker_looks, tally
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
 
@@ -372,6 +373,7 @@ class Campaign:
             with ExitStack() as stack:
                 stack.enter_context(tracked_files())
                 stack.enter_context(_one_job())
+                stack.enter_context(_known_listings())
                 stack.enter_context(_less_detail())
                 for machine in self.machines:
                     self.num_running += 1
@@ -587,6 +589,37 @@ def _one_job() -> Iterator[None]:
         mock.patch.object(jobs, "_resolve_in_job", resolve),
         mock.patch.object(joining, "job_chunks", job_chunks),
     ):
+        yield
+
+
+class _Listed:
+    """A store that holds one listing."""
+
+    def __init__(self, infos: list[ObjectInfo]) -> None:
+        self._infos = infos
+
+    def list(self, _prefix: str) -> list[ObjectInfo]:
+        return self._infos
+
+
+@contextmanager
+def _known_listings() -> Iterator[None]:
+    """Let the workers share what they make of a listing of markers that shows the same as the last one did.
+
+    At the end a thousand workers list all parts of the same finished run. Each still sends its requests.
+    """
+    newest_markers = survey.newest_markers
+    known: dict[str, tuple[list[ObjectInfo], dict[str, SeenMarker]]] = {}
+
+    def shared(store: Any, beginning: str = "") -> dict[str, SeenMarker]:
+        infos = list(store.list(layout.OUTPUTS + beginning))
+        if beginning not in known or known[beginning][0] != infos:
+            known[beginning] = infos, newest_markers(_Listed(infos), beginning)
+        return known[beginning][1]
+
+    with ExitStack() as stack:
+        for module in (survey, worker_start, marker_looks):
+            stack.enter_context(mock.patch.object(module, "newest_markers", shared))
         yield
 
 

@@ -143,12 +143,23 @@ def test_idle_workers_of_a_large_job_look_less_often(monkeypatch: pytest.MonkeyP
     num_requests = {}
     for num_parts in (15, 80):
         helper = Helper(f"idle-{num_parts}", 10 * num_parts)
-        helper.finish(*helper.names)
+        for name in helper.names:
+            helper.claim(name, "busy", rows_done=10, busy_seconds=1.0)
         for _ in range(13):
             assert helper.schedule.next() is None
             helper.tick(seconds=1.0)
         num_requests[num_parts] = helper.store.requests.total()
     assert 3 * num_requests[80] < num_requests[15]
+
+
+def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They waited five seconds after each of a hundred finished parts: nine minutes of a thousand idle machines."""
+    monkeypatch.setattr(schedule, "neighbours_of", lambda name: name[:-1])
+    helper = Helper("finished", 1000)
+    helper.finish(*helper.names)
+    assert helper.find(most_ticks=110) is None
 
 
 def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again() -> None:
