@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Marker, Worker
 
 
@@ -70,3 +71,23 @@ def marker_record(**values: Any) -> Marker:
         }
         | values
     )
+
+
+class Done:
+    """Work that was done at once."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._error: Exception | None = None
+        self._value: Any = None
+        try:
+            self._value = work()
+        except StorageError as error:
+            self._error = error
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value

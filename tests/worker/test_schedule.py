@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,31 +20,11 @@ from batchinfer.worker import schedule
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.schedule import Candidate, Schedule
 from counting_store import CountingStore
-from fakes import FakeClock, marker_record, nonces, worker_record
+from fakes import Done, FakeClock, marker_record, nonces, worker_record
 
 LEASE_SECONDS = 120.0
 LONG = 61.0
 """Seconds after which what a look found is forgotten."""
-
-
-class Done:
-    """Work that was done at once."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._error: Exception | None = None
-        self._value: Any = None
-        try:
-            self._value = work()
-        except StorageError as error:
-            self._error = error
-
-    def is_done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 class Helper:

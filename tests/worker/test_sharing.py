@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
+from batchinfer.core.errors import StorageError
 from batchinfer.core.records import Claim
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
@@ -28,9 +30,11 @@ from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import RunAccess
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import AlreadyDone, FoundRows, HeldByOther, Opener
+from batchinfer.worker.outgoing import PublishQueue
 from batchinfer.worker.sharing import Found, Sharing
-from fakes import FakeClock, marker_record, nonces, worker_record
+from fakes import Done, FakeClock, marker_record, nonces, worker_record
 from simulation.machine import EngineTraits
+from simulation.oracle import JOB
 from simulation.stage import Stage, Started
 
 NAME = "part-00000"
@@ -122,6 +126,8 @@ class Run:
         )
         self.opener = Opener(cast("RunAccess", access), {job.url: job}, {NAME})
         self.opener.join("f")
+        environment = SimpleNamespace(clock=self.clock, background=SimpleNamespace(submit=Done))
+        self.sharing = Sharing(cast("RunAccess", access), cast("Any", environment), self.opener)
 
     def write(self, writer: str, number: int, *lines: int, fingerprint: str = "f") -> str:
         key = layout.segment_key(NAME, 1, writer, number, len(lines))
@@ -139,6 +145,18 @@ class Run:
         chunk = self.opener.open(self.ref, now=0.0)
         assert isinstance(chunk, OpenChunk)
         return chunk
+
+    def publish(self, *leftovers: str) -> None:
+        built = build_output(self.scratch.new_path("output"), iter([b"{}"] * 10))
+        marker = marker_record(chunk=self.ref.key, chunk_sha256=self.sha256, rows_ok=10)
+        self.publisher.publish(built, marker, chunk=NAME, leftovers=list(leftovers))
+
+    def look(self, chunk: OpenChunk) -> Found:
+        """Let the time until the next look pass, and take in what it finds."""
+        self.sharing.tick({NAME: chunk})
+        self.clock.sleep(LEASE_SECONDS)
+        self.sharing.tick({NAME: chunk})
+        return self.sharing.tick({NAME: chunk})
 
     def segments(self) -> list[str]:
         return [info.key for info in self.store.list(layout.CHECKPOINTS)]
@@ -194,13 +212,98 @@ def test_segments_that_are_gone_mean_done_if_there_is_a_marker(
     key = run.write("w0.mine", 1, 0)
     chunk.note_segment(key, 0)
     if is_published:
-        built = build_output(run.scratch.new_path("output"), iter([b"{}"] * 10))
-        marker = marker_record(chunk=run.ref.key, chunk_sha256=run.sha256, rows_ok=10)
-        run.publisher.publish(built, marker, chunk=NAME, leftovers=[key])
+        run.publish(key)
         assert isinstance(run.opener.look_at_others(chunk, [key]), AlreadyDone)
     else:
         run.store.delete([key])
         assert run.opener.look_at_others(chunk, [key]) == FoundRows([], [], False)
+    chunk.close()
+
+
+def test_a_repair_takes_over_no_error_rows_of_others(run: Run) -> None:
+    """It does the error rows again; those of others come from the same first try."""
+    failed = FinishedRow(line=2, ok=False, output=codec.raw(b"{}"), code="bad")
+    chunk = run.open()
+    for generation, expected in ((0, [1, 2]), (1, [1])):
+        chunk.generation = generation
+        key = layout.segment_key(NAME, 1, f"w{generation + 1}.n", 1, 2)
+        rows = encode_rows([*finished(1), failed])[0]
+        write_segment(run.store, key, rows, chunk_sha256=run.sha256, fingerprint="f")
+        found = run.opener.look_at_others(chunk, [])
+        assert isinstance(found, FoundRows)
+        assert [row.line for row in found.rows] == expected
+        run.store.delete([key])
+    chunk.close()
+
+
+# --------------------------------------------------------------------------- what becomes of it
+
+
+def test_rows_of_others_are_taken_up_and_each_segment_is_read_once(run: Run) -> None:
+    chunk = run.open()
+    key = run.write("w1.n", 1, 8, 9)
+    assert run.look(chunk) == Found([], [], [])
+    assert (chunk.num_left, chunk.segment_keys) == (8, [key])
+    run.store.delete([key])  # a second look at it would fail
+    run.write("w1.n", 2, 7)
+    run.look(chunk)
+    assert chunk.num_left == 7
+    chunk.close()
+
+
+def test_a_worker_whose_chunk_is_shared_saves_its_rows_for_the_other_one(run: Run) -> None:
+    chunk = run.open()
+    run.write("w1.n", 1, 9)
+    run.look(chunk)
+    run.clock.sleep(LEASE_SECONDS)
+    assert run.sharing.tick({NAME: chunk}).to_checkpoint == [chunk]
+    chunk.close()
+
+
+def test_a_chunk_is_complete_with_the_last_row_of_another_worker(run: Run) -> None:
+    chunk = run.open()
+    run.write("w1.n", 1, *range(10))
+    assert run.look(chunk).complete == [NAME]
+    assert not chunk.num_left
+    assert run.look(chunk) == Found([], [], [])
+    chunk.close()
+
+
+def test_a_chunk_that_another_worker_has_published_is_named(run: Run) -> None:
+    chunk = run.open()
+    key = run.write("w1.n", 1, 9)
+    run.look(chunk)
+    run.publish(key)
+    assert run.look(chunk).published == [NAME]
+    chunk.close()
+
+
+def test_what_a_look_finds_of_a_chunk_closed_meanwhile_is_dropped(run: Run) -> None:
+    """The chunk may be open again, with other rows in its spool; a closed one's spool is gone."""
+    first = run.open()
+    run.write("w1.n", 1, 9)
+    run.sharing.tick({NAME: first})
+    run.clock.sleep(LEASE_SECONDS)
+    run.sharing.tick({NAME: first})
+    first.close()
+    run.store.delete([layout.claim_key(NAME)])
+    again = run.open()
+    num_left = again.num_left
+    assert run.sharing.tick({NAME: again}) == Found([], [], [])
+    assert (first.num_left, again.num_left) == (10, num_left)
+    again.close()
+
+
+def test_a_bucket_that_is_away_during_a_look_ends_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = run.open()
+    run.write("w1.n", 1, 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.opener, "look_at_others", mock.Mock(side_effect=StorageError("away")))
+        assert run.look(chunk) == Found([], [], [])
+    run.look(chunk)
+    assert chunk.num_left == 9
     chunk.close()
 
 
@@ -270,6 +373,42 @@ def test_owner_and_helper_meet_and_few_rows_are_done_twice() -> None:
         assert not stage.objects(layout.CHECKPOINTS)
         for each in (owner, helper):
             each.process.kill()
+
+
+def test_a_worker_publishes_a_chunk_whose_last_rows_another_one_has_saved() -> None:
+    """All its rows are in its engine, where they take for ever. It publishes the chunk once, and ends."""
+    queued: list[str] = []
+    real_add = PublishQueue.add
+
+    def add(self: PublishQueue, chunk: OpenChunk) -> None:
+        queued.append(chunk.name)
+        real_add(self, chunk)
+
+    with Stage([["say"] * 8]) as stage, mock.patch.object(PublishQueue, "add", add):
+        stage.engine = EngineTraits(max_in_flight=8, row_seconds=10_000.0)
+        worker = stage.start("w0")
+        stage.scheduler.run(60.0, lambda: len(stage.taken) == 8)
+        chunk = stage.server.objects[JOB + layout.chunk_file(NAME, "none")].data
+        text = b'{"_row":%d,"_id":"%d","text":"yes"}'
+        rows = [FinishedRow(line=n, ok=True, output=codec.raw(text % (n, n))) for n in range(8)]
+        store = MemoryStore("memory://sharing-by-hand")
+        fingerprint = json.loads(stage.objects()["run.json"])["fingerprint"]
+        key = layout.segment_key(NAME, 1, "w9.n", 1, 8)
+        write_segment(
+            store,
+            key,
+            encode_rows(rows)[0],
+            chunk_sha256=codec.sha256(chunk),
+            fingerprint=fingerprint,
+        )
+        stage.put(key, store.get(key)[0])
+        stage.scheduler.run(200.0, lambda: worker.is_over)
+        assert worker.endings[0].error is None
+        assert worker.endings[0].result["chunks_done"] == 1
+        assert stage.objects(layout.OUTPUTS)[layout.OUTPUTS + f"{NAME}.jsonl"].count(b"yes") == 8
+        assert not stage.objects(layout.CHECKPOINTS)
+        assert queued == [NAME]
+        worker.process.kill()
 
 
 def test_rows_are_taken_in_only_while_no_job_reads_rows() -> None:
