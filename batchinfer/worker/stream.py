@@ -252,7 +252,7 @@ class RowStream:
         )
 
     def drop(self, names: Collection[str]) -> None:
-        """Drop all rows of the chunks with these names, because another worker has published the chunks."""
+        """Drop all rows of the chunks with these names, because other workers have done their last rows."""
         if not names:
             return
         self._repeats.keep(lambda flight: flight.chunk.name not in names)
