@@ -79,7 +79,7 @@ def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
     """Return a run's launches, the oldest first, and notes about records that cannot be read."""
     infos = {info.key: info for info in store.list(layout.LAUNCHES)}
     found, notes = [], []
-    for key, info in sorted(infos.items()):
+    for key, info in infos.items():
         if key.endswith(".submitted.json"):
             continue
         try:
@@ -95,4 +95,6 @@ def find_launches(store: Store) -> tuple[list[FoundLaunch], list[str]]:
             notes.append(f"{key}: cannot be read, left out ({error.message})")
             continue
         found.append(FoundLaunch(record, handle, info.modified))
+    # The ids of launches of one second differ only in random digits; `at` has milliseconds.
+    found.sort(key=lambda launch: (launch.record.at, launch.record.plan.id))
     return found, notes

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
 
 _COMMANDS = frozenset((b"worker", b"split", b"collect"))
+_MODULE, _CANCEL = "batchinfer.clusters.local", "--cancel"
 _PLAN, _STATE = "plan.json", "state.json"
 _POLL_SECONDS = 0.2
 _PREFIX = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -90,7 +92,7 @@ class Local:
             (folder / _PLAN).write_bytes(msgspec.json.encode(plan))
             with path.open("wb") as log:
                 subprocess.run(
-                    [sys.executable, "-m", "batchinfer.clusters.local", str(folder)],
+                    [sys.executable, "-m", _MODULE, str(folder)],
                     env=child_environment({}),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -115,25 +117,25 @@ class Local:
         except OSError as error:
             raise ConfigError(f"{folder}: its state cannot be read here ({error})") from error
         states = msgspec.json.decode(data, type=list[WorkerState])
-        is_watched = bool(_processes(folder.name, "supervisor"))
+        is_watched = bool(_supervisors(folder))
         return {rank: _seen(one, is_watched=is_watched) for rank, one in enumerate(states)}
 
     def cancel(self, handle: dict[str, Any]) -> None:
         """See `Cluster`."""
         _refuse_other_host(handle)
-        launch = Path(handle["folder"]).name
+        folder = Path(handle["folder"])
         # A supervisor passes the signal on. Only if it is gone, the workers are sent it from here.
-        for role in ("supervisor", "worker"):
-            pids = _processes(launch, role)
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            if pids:
-                break
+        for pid in _supervisors(folder) or _workers(folder.name):
+            try:
+                os.kill(pid, signal.SIGTERM)
+            except ProcessLookupError:
+                continue  # it has ended meanwhile
+            except PermissionError as error:
+                raise ConfigError(f"its process {pid} belongs to another user") from error
 
     def cancel_command(self, handle: dict[str, Any]) -> str:
-        """See `Cluster`. The folder's name is among the supervisor's words, and the supervisor passes the signal on."""
-        return f"pkill -f {Path(handle['folder']).name}"
+        """See `Cluster`. It runs `cancel`: a pattern for `pkill` would also match an editor of the launch's logs."""
+        return shlex.join([sys.executable, "-m", _MODULE, _CANCEL, handle["folder"]])
 
 
 CLUSTER = Local()
@@ -190,24 +192,29 @@ def _command(plan: Plan) -> str:
     return f"{shlex.quote(sys.executable)} -m batchinfer {command_words(plan)}"
 
 
-def _processes(launch: str, role: str) -> list[int]:
-    """Return the ids of the processes of a launch: its supervisor, or its workers. Linux only."""
-    marks = {
-        "supervisor": lambda words: b"batchinfer.clusters.local" in words,
-        "worker": lambda words: b"batchinfer" in words and not _COMMANDS.isdisjoint(words),
-    }
+def _supervisors(folder: Path) -> list[int]:
+    """Return the ids of the processes that `Local.submit` has started for a launch with this folder. Linux only."""
+    ending = [b"-m", _MODULE.encode(), os.fsencode(folder)]
+    return [pid for pid, words in _commands() if words[1:] == ending]
+
+
+def _workers(launch: str) -> list[int]:
+    """Return the ids of the processes of a launch that its supervisor has started. Linux only."""
+    variable = f"BATCHINFER_LAUNCH={launch}".encode()
     found = []
+    for pid, words in _commands():
+        if words[1:3] == [b"-m", b"batchinfer"] and not _COMMANDS.isdisjoint(words[3:4]):
+            with contextlib.suppress(OSError):
+                if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+    return found
+
+
+def _commands() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the id and the words of the command line of each process of this machine."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if role == "supervisor":
-                is_ours = any(word.endswith(f"/{launch}".encode()) for word in words)
-            else:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                is_ours = f"BATCHINFER_LAUNCH={launch}".encode() in variables
-            if is_ours and marks[role](words):
-                found.append(int(entry.name))
-    return found
+            yield int(entry.name), (entry / "cmdline").read_bytes().split(b"\0")[:-1]
 
 
 # --------------------------------------------------------------------------- the supervisor
@@ -329,6 +336,9 @@ def supervise(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == _CANCEL:  # as in `Local.cancel_command`
+        CLUSTER.cancel({"folder": sys.argv[2]})
+        sys.exit()
     if os.fork():
         os._exit(0)  # `Local.submit` waits for this process only; its child is the supervisor
     sys.exit(supervise(Path(sys.argv[1])))

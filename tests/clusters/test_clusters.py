@@ -138,7 +138,11 @@ def test_options_that_are_too_long_to_start_a_worker_are_refused(
             {"address": "http://h:8265", "job": "a-b"},
             "ray job stop --address http://h:8265 a-b",
         ),
-        ("local", {"folder": "/logs/20261122-101112-ab12"}, "pkill -f 20261122-101112-ab12"),
+        (
+            "local",
+            {"folder": "/my logs/20261122-101112-ab12"},
+            f"{sys.executable} -m batchinfer.clusters.local --cancel '/my logs/20261122-101112-ab12'",
+        ),
     ],
 )
 def test_users_are_told_how_to_cancel(name: str, handle: dict[str, Any], command: str) -> None:

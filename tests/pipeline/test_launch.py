@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +22,7 @@ from batchinfer.check.steps import CheckWorld
 from batchinfer.cli import main
 from batchinfer.clusters import Plan, find_cluster
 from batchinfer.clusters.launches import find_launches, record_launch, record_submission
-from batchinfer.clusters.local import _processes
+from batchinfer.clusters.local import _supervisors
 from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import StorageError
 from batchinfer.core.prices import Machine, Price
@@ -256,7 +260,7 @@ def test_ranks_split_and_collect_what_one_process_would(
     assert len(shown.result["submission"].splitlines()) == 2
     assert not Path("many").exists()
     split = launch("--what", "split", *words)
-    assert split.result["cancel"] == f"pkill -f {split.result['launch']}"
+    assert split.result["cancel"].endswith(f"--cancel {split.result['handle']['folder']}")
     assert f"no record is kept of them; cancel them with: {split.result['cancel']}" in split.err
     wait_for(lambda: is_done(split))
     assert files_below(tmp_path / "many") == files_below(tmp_path / "one")
@@ -325,9 +329,8 @@ def test_a_second_launch_starts_the_workers_that_failed_again(
     wait_for(lambda: is_done(both))
     assert call("verify", str(run)).result["rows_ok"] == 60
     seen = call("status", str(run), "--json").result
-    # Launches of one second come in any order.
-    figures = {one["id"]: (one["failed"], one["relaunched"]) for one in seen["launches"]}
-    assert figures == {broken.result["launch"]: ([], 1), both.result["launch"]: ([], 0)}
+    figures = [(one["id"], one["failed"], one["relaunched"]) for one in seen["launches"]]
+    assert figures == [(broken.result["launch"], [], 1), (both.result["launch"], [], 0)]
     assert "1 launched again" in call("status", str(run)).err
     assert "--workers: is missing" in call(*arguments).err
 
@@ -340,7 +343,7 @@ def test_workers_that_live_or_were_stopped_are_not_started_again(
     arguments = ("launch", str(job), "--run", str(run), "--on", "local", *ECHO, *SLOW)
     launched = call(*arguments, "--workers", "2")
     wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
-    for pid in _processes(launched.result["launch"], "supervisor"):
+    for pid in _supervisors(Path(launched.result["handle"]["folder"])):
         os.kill(pid, signal.SIGKILL)
     assert "--workers: is missing" in call(*arguments, "--no-check", "--dry-run").err
     assert call("stop", str(run), "--cancel").status == 0
@@ -510,6 +513,17 @@ def test_a_second_launch_waits_for_the_first_to_be_recorded(
     assert found.handle is None
 
 
+def test_launches_of_one_second_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    """Their ids differ in random digits only."""
+    store = open_store(str(tmp_path))
+    names = [f"20261122-101112-{digits}" for digits in ("ffff", "0000", "7777")]
+    for index, name in enumerate(names):
+        plan = Plan(id=name, name="x", workers=1, job="", run="", model="", words="")
+        record_launch(store, "local", plan, 1_763_806_272 + 0.1 * index)
+    found, notes = find_launches(store)
+    assert ([launch.record.plan.id for launch in found], notes) == (names, [])
+
+
 @pytest.mark.parametrize("is_submitted", [False, True])
 def test_of_two_launches_at_once_at_most_one_starts_workers(
     is_submitted: bool,
@@ -549,14 +563,40 @@ def test_workers_whose_launch_cannot_be_recorded_can_be_cancelled_by_hand(
     arguments = ("--on", "local", "--workers", "2", *ECHO, *SLOW)
     done = call("launch", str(job), "--run", str(run), *arguments)
     assert done.status == 34
-    (folder,) = Path("batchinfer-launches").glob("*")
+    (folder,) = Path("batchinfer-launches").resolve().glob("*")
     wait_for(lambda: len(list(run.glob("workers/*.json"))) == 2)
-    command = f"pkill -f {folder.name}"
-    assert f"to cancel them: {command}" in done.err
-    subprocess.run(command.split(), check=True)
-    wait_for(lambda: not processes_of(folder.name))
+    (command,) = re.findall(r"to cancel them: (.*)", done.err)
+    with bystander("batchinfer.clusters.local", str(folder)) as other:
+        subprocess.run(shlex.split(command), check=True)
+        wait_for(lambda: not processes_of(folder.name))
+        assert other.poll() is None
     state = '"state":"cancelled"'
     wait_for(lambda: (folder / "state.json").read_text().count(state) == 2)
+
+
+@contextlib.contextmanager
+def bystander(*words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process that is none of a launch's, with these words in its command line, such as an editor or a grep."""
+    program = [sys.executable, "-c", "import time; time.sleep(600)", *words]
+    with subprocess.Popen(program, env={**os.environ, **variables}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_only_a_launchs_own_processes_are_ended(tmp_path: Path) -> None:
+    """The launch has ended, and its folder's path is in the command lines of others."""
+    folder = tmp_path / "20261122-101112-ab12"
+    local = find_cluster("local")
+    with (
+        bystander("-m", "batchinfer.clusters.local", str(folder)) as reader,
+        bystander("batchinfer", "worker", BATCHINFER_LAUNCH=folder.name) as searcher,
+    ):
+        local.cancel({"folder": str(folder)})
+        with pytest.raises(subprocess.TimeoutExpired):
+            reader.wait(0.5)
+        assert searcher.poll() is None
 
 
 def test_the_record_of_a_launch_holds_no_secrets(
