@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 
 from batchinfer.cli.logs import event
-from batchinfer.core import errors
+from batchinfer.core import errors, units
 from batchinfer.core.errors import (
     EngineDied,
     EngineError,
@@ -467,16 +467,16 @@ class ProcessPool:
             "replicas": num_left + num_lost,
             "lost": num_lost,
         }
-        told = (replica.name, reason, len(rows))
+        told = (replica.name, reason, units.many(len(rows), "row"))
         if comes_back:
             logger.error(
-                "%s: %s; its %d rows are tried again, and it is started again",
+                "%s: %s; what it held (%s) is tried again, and it is started again",
                 *told,
                 extra=event("replica_restarted", **fields),
             )
         else:
             logger.error(
-                "%s: %s; its %d rows are tried again, but it is not started again (replicas left: %d)",
+                "%s: %s; what it held (%s) is tried again, but it is not started again (replicas left: %d)",
                 *told,
                 num_left,
                 extra=event("replica_lost", **fields),

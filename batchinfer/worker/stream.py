@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from batchinfer.core import units
 from batchinfer.core.codec import raw
 from batchinfer.core.records import Completion, EngineInfo, Failure, Media, Request, RowKey
 from batchinfer.formats import Encoder
@@ -494,12 +495,11 @@ class RowStream:
         for chunk, lines in parts:
             chunk.take_suspects(lines)
         logger.warning(
-            "the engine died at least twice with each of %d rows, the first is %s line %d; running %d of them by "
-            "themselves",
-            len(found),
+            "%s with which the engine died at least twice, the first is %s line %d; running %s apart from the others",
+            units.many(len(found), "row"),
             group[0][0].name,
             group[0][1].line,
-            len(group),
+            units.many(len(group), "row"),
         )
         builder = self._builder
         self._num_building = len(group)

@@ -195,6 +195,14 @@ def test_a_new_process_of_a_replica_answers_in_a_later_round(make_pool):
     assert len(source.answered) == 50
 
 
+def test_a_replica_that_is_killed_with_one_row_is_said_to_have_held_1_row(make_pool, caplog):
+    pool = make_pool(replicas=1, echo_latency_seconds=0.05)
+    os.kill(pool.replicas[0].pid, signal.SIGKILL)
+    answer_all(pool, RetryingSource(requests(1)))
+    [message] = [each.message for each in caplog.records if each.levelno == logging.ERROR]
+    assert "; what it held (1 row) is tried again, and it is started again" in message
+
+
 def test_a_replica_that_never_finishes_a_request_is_lost_after_three_restarts(make_pool, caplog):
     pool = make_pool(echo_latency_seconds=0.02)
     source = RetryingSource(requests(100))

@@ -205,7 +205,7 @@ def suspects_of(chunks: ChunksPutByHand, name: str, lines: range, fewest_rows: i
 
 
 def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
-    chunks: ChunksPutByHand,
+    chunks: ChunksPutByHand, caplog: pytest.LogCaptureFixture
 ) -> None:
     suspects_of(chunks, "first", range(3), 8)
     suspects_of(chunks, "second", range(3), 8)
@@ -221,6 +221,10 @@ def test_suspects_run_in_groups_of_a_quarter_of_what_died_with_them(
     dead = Failure(code="engine_crash", message="killed", transient=True)
     stream.handle([Completion(key=request.key, failure=dead) for request in requests])
     assert [request.key for request in take(stream)] == [("second", 1)], "now each of them alone"
+    first, *_, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("6 rows with which the engine died at least twice, the first is first ")
+    assert first.endswith(" line 0; running 2 rows apart from the others")
+    assert last.endswith(" line 1; running 1 row apart from the others")
 
 
 def test_suspects_of_a_chunk_that_another_worker_published_hold_nobody_up(
