@@ -220,9 +220,15 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         check_names("--speculative-config", SPECULATION, speculation)
 
 
-def _check_parsers(config: EngineConfig) -> None:
-    from batchinfer.engines.vllm_names import CALL_PARSERS, REASONING_PARSERS, check_parser
+def _check_options(config: EngineConfig) -> None:
+    from batchinfer.engines.vllm_names import (
+        CALL_PARSERS,
+        REASONING_PARSERS,
+        check_parser,
+        check_quantization,
+    )
 
+    check_quantization("--quantization", config.quantization or "")
     check_parser("--tool-call-parser", CALL_PARSERS, config.tool_call_parser)
     check_parser("--reasoning-parser", REASONING_PARSERS, config.reasoning_parser)
 
@@ -238,7 +244,7 @@ ENGINES = {
             check_installed=_require_vllm,
             check_parameters=_check_parameters,
             check_arguments=_check_arguments,
-            check_options=_check_parsers,
+            check_options=_check_options,
         ),
         EngineKind(
             name="echo",
@@ -248,7 +254,7 @@ ENGINES = {
             # A rehearsal refuses the names that the real run would refuse.
             check_parameters=_check_parameters,
             check_arguments=_check_arguments,
-            check_options=_check_parsers,
+            check_options=_check_options,
         ),
         EngineKind(
             name="openai",

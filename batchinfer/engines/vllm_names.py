@@ -1,4 +1,4 @@
-"""The names of vLLM's sampling parameters, engine arguments and options of speculation, without importing vLLM.
+"""The names of vLLM's parameters, arguments, parsers and methods of quantization, without importing vLLM.
 
 Importing vLLM takes seconds. The names are read from the source of the installed vLLM. A machine without vLLM, on which
 jobs are split and checked, takes them from vllm_names.txt. Another version of vLLM may have more names, so without vLLM
@@ -8,6 +8,7 @@ a name is refused only if it is much like a known one.
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import logging
@@ -24,23 +25,27 @@ ARGUMENTS = "EngineArgs"
 SPECULATION = "SpeculativeConfig"
 CALL_PARSERS = "ToolParser"
 REASONING_PARSERS = "ReasoningParser"
+QUANTIZATIONS = "QuantizationMethods"
 _FILES = {
     SAMPLING: "sampling_params.py",
     ARGUMENTS: "engine/arg_utils.py",
     SPECULATION: "config/speculative.py",
     CALL_PARSERS: "tool_parsers/__init__.py",
     REASONING_PARSERS: "reasoning/__init__.py",
+    QUANTIZATIONS: "model_executor/layers/quantization/__init__.py",
 }
 _TABLES = {
     CALL_PARSERS: "_TOOL_PARSERS_TO_REGISTER",
     REASONING_PARSERS: "_REASONING_PARSERS_TO_REGISTER",
 }
 """Dictionaries of vLLM whose keys are the names of its parsers."""
+_PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+"""Groups of entry points by which packages extend vLLM, with methods of quantization, say."""
 
 
 @cache
 def installed_names(kind: str) -> frozenset[str]:
-    """Return the fields of a class of the installed vLLM, or the names of its parsers.
+    """Return the fields of a class of the installed vLLM, or the names of its parsers or methods of quantization.
 
     Returns:
         None of them if vLLM is not installed or its source cannot be read.
@@ -54,6 +59,8 @@ def installed_names(kind: str) -> frozenset[str]:
         return frozenset()
     if kind in _TABLES:
         return _keys_of(tree, _TABLES[kind])
+    if kind == QUANTIZATIONS:
+        return _choices_of(tree, kind)
     return frozenset(
         field.target.id
         for node in tree.body
@@ -71,6 +78,20 @@ def _keys_of(tree: ast.Module, table: str) -> frozenset[str]:
         if any(isinstance(each, ast.Name) and each.id == table for each in node.targets):
             keys = (key.value for key in node.value.keys if isinstance(key, ast.Constant))
             return frozenset(map(str, keys))
+    return frozenset()
+
+
+def _choices_of(tree: ast.Module, name: str) -> frozenset[str]:
+    """Return the texts of the `Literal[...]` that a module assigns to `name`."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
+            and isinstance(node.value, ast.Subscript)
+            and isinstance(node.value.slice, ast.Tuple)
+        ):
+            choices = node.value.slice.elts
+            return frozenset(str(each.value) for each in choices if isinstance(each, ast.Constant))
     return frozenset()
 
 
@@ -132,3 +153,34 @@ def check_parser(option: str, kind: str, name: str) -> None:
             hint=f"it has {', '.join(sorted(known))}",
         )
     logger.warning("%s %s: not known here, and vLLM is not installed to ask", option, name)
+
+
+def check_quantization(option: str, name: str) -> None:
+    """Refuse a method of quantization that the installed vLLM does not have, before anything is loaded.
+
+    Without vLLM no method is refused. Packages that extend vLLM may add methods, so if there is one, an unknown method
+    only causes a warning.
+
+    Args:
+        option: Option that the name was given to.
+        name: The name, in which vLLM does not distinguish upper case; empty for the model's own method.
+
+    Raises:
+        ConfigError: vLLM has no such method. The message suggests the most similar name.
+    """
+    known = installed_names(QUANTIZATIONS)
+    if not name or not known or name.lower() in known:
+        return
+    if _is_extended():
+        logger.warning("%s %s: not known here; an extension of vLLM may have it", option, name)
+        return
+    raise ConfigError(
+        f"{option} {name}: vLLM has no such method{near(name.lower(), sorted(known))}",
+        hint=f"it has {', '.join(sorted(known))}",
+    )
+
+
+def _is_extended() -> bool:
+    """Whether another package than vLLM and this one extends vLLM."""
+    points = (point for group in _PLUGINS for point in importlib.metadata.entry_points(group=group))
+    return any(point.module.partition(".")[0] not in ("vllm", "batchinfer") for point in points)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from batchinfer.engines.vllm_names import (
     REASONING_PARSERS,
     SAMPLING,
     check_names,
+    check_quantization,
     listed_names,
 )
 from making import make_job
@@ -30,7 +32,20 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), MISTAKES)
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="compares with vLLM's source"
+)
+WITH_VLLM = [
+    pytest.param(["--quantization", name], message, marks=needs_vllm)
+    for name, message in (
+        ("fb8", "--quantization fb8: vLLM has no such method; did you mean 'fp8'?"),
+        ("compresed-tensors", "did you mean 'compressed-tensors'?"),
+        ("four bits", "--quantization four bits: vLLM has no such method"),
+    )
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [*MISTAKES, *WITH_VLLM])
 def test_a_misspelt_name_is_refused_before_anything_is_made(
     tmp_path: Path,
     options: list[str],
@@ -65,7 +80,26 @@ def test_a_machine_without_vllm_refuses_what_is_like_a_known_name_and_warns_of_o
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="compares with vLLM's source")
+@needs_vllm
+def test_methods_of_quantization_are_known_and_an_extension_may_have_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("fp8", "FP8", "awq", "gptq", "compressed-tensors", "mxfp8", ""):
+        check_quantization("--quantization", name)
+    extension = EntryPoint("mine", "my_quantization:register", vllm_names._PLUGINS[0])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [extension])
+    check_quantization("--quantization", "fp8_mine")
+    assert [record.getMessage() for record in caplog.records] == [
+        "--quantization fp8_mine: not known here; an extension of vLLM may have it"
+    ]
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_a_machine_without_vllm_refuses_no_method_of_quantization() -> None:
+    check_quantization("--quantization", "fb8")
+
+
+@needs_vllm
 @pytest.mark.parametrize("kind", [ARGUMENTS, SAMPLING, CALL_PARSERS, REASONING_PARSERS])
 def test_the_list_is_that_of_the_installed_vllm(kind: str) -> None:
     names = {name for name in vllm_names.installed_names(kind) if not name.startswith("_")}
