@@ -5,12 +5,13 @@ Files are sorted by their address as text, so the same files give the same rows 
 
 from __future__ import annotations
 
-import functools
 import logging
 import posixpath
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import click
 
 from batchinfer.core import units
 from batchinfer.core.errors import InputError
@@ -32,6 +33,8 @@ If the folder also holds files of another format, it is refused; but .json files
 warning, because they often describe the data."""
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd)$")
 _GLOB = re.compile(r"[*?\[]")
+_LOGGED = "batchinfer.split.finding.logged"
+"""Key of the texts that a command has logged by `_log_once`, in `click.Context.meta`."""
 
 
 class LocatedSource(NamedTuple):
@@ -245,10 +248,13 @@ def _note_left_out(level: int, url: str, what: str, files: list[FoundFile]) -> N
         _log_once(level, f"{redact(url)}: left out {units.many(len(files), what)}, {first} first")
 
 
-@functools.cache
 def _log_once(level: int, text: str) -> None:
-    """Log a text that this process has not logged before: `run` finds its sources several times."""
-    logger.log(level, "%s", text)
+    """Log a text that the running command has not logged before: `run` finds its sources several times."""
+    context = click.get_current_context(silent=True)
+    logged = context.meta.setdefault(_LOGGED, set()) if context is not None else set()
+    if text not in logged:
+        logged.add(text)
+        logger.log(level, "%s", text)
 
 
 def _format_of(url: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -617,12 +618,15 @@ def test_a_folder_of_several_formats_is_refused_but_for_what_is_no_data(tmp_path
     write_parquet(tmp_path / "a.parquet", n=[1])
     (tmp_path / "README.md").write_text("x")
     (tmp_path / "notes.json").write_text("{}")
-    for _ in range(2):  # as `run` does, which says it once all the same
-        assert count_sources([str(tmp_path)], choice=ColumnChoice()).rows == 1
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", f"{tmp_path}: left out 1 .json file, {tmp_path}/notes.json first"),
-        ("INFO", f"{tmp_path}: left out 1 other file, {tmp_path}/README.md first"),
-    ]
+    for _ in range(2):
+        caplog.clear()
+        with click.Context(click.Command("run")):  # what a second command finds is said again
+            for _ in range(2):  # as `run` does, which says it once all the same
+                assert count_sources([str(tmp_path)], choice=ColumnChoice()).rows == 1
+        assert [(record.levelname, record.message) for record in caplog.records] == [
+            ("WARNING", f"{tmp_path}: left out 1 .json file, {tmp_path}/notes.json first"),
+            ("INFO", f"{tmp_path}: left out 1 other file, {tmp_path}/README.md first"),
+        ]
     for name in ("b.jsonl", "b.csv.gz"):
         (tmp_path / name).write_text('{"n": 2}\n')
         with pytest.raises(InputError, match="expected files of one format") as caught:
