@@ -387,7 +387,9 @@ def _call(
         errors="replace",
         env=_variables(name) | ({MARKED_LINES: "1"} if has_bar else {}),
     ) as process:
-        forwarding = threading.Thread(target=_forward, args=(process, lines, quiet), daemon=True)
+        forwarding = threading.Thread(
+            target=_forward, args=(process, lines, settings, quiet), daemon=True
+        )
         forwarding.start()
         try:
             assert process.stdout is not None
@@ -462,15 +464,21 @@ def _variables(name: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(prefix)}
 
 
-def _forward(process: subprocess.Popen[str], lines: deque[str], quiet: bool) -> None:
-    """Copy a process's stderr to ours, which may be a cell of a notebook, and keep the last lines."""
+def _forward(
+    process: subprocess.Popen[str], lines: deque[str], settings: Path, quiet: bool
+) -> None:
+    """Copy a process's stderr to ours, which may be a cell of a notebook, and keep the last lines.
+
+    A hint that names `settings` is left out: the caller gave the values of that file as arguments.
+    """
     from batchinfer.cli.terminal import say
     from batchinfer.worker.progress import BarOfLines
 
     assert process.stderr is not None
     bar = BarOfLines()
     for line in (text.rstrip("\n") for text in process.stderr):
-        if bar.take(line):
+        is_of_settings = line.startswith("hint: ") and str(settings) in line
+        if bar.take(line) or is_of_settings:
             continue
         lines.append(line)
         if not quiet:

@@ -16,6 +16,7 @@ import msgspec
 from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
 from batchinfer.check.task_file import ERROR, Problem
 from batchinfer.cli.options import SectionCommand
+from batchinfer.cli.origins import origins_in
 from batchinfer.cli.run_options import fields_of, run_options, value_of
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
@@ -122,6 +123,8 @@ def tell(result: dict[str, Any]) -> None:
     for problem in result["problems"]:
         hint = f" ({problem['hint']})" if problem["hint"] else ""
         say(f"{problem['level']}: {problem['message']}{hint}")
+        for origin in origins_in(problem["message"]):
+            say(f"hint: {origin}")
 
 
 @click.command("check", cls=SectionCommand)

@@ -18,9 +18,10 @@ import click
 from batchinfer import __version__
 from batchinfer.cli.entry import INTERRUPTED
 from batchinfer.cli.logs import configure_logging
-from batchinfer.cli.settings import COMMANDS, origin_of
+from batchinfer.cli.origins import origin_of, origins_in
+from batchinfer.cli.settings import COMMANDS
 from batchinfer.cli.terminal import say
-from batchinfer.core.errors import BatchinferError
+from batchinfer.core.errors import BatchinferError, UsageError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -52,6 +53,14 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and near and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}. (Did you mean {near[0]!r}?)")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """See click.Group. An error about an option says which settings file or variable the option's value is from."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            error.attach_origins(origins_in(error.message))
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """See click.Group."""
@@ -129,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(error: BatchinferError) -> None:
     say(f"error: {error.message}")
+    for origin in error.origins:
+        say(f"hint: {origin}")
     if error.hint:
         for line in f"hint: {error.hint}".split("\n"):  # a command to copy may have several lines
             say(line)

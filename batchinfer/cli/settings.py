@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import click
-from click.core import ParameterSource
 
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import COMMON, SECTIONS, F, SectionOption
+from batchinfer.cli.origins import remember_command, remember_file
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
 from batchinfer.core.errors import ConfigError
@@ -167,10 +167,6 @@ def common_options(function: F) -> F:
     return result
 
 
-_FILE = "batchinfer.settings_file"
-"""Key of the settings file's path in `click.Context.meta`."""
-
-
 def unknown_variables(
     context: click.Context, environment: Mapping[str, str]
 ) -> list[tuple[str, str]]:
@@ -195,26 +191,25 @@ def unknown_variables(
 
 
 def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    remember_command(context)
     if path is None or context.resilient_parsing:
         return
-    values = read_settings(path, context.command)
-    context.default_map = {**(context.default_map or {}), **values}
-    context.meta[_FILE] = str(path)
+    settings = read_settings(path, context.command)
+    context.default_map = {
+        **(context.default_map or {}),
+        **{name: setting.value for name, setting in settings.items()},
+    }
+    remember_file(context, path, {name: setting.key for name, setting in settings.items()})
 
 
-def origin_of(error: click.ClickException) -> str:
-    """Return the settings file or the environment variable that a wrong value is from; "" for a command line's."""
-    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
-        return ""
-    match error.ctx.get_parameter_source(error.param.name or ""):
-        case ParameterSource.DEFAULT_MAP:
-            return f"the settings file {error.ctx.meta[_FILE]}"
-        case ParameterSource.ENVIRONMENT:
-            return f"the environment variable {error.param.envvar}"
-    return ""
+class SettingsValue(NamedTuple):
+    """A value of a settings file, in the form that it would have on the command line, and the key that it has there."""
+
+    value: Any
+    key: str
 
 
-def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
+def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue]:
     """Read a settings file for one command.
 
     The file's keys are names of options, spelled with - or _. They may stand in sections or outside of them. Sections
@@ -222,7 +217,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
     also skip the options in sections that they do not have.
 
     Returns:
-        Values by the names of click's parameters, in the form that they would have on the command line.
+        Values by the names of click's parameters.
 
     Raises:
         ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
@@ -244,7 +239,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
             f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
         )
     options = _options(command)
-    values: dict[str, Any] = {}
+    values: dict[str, SettingsValue] = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and name in COMMANDS and name != command.name:
@@ -289,7 +284,7 @@ def _is_skipped(key: str, options: Mapping[str, click.Option], command: click.Co
 
 
 def _put(
-    values: dict[str, Any],
+    values: dict[str, SettingsValue],
     options: dict[str, click.Option],
     path: Path,
     key: str,
@@ -309,7 +304,7 @@ def _put(
     assert option.name is not None
     if value is None:
         return  # as if the file did not have the key
-    values[option.name] = _click_value(option, value)
+    values[option.name] = SettingsValue(_click_value(option, value), shown)
 
 
 def _click_value(option: click.Option, value: Any) -> Any:

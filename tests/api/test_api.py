@@ -195,11 +195,17 @@ def test_split_is_a_function_and_a_room(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_an_error_of_ours(
-    tmp_path: Path, options: dict[str, Any], kind: type[Exception], said: str
+    tmp_path: Path,
+    options: dict[str, Any],
+    kind: type[Exception],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as caught:
         batchinfer.run(ROWS, output=tmp_path / "a.parquet", engine="echo", **options)
     assert list(tmp_path.iterdir()) == []
+    assert isinstance(caught.value, errors.BatchinferError)
+    assert "settings file" not in caught.value.hint + capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

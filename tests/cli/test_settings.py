@@ -86,11 +86,14 @@ def test_one_file_serves_the_split_and_the_worker(tmp_path: Path) -> None:
         "split: {num_chunks: 4, output: job}\nmodel: {model: m}\n"
         "prompt: {prompt_column: p}\noutput: {output: job/runs/a}\n"
     )
-    assert read_settings(path, split) == {"num_chunks": "4", "output": "job"}
+    assert read_settings(path, split) == {
+        "num_chunks": ("4", "split.num_chunks"),
+        "output": ("job", "split.output"),
+    }
     assert read_settings(path, worker) == {
-        "model": "m",
-        "prompt_column": "p",
-        "output": "job/runs/a",
+        "model": ("m", "model.model"),
+        "prompt_column": ("p", "prompt.prompt_column"),
+        "output": ("job/runs/a", "output.output"),
     }
 
 
@@ -102,13 +105,57 @@ def test_a_wrong_value_is_said_to_be_from_the_file_or_the_variable(
     assert main([*words, "--config", path]) == 2
     error = capsys.readouterr().err
     assert "'--max-tokens': 'lots' is not" in error
-    assert f"hint: the value is from the settings file {path}" in error
+    assert f"hint: the value is from the settings file {path} (key max_tokens)\n" in error
     assert main([*words, "--config", path, "--max-tokens", "few"]) == 2
     assert "is from" not in capsys.readouterr().err
     monkeypatch.setenv("BATCHINFER_WORKER_MAX_TOKENS", "many")
     assert main([*words, "--config", path]) == 2
     error = capsys.readouterr().err
     assert "hint: the value is from the environment variable BATCHINFER_WORKER_MAX_TOKENS" in error
+
+
+WRONG = [
+    (["check", "a.jsonl"], "engine: {load-timeout-seconds: 0}", "--load-timeout-seconds"),
+    (["worker", "--job", "job"], "engine: {replicas: many}", "--replicas"),
+    (["run", "a.jsonl", "-o", "b.jsonl"], "engine: {engine-arg: {dtipe: x}}", "--engine-arg"),
+    (["check", "a.jsonl", "--prompt-column", "text"], "engine: {replicas: many}", "--replicas"),
+    (["check", "a.jsonl"], "prompt: {prompt-column: txt}", "--prompt-column"),
+    (["launch", "job", "--run", "r", "--on", "local"], "launch: {gpu: 'L4:x'}", "--gpu"),
+    (["split", "a.jsonl", "--output", "job"], "split: {columns: ','}", "--columns"),
+]
+
+
+@pytest.mark.parametrize(("words", "text", "option"), WRONG)
+def test_a_wrong_value_that_a_command_itself_refuses_is_said_to_be_from_the_file(
+    words: list[str],
+    text: str,
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "x"}\n')
+    path = settings(tmp_path, text)
+    section, _, rest = text.partition(": {")
+    key = f"{section}.{rest.partition(':')[0]}"
+    engine = ["--engine", "echo"] if words[0] in ("worker", "run", "check") else []
+    assert main([*words, *engine, "--config", path]) == 2
+    shown = capsys.readouterr().err
+    assert f"hint: {option} is from the settings file {path} (key {key})\n" in shown
+    assert shown.count(" is from ") == 1
+
+
+def test_a_value_of_the_command_line_or_the_environment_is_not_said_to_be_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["worker", "--engine", "echo", "--config", settings(tmp_path, "replicas: many\n")]
+    assert main([*words, "--replicas", "few"]) == 2
+    assert " is from " not in capsys.readouterr().err
+    monkeypatch.setenv("BATCHINFER_WORKER_REPLICAS", "lots")
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert "hint: --replicas is from the environment variable BATCHINFER_WORKER_REPLICAS\n" in shown
 
 
 @pytest.mark.parametrize(
