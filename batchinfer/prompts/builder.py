@@ -130,7 +130,8 @@ class PromptBuilder:
             )
         except RowProblem as error:
             raise ConfigError(
-                f"sampling options: {error.message}", hint="see the sampling options in docs/cli.md"
+                f"sampling options: {error.message} ({_flags_of(error.param)})",
+                hint="see the sampling options in docs/cli.md",
             ) from error
         self._config = config
         self._sampling = sampling
@@ -456,6 +457,14 @@ def is_repeatable(sampling: Sampling) -> bool:
     """Whether two requests with these parameters, before rows get seeds, must have the same answer."""
     is_greedy = sampling.temperature is not None and sampling.temperature <= 0
     return is_greedy or sampling.seed is not None
+
+
+def _flags_of(parameter: str | None) -> str:
+    """Return the options that may have set a sampling parameter."""
+    from batchinfer.cli.run_options import OPTIONS
+
+    own = [each.flag for each in OPTIONS if (each.struct, each.target) == ("Sampling", parameter)]
+    return " or ".join([*own, "--sampling"])
 
 
 def _check_values(config: PromptConfig) -> None:

@@ -514,7 +514,7 @@ def make_sampling(
         return msgspec.convert({**values, "extra": extra or None}, Sampling)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"sampling options: {error}", hint="check the values given to --sampling"
+            f"--sampling: {error}", hint="see the sampling options in docs/cli.md"
         ) from error
 
 

@@ -120,6 +120,9 @@ WRONG = [
     (["run", "a.jsonl", "-o", "b.jsonl"], "engine: {engine-arg: {dtipe: x}}", "--engine-arg"),
     (["check", "a.jsonl", "--prompt-column", "text"], "engine: {replicas: many}", "--replicas"),
     (["check", "a.jsonl"], "prompt: {prompt-column: txt}", "--prompt-column"),
+    (["check", "a.jsonl", "--prompt-column", "text"], "sampling: {top-p: 3}", "--top-p"),
+    (["run", "a.jsonl", "-o", "b.jsonl"], "sampling: {sampling: {min_tokens: -1}}", "--sampling"),
+    (["run", "a.jsonl", "-o", "b.jsonl"], "sampling: {sampling: {min_p: low}}", "--sampling"),
     (["launch", "job", "--run", "r", "--on", "local"], "launch: {gpu: 'L4:x'}", "--gpu"),
     (["split", "a.jsonl", "--output", "job"], "split: {columns: ','}", "--columns"),
 ]
