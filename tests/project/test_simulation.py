@@ -70,16 +70,19 @@ class TestPromises:
 
 
 class TestNotices:
-    # Where rare ones are looked for, so that the tests are quick.
+    # Where rare ones are looked for, so that the tests are quick. What a seed meets changes with the code: one that takes
+    # seconds again gets another first seed.
     FIRST_SEED = {
-        "lost_reply_is_a_loss": 135,
-        "other_configuration_let_in": 35,
-        "clean_goes_by_its_own_clock": 78,
-        "clean_takes_every_orphan": 200,
+        "lost_reply_is_a_loss": 138,
+        "other_configuration_let_in": 39,
+        "clean_goes_by_its_own_clock": 116,
+        "clean_takes_every_orphan": 235,
         "lease_renewed_as_of_the_end": 120,
-        "no_checkpoint_on_time": 50,
-        "no_epoch_check": 220,
+        "no_checkpoint_on_time": 58,
+        "no_epoch_check": 430,
+        "no_fence": 16,
         "replaced_run_is_not_noticed": 100,
+        "row_condemned_in_company": 30,
     }
     INJECTED = {
         "replaced_run_is_not_noticed": ["runs"],
@@ -119,7 +122,7 @@ class TestReplay:
     def test_another_process_replays_a_failing_seed(self) -> None:
         """With texts hashed in another order, and without what ran before it here."""
         with DEFECTS["no_fence"]():
-            found = first_violation(range(1000))
+            found = first_violation(range(TestNotices.FIRST_SEED["no_fence"], 1000))
             assert found is not None
             here = simulate(found.seed, keeps_trace=True)
         code = (
