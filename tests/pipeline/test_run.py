@@ -128,7 +128,8 @@ class TestWithTheDemoModel:
         )
         done = subprocess.run(
             [sys.executable, "-m", "batchinfer", "run", "questions.txt", "-o", "a.jsonl", "--model", url,
-             "--model-cache", "cache", "--max-tokens", "16", "--temperature", "0"],
+             "--model-cache", "cache", "--max-tokens", "16", "--temperature", "0",
+             "--engine-arg", "kv_cache_memory_bytes=67108864"],
             capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
