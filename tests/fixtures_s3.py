@@ -19,9 +19,12 @@ import pytest
 # The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1). moto checks a
 # precondition and stores the object in two steps, between which another thread's request fits (with
 # boto3 alone: two winners in about one of sixty races); a real store does both in one.
+# For each request, moto lists its own folders, and for each key of a listing it parses the text of a time: what it finds
+# is kept.
 _SERVE = """
 import ctypes, functools, signal, threading
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import moto.backends, moto.core.serialize
 from moto.s3.responses import S3Response
 from moto.server import main
 
@@ -36,6 +39,10 @@ def locked(handle):
 
 for name in ("_key_response_put", "_key_response_post", "_key_response_delete"):
     setattr(S3Response, name, locked(getattr(S3Response, name)))
+modules = frozenset(moto.backends.list_of_moto_modules())
+moto.backends.list_of_moto_modules = lambda: modules
+parse = functools.lru_cache(moto.core.serialize.parse_to_aware_datetime)
+moto.core.serialize.parse_to_aware_datetime = parse
 main(["-H", "127.0.0.1", "-p", "0"])
 """
 
