@@ -19,8 +19,8 @@ import pytest
 # The server dies with the test process, however that ends (PR_SET_PDEATHSIG is 1). moto checks a
 # precondition and stores the object in two steps, between which another thread's request fits (with
 # boto3 alone: two winners in about one of sixty races); a real store does both in one.
-# For each request, moto lists its own folders, and for each key of a listing it parses the text of a time: what it finds
-# is kept.
+# For each request, moto lists its own folders, and for each key of a listing it parses the text of a time. Here, the
+# results of both are kept.
 _SERVE = """
 import ctypes, functools, signal, threading
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -264,7 +264,7 @@ def opened(config, **changes):
 
 
 def test_two_replicas_share_the_stream_and_count_their_preemptions(vllm_config):
-    # Of the four rows of a replica, the cache holds two at their full length. Without a prefix cache, since its counters
+    # The cache holds two rows at full length, of the four that run at once. Without a prefix cache, since its counters
     # would tell of preemptions, too.
     small = {"kv_cache_memory_bytes": 9 << 16, "block_size": 32, "enable_prefix_caching": False}
     engine, info = opened(

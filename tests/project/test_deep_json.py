@@ -12,7 +12,7 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.records import Run, Worker
 from batchinfer.storage.opening import open_store
-from making import Finished, overwrite, run_process, run_worker_here
+from making import Finished, make_job, overwrite, run_process, run_worker_here
 
 DEPTHS = [50, 100, 101, 500, *range(900, 1000, 4), 100_000]
 """Python's decoders and encoders fail at some 950 levels; the exact number depends on who calls them."""
@@ -120,9 +120,9 @@ def test_a_deep_run_json_is_refused_and_a_deep_worker_record_passed_over(
     ids=["pairs", "object", "very deep"],
 )
 def test_an_option_is_refused_before_run_json_holds_it(
-    option: tuple[str, str], source: Path, tmp_path: Path
+    option: tuple[str, str], tmp_path: Path
 ) -> None:
     job = tmp_path / "job"
-    command("split", source, "--output", job, "--num-chunks", "1")
+    make_job(job, rows=1, per_chunk=1)
     with pytest.raises(ConfigError, match=f"^{option[0]}: JSON nested deeper than 50 levels"):
         run_worker_here(job, tmp_path / "run", *option)

@@ -70,8 +70,8 @@ class TestPromises:
 
 
 class TestNotices:
-    # Where rare ones are looked for, so that the tests are quick. What a seed meets changes with the code: one that takes
-    # seconds again gets another first seed.
+    # Where rare ones are looked for, so that the tests are quick. What a seed meets changes with the code: where the
+    # search takes seconds again, another first seed is needed.
     FIRST_SEED = {
         "lost_reply_is_a_loss": 138,
         "other_configuration_let_in": 39,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,32 +66,50 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def open_page(
+    browser: Any, path: Path, *, width: int = 1280, scheme: str = "light", scripts: bool = True
+) -> Visit:
+    context = browser.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,
+        java_script_enabled=scripts,
+    )
+    page = context.new_page()
+    seen = Visit(page, [], [])
+    page.on("request", lambda request: seen.requests.append(request.url))
+    page.on("console", lambda message: seen.complaints.append(message.text))
+    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (seen.complaints.append(dialog.message), dialog.dismiss()))
+    page.goto(path.as_uri())
+    page.wait_for_load_state("networkidle")
+    return seen
+
+
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
-    contexts = []
+    visits = []
 
-    def open_page(
-        path: Path, *, width: int = 1280, scheme: str = "light", scripts: bool = True
-    ) -> Visit:
-        context = browser.new_context(
-            viewport={"width": width, "height": 900},
-            color_scheme=scheme,
-            java_script_enabled=scripts,
-        )
-        contexts.append(context)
-        page = context.new_page()
-        seen = Visit(page, [], [])
-        page.on("request", lambda request: seen.requests.append(request.url))
-        page.on("console", lambda message: seen.complaints.append(message.text))
-        page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: (seen.complaints.append(dialog.message), dialog.dismiss()))
-        page.goto(path.as_uri())
-        page.wait_for_load_state("networkidle")
-        return seen
+    def visit(path: Path, **options: Any) -> Visit:
+        visits.append(open_page(browser, path, **options))
+        return visits[-1]
 
-    yield open_page
-    for context in contexts:
-        context.close()
+    yield visit
+    for seen in visits:
+        seen.page.context.close()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a small run. Tests do not change it."""
+    return report(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def look(browser: Any, small: Path) -> Callable[[str, str], Visit]:
+    """Function that opens the small run's page once for each device and scheme. Tests only look at what it shows."""
+    return functools.cache(
+        lambda device, scheme: open_page(browser, small, width=WIDTHS[device], scheme=scheme)
+    )
 
 
 def report(folder: Path, shape: Shape = SMALL) -> Path:
@@ -109,11 +128,10 @@ def assert_quiet(seen: Visit, path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("device", WIDTHS)
 def test_the_page_shows_everything_and_asks_for_nothing(
-    tmp_path: Path, visit: Callable[..., Visit], device: str, scheme: str
+    small: Path, look: Callable[[str, str], Visit], device: str, scheme: str
 ) -> None:
-    path = report(tmp_path)
-    seen = visit(path, width=WIDTHS[device], scheme=scheme)
-    assert_quiet(seen, path)
+    seen = look(device, scheme)
+    assert_quiet(seen, small)
     for section in (
         "throughput",
         "progress",
@@ -131,14 +149,14 @@ def test_the_page_shows_everything_and_asks_for_nothing(
 
 @pytest.mark.parametrize("device", WIDTHS)
 def test_the_page_is_never_wider_than_its_window(
-    tmp_path: Path, visit: Callable[..., Visit], device: str
+    look: Callable[[str, str], Visit], device: str
 ) -> None:
-    page = visit(report(tmp_path), width=WIDTHS[device]).page
+    page = look(device, "light").page
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
 
 
-def test_text_is_large_enough_on_a_phone(tmp_path: Path, visit: Callable[..., Visit]) -> None:
-    page = visit(report(tmp_path), width=360).page
+def test_text_is_large_enough_on_a_phone(look: Callable[[str, str], Visit]) -> None:
+    page = look("phone", "light").page
     smallest = page.evaluate(
         "Math.min(...[...document.querySelectorAll('main *')].filter(e => e.textContent.trim())"
         ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
@@ -151,11 +169,10 @@ def test_text_is_large_enough_on_a_phone(tmp_path: Path, visit: Callable[..., Vi
 
 
 def test_the_style_sheet_is_let_through_and_dark_is_dark(
-    tmp_path: Path, visit: Callable[..., Visit]
+    look: Callable[[str, str], Visit],
 ) -> None:
-    path = report(tmp_path)
     colours = {
-        scheme: visit(path, scheme=scheme).page.evaluate(
+        scheme: look("desktop", scheme).page.evaluate(
             "getComputedStyle(document.body).backgroundColor"
         )
         for scheme in ("light", "dark")
@@ -171,8 +188,8 @@ def test_kills_resumes_and_chunks_are_drawn(tmp_path: Path, visit: Callable[...,
     assert all(box["width"] > 300 and box["height"] > 15 for box in boxes)
 
 
-def test_charts_keep_inside_their_sections(tmp_path: Path, visit: Callable[..., Visit]) -> None:
-    page = visit(report(tmp_path), width=360).page
+def test_charts_keep_inside_their_sections(look: Callable[[str, str], Visit]) -> None:
+    page = look("phone", "light").page
     outside = page.evaluate(
         "[...document.querySelectorAll('section svg *')].filter(e => { const b = e.getBoundingClientRect(),"
         " s = e.closest('section').getBoundingClientRect();"
@@ -220,8 +237,8 @@ def test_the_policy_stops_what_escaping_let_through(
     assert len(seen.complaints) >= 3, "the browser says what it refused"
 
 
-def test_the_page_needs_no_script(tmp_path: Path, visit: Callable[..., Visit]) -> None:
-    seen = visit(report(tmp_path), scripts=False)
+def test_the_page_needs_no_script(small: Path, visit: Callable[..., Visit]) -> None:
+    seen = visit(small, scripts=False)
     assert seen.page.locator("#timeline").is_visible()
 
 
