@@ -24,6 +24,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--process-per-site",
 )
 WIDTHS = {"desktop": 1280, "tablet": 720, "phone": 360}
 
@@ -66,14 +67,19 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-def open_page(
-    browser: Any, path: Path, *, width: int = 1280, scheme: str = "light", scripts: bool = True
-) -> Visit:
-    context = browser.new_context(
+@functools.cache
+def context_of(browser: Any, width: int, scheme: str, scripts: bool) -> Any:
+    return browser.new_context(
         viewport={"width": width, "height": 900},
         color_scheme=scheme,
         java_script_enabled=scripts,
     )
+
+
+def open_page(
+    browser: Any, path: Path, *, width: int = 1280, scheme: str = "light", scripts: bool = True
+) -> Visit:
+    context = context_of(browser, width, scheme, scripts)
     page = context.new_page()
     seen = Visit(page, [], [])
     page.on("request", lambda request: seen.requests.append(request.url))
@@ -95,7 +101,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
 
     yield visit
     for seen in visits:
-        seen.page.context.close()
+        seen.page.close()
 
 
 @pytest.fixture(scope="module")
