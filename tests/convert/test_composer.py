@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
+import resource
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -392,46 +391,61 @@ class TestWhatIsRefused:
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """RLIMIT_FSIZE refuses the write as a full disk does."""
-        limited = (
-            "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-            "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-            "from batchinfer.cli.main import run; run(sys.argv[1:])"
-        )
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                limited,
-                "convert",
-                "composer-to-hf",
-                checkpoint,
-                tmp_path / "hf",
-            ],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode in (2, 34), done.stderr
-        assert "Traceback" not in done.stderr
-        assert "scratch folder" in done.stderr
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            status = convert(checkpoint, tmp_path / "hf")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        shown = capsys.readouterr().err
+        assert status in (2, 34), shown
+        assert "Traceback" not in shown
+        assert "scratch folder" in shown
         assert list(tmp_path.iterdir()) == []
+
+
+# Each conversion is a process of its own. Their parent imports torch and transformers for them, which takes seconds.
+KILLED = """
+import os, pathlib, signal, sys
+import safetensors.torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from batchinfer.cli.main import run
+
+write = safetensors.torch.save_file
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def write_half(weights, path, **options):
+    write(weights, path, **options)
+    os.truncate(path, os.path.getsize(path) // 2)
+    kill()
+
+for place, name, function in [
+    (safetensors.torch, "save_file", write_half),
+    (pathlib.Path, "rename", kill),
+]:
+    child = os.fork()
+    if not child:
+        setattr(place, name, function)
+        run(sys.argv[1:])
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]), os.path.exists(sys.argv[-1]))
+"""
 
 
 class TestKills:
     def test_after_kills_nothing_half_written_shows_and_the_same_command_finishes(
         self, checkpoint: Path, model: Path, tmp_path: Path
     ) -> None:
-        command = [sys.executable, "-m", "batchinfer", "convert", "composer-to-hf", checkpoint]
-        for delay in (0.5, 2.0, 4.0):
-            child = subprocess.Popen(
-                [*command, tmp_path / "hf"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            time.sleep(delay)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            if (tmp_path / "hf").exists():
-                break
-        if not (tmp_path / "hf").exists():
-            assert subprocess.run([*command, tmp_path / "hf"]).returncode == 0
+        """SIGKILL when half of the weights are written, and just before the folder gets its name."""
+        command = ["convert", "composer-to-hf", checkpoint, tmp_path / "hf"]
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, *command], stdout=subprocess.PIPE, text=True
+        )
+        assert killed.stdout == "9 False\n9 False\n"
+        [left] = tmp_path.iterdir()
+        assert list(left.rglob("*.safetensors"))
+        assert convert(checkpoint, tmp_path / "hf") == 0
         assert answers(tmp_path / "hf") == answers(model)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"], "scratch folders are swept"
 
