@@ -545,7 +545,7 @@ class TestWhatCannotBeVerified:
 class TestTheCommand:
     def test_a_sound_run_ends_with_0_and_a_json_line(self, local_job: str) -> None:
         run = f"{local_job}/runs/a"
-        assert run_process(worker_arguments(local_job, run)).status == 0
+        run_worker_here(local_job, run)
         done = run_process(["verify", run, "--deep"])
         assert (done.status, done.result["status"]) == (0, "SOUND")
         assert "complete and sound" in done.stderr
@@ -560,8 +560,8 @@ class TestTheCommand:
         hint = done.stderr.strip().splitlines()[-1]
         assert hint == f"hint: batchinfer clean {run} --redo {CHUNK} --yes"
         assert run_process(shlex.split(hint.removeprefix("hint: batchinfer "))).status == 0
-        assert run_process(worker_arguments(local_job, run)).status == 0
-        assert run_process(["verify", run, "--deep"]).status == 0
+        run_worker_here(local_job, run)
+        assert verify(run, is_deep=True).is_sound
 
     def test_json_has_every_finding(self, local_job: str) -> None:
         run = f"{local_job}/runs/a"

@@ -896,13 +896,15 @@ READ_HUB = """
 import json, os, sys
 from batchinfer.core.errors import BatchinferError
 from batchinfer.split.sources import Oddities, ColumnChoice, count_sources
-try:
-    counted = count_sources(sys.argv[1:], choice=ColumnChoice())
-    lines = b"".join(b.encode(0, b.num_rows) for b in counted.read(range(counted.rows), Oddities()))
-    source = counted.sources[0]
-    print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": [f.url for f in source.files]}))
-except BatchinferError as error:
-    print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))
+for url in sys.argv[1:]:
+    try:
+        counted = count_sources([url], choice=ColumnChoice())
+        lines = b"".join(b.encode(0, b.num_rows) for b in counted.read(range(counted.rows), Oddities()))
+        source = counted.sources[0]
+        files = [file.url for file in source.files]
+        print(json.dumps({"lines": lines.decode(), "revision": source.revision, "files": files}))
+    except BatchinferError as error:
+        print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))
 sys.stdout.flush()
 os._exit(0)
 """
@@ -910,7 +912,7 @@ os._exit(0)
 
 @pytest.fixture
 def hub(tmp_path):
-    """A Hub with one data set of each kind; `read(url, token="")` reads in a fresh process."""
+    """A Hub with one data set of each kind; `read(*urls, token="")` reads them one by one in a fresh process."""
     fake = FakeHub()
     write_parquet(tmp_path / "native/data/train-0.parquet", n=[1, 2])
     write_parquet(tmp_path / "native/data/train-1.parquet", n=[3])
@@ -932,7 +934,7 @@ def hub(tmp_path):
     fake.gated.add("org/gated")
     with fake.serving() as endpoint:
 
-        def read(url: str, token: str = "") -> dict:
+        def read(*urls: str, token: str = "") -> list[dict]:
             environment = {
                 **os.environ,
                 "HF_ENDPOINT": endpoint,
@@ -941,14 +943,14 @@ def hub(tmp_path):
                 **({"HF_TOKEN": token} if token else {}),
             }
             done = subprocess.run(
-                [sys.executable, "-c", READ_HUB, url],
+                [sys.executable, "-c", READ_HUB, *urls],
                 env=environment,
                 capture_output=True,
                 text=True,
                 timeout=120,
             )
             assert done.returncode == 0, done.stderr
-            return json.loads(done.stdout.splitlines()[-1])
+            return list(map(json.loads, done.stdout.splitlines()[-len(urls) :]))
 
         fake.read = read
         yield fake
@@ -989,40 +991,52 @@ def numbers(result: dict) -> list[int]:
 def test_hub_revision_is_resolved_once_and_recorded(hub):
     from fake_hub import commit_of
 
-    result = hub.read("hf://datasets/org/native")
+    [result] = hub.read("hf://datasets/org/native")
     commit = commit_of("org/native", "main")
     assert numbers(result) == [1, 2, 3]
     assert result["revision"] == commit
     assert result["files"][0] == f"hf://datasets/org/native@{commit}/data/train-0.parquet"
     after = [path for path, _ in hub.requests if "/revision/" not in path][1:]
     assert all("main" not in path for path in after), "something still followed the branch"
-    assert numbers(hub.read("hf://datasets/org/native@v1")) == [0]
-    assert numbers(hub.read(f"hf://datasets/org/native@{commit}/data/train-1.parquet")) == [3]
-    assert numbers(hub.read("hf://datasets/org/native/data/train-*.parquet")) == [1, 2, 3]
+    others = hub.read(
+        "hf://datasets/org/native@v1",
+        f"hf://datasets/org/native@{commit}/data/train-1.parquet",
+        "hf://datasets/org/native/data/train-*.parquet",
+    )
+    assert list(map(numbers, others)) == [[0], [3], [1, 2, 3]]
 
 
 def test_hub_conversion_stands_in_for_missing_parquet(hub):
     from fake_hub import commit_of
 
-    result = hub.read("hf://datasets/org/raw")
-    assert numbers(result) == [9]
-    assert result["revision"] == commit_of("org/raw", "refs/convert/parquet")
-    assert numbers(hub.read("hf://datasets/org/raw/a.jsonl")) == [8]
-    assert numbers(hub.read("hf://datasets/org/lines")) == [8]
-    assert numbers(hub.read("hf://datasets/org/several@refs/convert/parquet/two")) == [2]
-    refused = hub.read("hf://datasets/org/several")
+    converted, *others, refused = hub.read(
+        "hf://datasets/org/raw",
+        "hf://datasets/org/raw/a.jsonl",
+        "hf://datasets/org/lines",
+        "hf://datasets/org/several@refs/convert/parquet/two",
+        "hf://datasets/org/several",
+    )
+    assert numbers(converted) == [9]
+    assert converted["revision"] == commit_of("org/raw", "refs/convert/parquet")
+    assert list(map(numbers, others)) == [[8], [8], [2]]
     assert refused["error"] == "InputError"
     assert "2 configurations (one, two)" in refused["message"]
 
 
 def test_hub_refusals_say_what_to_do(hub):
-    assert "no such repository" in hub.read("hf://datasets/org/nothing")["message"]
-    assert "no such revision" in hub.read("hf://datasets/org/native@nothing")["message"]
-    assert "no such file" in hub.read("hf://datasets/org/native/nothing.parquet")["message"]
-    refused = hub.read("hf://datasets/org/gated")
+    repository, revision, file, refused = hub.read(
+        "hf://datasets/org/nothing",
+        "hf://datasets/org/native@nothing",
+        "hf://datasets/org/native/nothing.parquet",
+        "hf://datasets/org/gated",
+    )
+    assert "no such repository" in repository["message"]
+    assert "no such revision" in revision["message"]
+    assert "no such file" in file["message"]
     assert refused["error"] == "AccessDenied"
     assert "HF_TOKEN" in refused["hint"]
-    assert numbers(hub.read("hf://datasets/org/gated", token=TOKEN)) == [1, 2, 3]
+    [allowed] = hub.read("hf://datasets/org/gated", token=TOKEN)
+    assert numbers(allowed) == [1, 2, 3]
 
 
 def test_ids_that_are_not_ascii_stay_text(tmp_path):
