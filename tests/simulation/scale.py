@@ -68,6 +68,8 @@ READS_A_SECOND = 5500
 """What S3 takes for one prefix before it makes two of it; a deletion of many objects counts as so many writes."""
 MOST_OF_IDEAL = 1.05
 MOST_TWICE = 0.01
+_LAST = "\U0010ffff"
+"""Comes after every character of a key."""
 _NUM_SEQS = 2
 """Rows of an engine that it has at a time; it works on one after the other."""
 _TURN_SECONDS = 15.0
@@ -135,7 +137,7 @@ class LargeServer(Server):
 
     def keys(self, prefix: str) -> list[str]:
         start = bisect.bisect_left(self._order, prefix)
-        return self._order[start : bisect.bisect_left(self._order, prefix + "\U0010ffff")]
+        return self._order[start : bisect.bisect_left(self._order, prefix + _LAST)]
 
     def _list_objects_v2(
         self,
@@ -146,10 +148,9 @@ class LargeServer(Server):
         start = bisect.bisect_left(self._order, Prefix)
         if ContinuationToken:
             start = bisect.bisect_right(self._order, ContinuationToken)
-        page = self._order[start : start + self._page_keys + 1]
-        if page and not page[-1].startswith(Prefix):
-            page = [key for key in page if key.startswith(Prefix)]
-        has_more, page = len(page) > self._page_keys, page[: self._page_keys]
+        end = bisect.bisect_left(self._order, Prefix + _LAST)
+        has_more = end - start > self._page_keys
+        page = self._order[start : min(end, start + self._page_keys)]
         infos = [self._infos[key] for key in page]
         return {"Infos": infos, "Token": page[-1] if has_more else ""}
 
