@@ -38,6 +38,6 @@ def test_requests_are_summed_by_second_and_priced() -> None:
     tally.note("DELETE", "claims/", 4, 7)
     tally.note("LIST", "outputs/", 5, 1)
     tally.note("GET", "claims/", 5, 1)
-    assert tally.worst("writes") == (8, 4)
-    assert tally.worst("reads") == (2, 5)
+    assert tally.worst("writes") == (4, {"DELETE claims/": 7, "PUT markers": 1})
+    assert tally.worst("reads") == (5, {"LIST outputs/": 1, "GET claims/": 1})
     assert tally.dollars() == pytest.approx((4 * 0.005 + 0.0004) / 1000)

@@ -59,6 +59,7 @@ _KINDS = {
     "put_object": "PUT",
     "delete_objects": "DELETE",
 }
+_READS = ("GET", "HEAD", "LIST")
 _LATENCY_SECONDS = {"GET": 0.03, "HEAD": 0.02, "LIST": 0.1, "PUT": 0.05, "DELETE": 0.05}
 """Mean seconds until a request is answered; each takes from half of it to one and a half."""
 DOLLARS_PER_1000 = {"PUT": 0.005, "LIST": 0.005, "GET": 0.0004, "HEAD": 0.0004, "DELETE": 0.0}
@@ -160,17 +161,20 @@ class Tally:
     """Requests that came: by kind and place, and how many in each second of the run."""
 
     by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
-    by_second: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    by_second: defaultdict[str, defaultdict[int, Counter[str]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
+    )
 
     def note(self, kind: str, place: str, second: int, weight: int) -> None:
         self.by_place[kind, place] += 1
-        self.by_second["reads" if kind in ("GET", "HEAD", "LIST") else "writes"][second] += weight
+        which = "reads" if kind in _READS else "writes"
+        self.by_second[which][second][f"{kind} {place}"] += weight
 
-    def worst(self, which: str) -> tuple[int, int]:
-        """Return the requests of the worst second, and the second."""
+    def worst(self, which: str) -> tuple[int, dict[str, int]]:
+        """Return the second with the most requests, and these by kind and place."""
         seconds = self.by_second[which]
-        second = max(seconds, key=lambda each: seconds[each], default=0)
-        return seconds[second], second
+        second = max(seconds, key=lambda each: seconds[each].total(), default=0)
+        return second, dict(seconds[second].most_common())
 
     def kinds(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -507,8 +511,8 @@ class Outcome:
         again = campaign.num_finished - total + campaign.lost_in_flight
         # Machines that come back when everything is done begin a worker that finds nothing to do.
         ended_at = max(end for began, end in campaign.ends if began <= campaign.marked_at)
-        reads, reads_at = requests.worst("reads")
-        writes, writes_at = requests.worst("writes")
+        reads_at, reads = requests.worst("reads")
+        writes_at, writes = requests.worst("writes")
         return {
             "workers": plan.num_workers,
             "chunks": plan.num_chunks,
@@ -538,9 +542,10 @@ class Outcome:
                 " ".join(name): count for name, count in requests.by_place.most_common()
             },
             "requests_per_chunk": round(sum(requests.by_place.values()) / plan.num_chunks, 1),
-            "worst_second_reads": reads,
+            "worst_second_reads": sum(reads.values()),
             "worst_second_reads_at": reads_at,
-            "worst_second_writes": writes,
+            "worst_second_reads_by": reads,
+            "worst_second_writes": sum(writes.values()),
             "worst_second_writes_at": writes_at,
             "dollars": round(requests.dollars(), 2),
         }
@@ -654,7 +659,7 @@ def main() -> int:
     began = time.monotonic()
     campaign = Campaign(plan)
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(100_000, 20, 10)
     result = campaign.run().result
     result["real_seconds"] = round(time.monotonic() - began)
     result["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
