@@ -21,13 +21,13 @@ from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, has_own_marker, read_marker
 from batchinfer.storage import Store
 
-_FEW = 20
+_FEW = 10
 """Largest number of neighbours that are looked up one by one. More of them are read from a listing."""
 _SINGLES_FACTOR = 5
 """At most this many times `_FEW` chunks are looked up one by one in all. More are read from one listing of all."""
 _NEIGHBOUR_DIGITS = 3
 """Number of last characters in which the names of neighbours differ, so that one listing shows a thousand chunks."""
-MOST_SAMPLED = 64
+MOST_SAMPLED = 16
 """Largest number of claims that are read for `sample` of `look_at_owners`. If each worker read the claims of all
 others, the requests would grow with the square of the number of workers."""
 

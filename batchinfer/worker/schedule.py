@@ -34,10 +34,9 @@ helps with the chunks that the other one holds."""
 _LONGEST_LOOK_SECONDS = 10.0
 _NEXT_PART_SECONDS = 1.0
 """Least seconds between two looks at different parts of the job."""
-_PARTS_PER_EXTRA_SECOND = 20
-"""Number of a job's parts for which this time grows by a second, unless the part last looked at is finished. Large jobs
-have many workers; a thousand of them that look at claims each second would send more requests than a bucket takes. A
-finished part costs one listing, once."""
+_CLAIM_SECONDS = 0.5
+"""Seconds for which this time grows with each claim that a look has read. A thousand idle workers that read others'
+claims without a pause would send more requests than a bucket takes."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -83,7 +82,6 @@ class _JobParts:
         for name in names:
             groups[neighbours_of(name)].append(name)
         self._parts = deque(groups.values())
-        self._pause_seconds = max(_NEXT_PART_SECONDS, len(groups) / _PARTS_PER_EXTRA_SECOND)
         self._parts.rotate(-random.Random(worker_id).randrange(len(groups) or 1))
         self._num_left = len(self._parts)
 
@@ -96,11 +94,6 @@ class _JobParts:
     def is_one(self) -> bool:
         """Whether one part holds everything that is not done."""
         return len(self._parts) <= 1
-
-    def pause_seconds(self, done: set[str]) -> float:
-        """Return the seconds between the look at the part that `next` returned last, and the look at another one."""
-        is_finished = not self._parts or done.issuperset(self._parts[-1])
-        return _NEXT_PART_SECONDS if is_finished else self._pause_seconds
 
     def start_again(self, *, at_last: bool) -> None:
         """Let `next` return every part again; `at_last`: beginning with the one that it returned last."""
@@ -386,17 +379,25 @@ class Schedule:
             self._found_at = self._clock.monotonic()
         self._found.extend(found)
         if self._parts is not None:
-            self._plan_next_part(self._parts, is_free=bool(free), is_any=bool(found))
+            num_claims = len(survey.lapsed) + len(survey.alive)
+            self._plan_next_part(self._parts, num_claims, is_free=bool(free), is_any=bool(found))
         return published
 
-    def _plan_next_part(self, parts: _JobParts, *, is_free: bool, is_any: bool) -> None:
+    def _plan_next_part(
+        self, parts: _JobParts, num_claims: int, *, is_free: bool, is_any: bool
+    ) -> None:
         """After a look, decide when to look at a part again, and whether to begin a new round over all parts.
 
-        `is_free`: The look has found unclaimed chunks. `is_any`: It has found chunks to open.
+        Args:
+            parts: The job's parts.
+            num_claims: Number of claims that the look has read.
+            is_free: Whether it has found unclaimed chunks.
+            is_any: Whether it has found chunks to open.
         """
         self._part_pause_seconds = self._look_seconds
         if is_free or not (is_any or parts.is_at_end):
-            self._part_pause_seconds = min(parts.pause_seconds(self._done), self._look_seconds)
+            pause = max(_NEXT_PART_SECONDS, _CLAIM_SECONDS * num_claims)
+            self._part_pause_seconds = min(pause, self._look_seconds)
         if is_any:
             parts.start_again(at_last=self._pending_has_part)
             self._has_nothing_to_help = self._has_undecided = False
