@@ -34,9 +34,9 @@ helps with the chunks that the other one holds."""
 _LONGEST_LOOK_SECONDS = 10.0
 _NEXT_PART_SECONDS = 1.0
 """Least seconds between two looks at different parts of the job."""
-_CLAIM_SECONDS = 0.5
-"""Seconds for which this time grows with each claim that a look has read. A thousand idle workers that read others'
-claims without a pause would send more requests than a bucket takes."""
+_CLAIMS_PER_SECOND = 2000
+"""Most claims that the workers of a job together read in a second, if all are idle. For each they also read the owner's
+record and perhaps a marker; S3 takes 5500 reads a second for a prefix."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -136,6 +136,8 @@ class Schedule:
         run: Access to the run's store and claims, to look at the other workers.
         everything: Function that returns all chunks of the job, so that this worker can help with other workers'
             chunks; None if this worker must not help.
+        num_workers: Number of workers that the job was split for. The more they are, the less often each looks at
+            others.
         earlier_rate: Average rows per second of this worker's earlier starts; 0 if unknown.
         done: Names of chunks that need no more work.
     """
@@ -147,6 +149,7 @@ class Schedule:
         environment: Environment,
         run: RunAccess,
         everything: Callable[[], dict[str, ChunkRef]] | None,
+        num_workers: int,
         earlier_rate: float,
         done: Iterable[str],
     ) -> None:
@@ -162,6 +165,8 @@ class Schedule:
         self._worker_id = run.lease.worker_id
         self._lease_seconds = run.lease.lease_seconds
         self._look_seconds = min(self._lease_seconds / HEARTBEATS_PER_LEASE, _LONGEST_LOOK_SECONDS)
+        self._claim_seconds = num_workers / _CLAIMS_PER_SECOND
+        """Seconds for which this worker pauses for each claim that it has read."""
         self._earlier_rate = earlier_rate
         self._busy: set[str] = set()
         self._done = set(done)
@@ -379,7 +384,7 @@ class Schedule:
             self._found_at = self._clock.monotonic()
         self._found.extend(found)
         if self._parts is not None:
-            num_claims = len(survey.lapsed) + len(survey.alive)
+            num_claims = sum(name not in self._own for name in (*survey.lapsed, *survey.alive))
             self._plan_next_part(self._parts, num_claims, is_free=bool(free), is_any=bool(found))
         return published
 
@@ -390,14 +395,14 @@ class Schedule:
 
         Args:
             parts: The job's parts.
-            num_claims: Number of claims that the look has read.
+            num_claims: Number of claims of the part that the look has read.
             is_free: Whether it has found unclaimed chunks.
             is_any: Whether it has found chunks to open.
         """
-        self._part_pause_seconds = self._look_seconds
+        pause = max(_NEXT_PART_SECONDS, num_claims * self._claim_seconds)
+        self._part_pause_seconds = max(pause, self._look_seconds)
         if is_free or not (is_any or parts.is_at_end):
-            pause = max(_NEXT_PART_SECONDS, _CLAIM_SECONDS * num_claims)
-            self._part_pause_seconds = min(pause, self._look_seconds)
+            self._part_pause_seconds = pause
         if is_any:
             parts.start_again(at_last=self._pending_has_part)
             self._has_nothing_to_help = self._has_undecided = False

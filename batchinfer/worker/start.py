@@ -364,6 +364,7 @@ class _Start:
             environment=self.environment,
             run=access,
             everything=membership.all_chunks if may_help else None,
+            num_workers=job.num_workers if (job := membership.assignment.job) else 1,
             earlier_rate=rows_per_second(self.telemetry.latest),
             done=done if not self.config.retry_errors else (),
         )

@@ -36,7 +36,13 @@ class Helper:
     """
 
     def __init__(
-        self, name: str, num_chunks: int, worker_id: str = "w0", *, is_alone: bool = False
+        self,
+        name: str,
+        num_chunks: int,
+        worker_id: str = "w0",
+        *,
+        is_alone: bool = False,
+        num_workers: int = 2,
     ) -> None:
         self.clock = FakeClock()
         self.memory = MemoryStore(f"memory://schedule-{name}")
@@ -62,6 +68,7 @@ class Helper:
                 ),
             ),
             everything=None if is_alone else lambda: refs,
+            num_workers=num_workers,
             earlier_rate=0.0,
             done=(),
         )
@@ -119,17 +126,22 @@ def test_the_last_chunk_is_found_wherever_it_is_and_whoever_looks() -> None:
         assert helper.store.requests["list"] <= 16  # each page of markers was listed about once
 
 
-def test_an_idle_worker_reads_two_claims_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand of them that look at another part each second are more than a bucket takes."""
+@pytest.mark.parametrize(
+    ("num_workers", "least", "most"), [(100, 290, 300), (1000, 50, 70), (4000, 10, 20)]
+)
+def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
+    num_workers: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand idle ones that look at another part each second are more than a bucket takes."""
     monkeypatch.setattr(schedule, "neighbours_of", lambda name: name[:-1])
-    helper = Helper("idle", 300)
+    helper = Helper(f"idle-{num_workers}", 300, num_workers=num_workers)
     for name in helper.names:
         helper.claim(name, "busy", rows_done=10, busy_seconds=1.0)
     with mock.patch.object(survey, "_read_claim", wraps=survey._read_claim) as read:
         for _ in range(30):
             assert helper.schedule.next() is None
             helper.tick(seconds=1.0)
-    assert 50 <= read.call_count <= 70
+    assert least <= read.call_count <= most
 
 
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
