@@ -594,7 +594,9 @@ class Scenario:
         """Every worker may end only for a reason that there is."""
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
-        is_peaceful = not process.num_faults and not process.has_been_frozen
+        # While both of two hands upload outputs in many parts, none is free to save rows within the grace period.
+        has_hands = start.num_hands > 2 or self.network.multipart_bytes == ALL_WHOLE
+        is_peaceful = not process.num_faults and not process.has_been_frozen and has_hands
         reasons = {
             RunMismatch: plot.has_other_config,
             StorageError: bool(process.num_faults),
