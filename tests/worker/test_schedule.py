@@ -144,14 +144,17 @@ def test_all_workers_of_a_job_together_read_2000_claims_a_second_at_most(
     assert least <= read.call_count <= most
 
 
+@pytest.mark.parametrize(("num_workers", "most"), [(1000, 110), (3000, 310)])
 def test_idle_workers_of_a_large_job_soon_know_that_it_is_finished(
-    monkeypatch: pytest.MonkeyPatch,
+    num_workers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They waited five seconds after each of a hundred finished parts: nine minutes of a thousand idle machines."""
     monkeypatch.setattr(schedule, "neighbours_of", lambda name: name[:-1])
-    helper = Helper("finished", 1000)
+    helper = Helper(f"finished-{num_workers}", 1000, num_workers=num_workers)
     helper.finish(*helper.names)
-    assert helper.find(most_ticks=110) is None
+    began = helper.clock.monotonic()
+    assert helper.find(most_ticks=most) is None
+    assert helper.clock.monotonic() - began > 0.8 * most
 
 
 def test_a_chunk_that_is_given_up_during_a_look_is_not_tried_again() -> None:
