@@ -31,6 +31,8 @@ RECENT_MINUTES = 5
 """Whole minutes over which recent rates are taken. The current minute is added to them."""
 STALL_SECONDS = 600.0
 """Seconds without a finished row after which a worker with open chunks counts as stalled."""
+_NEW_SECONDS = 5.0
+"""Seconds after loading in which a worker without an open chunk counts as running: it is about to open its first."""
 NOTED_CLOCK_SECONDS = 60.0
 """Seconds of offset of a worker's clock above which the overview has a note about it."""
 ALIVE_STATES = ("loading", "running", "waiting", "stalled")
@@ -120,7 +122,9 @@ def _state(record: Worker, age: float) -> str:
     if record.state != "running":
         return record.state
     if not record.open_chunks:
-        return "waiting"
+        # The next record follows only after a quarter of the lease.
+        is_new = record.heartbeat - _ready(record) < _NEW_SECONDS
+        return "running" if is_new else "waiting"
     last = max((minute.minute + minute.length for minute in record.minutes), default=0) * 60.0
     since = max(last, _ready(record))
     return "stalled" if record.heartbeat - since >= STALL_SECONDS else "running"

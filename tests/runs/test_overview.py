@@ -229,6 +229,8 @@ def test_overall_rate_is_over_the_time_since_the_first_start() -> None:
         ({}, 10, "running"),
         ({"state": "loading"}, 10, "loading"),
         ({"open_chunks": []}, 10, "waiting"),
+        # The record of the moment in which the engine was ready, before the first chunk was open.
+        ({"open_chunks": [], "starts": [NOW - 2]}, 10, "running"),
         ({}, 80, "stalled"),
         ({}, 121, "gone"),
         ({"state": "loading"}, 500, "gone"),
