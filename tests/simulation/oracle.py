@@ -391,7 +391,12 @@ class Oracle:
         return max(late, default=0.0)
 
     def _is_ghost(self, process: Process) -> bool:
-        """Whether a later start has the worker's record. A worker that has lost it must not write."""
+        """Whether a later start has the worker's record. A worker that has lost it must not write.
+
+        A start that found the record damaged has the same epoch.
+        """
+        if process.name in self._ghosts:
+            return True
         epoch = self._epochs.get(process.name)
         record = self._record(process.name.split("#")[0])
         return epoch is not None and record is not None and record["epoch"] != epoch
