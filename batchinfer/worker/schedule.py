@@ -399,10 +399,8 @@ class Schedule:
             is_free: Whether it has found unclaimed chunks.
             is_any: Whether it has found chunks to open.
         """
-        num_claims = max(
-            num_claims, 2
-        )  # a look at a finished part, which has no claims, lists two pages
-        pause = max(_NEXT_PART_SECONDS, num_claims * self._claim_seconds)
+        # A look at a finished part reads no claims, but lists two pages.
+        pause = max(_NEXT_PART_SECONDS, max(num_claims, 2) * self._claim_seconds)
         self._part_pause_seconds = max(pause, self._look_seconds)
         if is_free or not (is_any or parts.is_at_end):
             self._part_pause_seconds = pause

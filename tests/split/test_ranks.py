@@ -74,8 +74,8 @@ def alone(source: Path, **options: Any) -> dict[str, bytes]:
 
 @settings(max_examples=25)
 @given(
-    st.integers(1, 24),
-    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 9),
     st.sampled_from(["none", "zstd"]),
     st.integers(1, 12),
     st.randoms(use_true_random=False),
