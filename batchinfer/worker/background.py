@@ -8,13 +8,15 @@ main loop reads.
 
 from __future__ import annotations
 
+import enum
+import heapq
+import itertools
 import logging
-import queue
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import BatchinferError, Interrupted
@@ -133,15 +135,25 @@ class Repeating(Protocol):
         ...
 
 
+class Priority(enum.IntEnum):
+    """Says which work goes first of that which waits for a thread. Among work of one priority the older goes first.
+
+    One thread does nothing but urgent work, and one does urgent work and checkpoints alone. Otherwise these could wait
+    for uploads of minutes, or for requests to a bucket that hangs.
+    """
+
+    URGENT = 0
+    """The engine's next prompts, and the last heartbeat of a worker that must end."""
+    CHECKPOINT = 1
+    """A segment of finished rows. It is due at a certain time; looks and openings are not."""
+    NORMAL = 2
+
+
 class Background(Protocol):
     """Runs work on other threads, while the caller goes on."""
 
-    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        """Run `work` as soon as a thread is free.
-
-        One thread does nothing but `urgent` work. Without it, building the engine's next prompts could queue behind
-        writes to a bucket that hangs.
-        """
+    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
+        """Run `work` as soon as a thread is free for it."""
         ...
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -224,9 +236,6 @@ class _SubmittedWork(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
-_Queue = queue.SimpleQueue["_SubmittedWork[object] | None"]
-
-
 class _Timer:
     """A daemon thread that waits for an interval and then runs a function, again and again. Implements `Repeating`."""
 
@@ -249,29 +258,61 @@ class _Timer:
         self._cancelled.set()
 
 
+class _WorkQueue:
+    """Submitted work that waits for a thread. Safe for threads."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self._changed = {priority: threading.Condition(lock) for priority in Priority}
+        """The conditions on which threads wait, by the lowest priority that they take."""
+        self._jobs: list[tuple[Priority, int, _SubmittedWork[Any]]] = []
+        self._numbers = itertools.count()
+        self._is_closed = False
+
+    def put(self, job: _SubmittedWork[Any], priority: Priority) -> None:
+        with self._changed[priority]:
+            heapq.heappush(self._jobs, (priority, next(self._numbers), job))
+            for lowest, changed in self._changed.items():
+                if priority <= lowest:
+                    changed.notify()
+
+    def take(self, lowest: Priority) -> _SubmittedWork[Any] | None:
+        """Wait for work of this priority or a higher one. None once there is none and `close` was called."""
+        changed = self._changed[lowest]
+        with changed:
+            while not self._jobs or self._jobs[0][0] > lowest:
+                if self._is_closed:
+                    return None
+                changed.wait()
+            return heapq.heappop(self._jobs)[2]
+
+    def close(self) -> None:
+        with self._changed[Priority.NORMAL]:
+            self._is_closed = True
+            for changed in self._changed.values():
+                changed.notify_all()
+
+
 class ThreadBackground:
-    """Runs background work on a few daemon threads, the first of which does only urgent work.
+    """Runs background work on a few daemon threads: some for all work, and one more for each higher priority.
 
     At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
     would wait for the threads of concurrent.futures.
     """
 
-    def __init__(self, num_threads: int = 8, *, finished: threading.Event | None = None) -> None:
-        self._jobs: _Queue = queue.SimpleQueue()
-        self._urgent_jobs: _Queue = queue.SimpleQueue()
+    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
+        self._queue = _WorkQueue()
         self._finished = finished or threading.Event()
         self._others: list[ThreadBackground] = []
-        self._num_threads = num_threads
-        for index in range(num_threads):
-            jobs = self._jobs if index else self._urgent_jobs
+        lowest_of_threads = [Priority.URGENT, Priority.CHECKPOINT, *[Priority.NORMAL] * num_threads]
+        for index, lowest in enumerate(lowest_of_threads):
             name = f"batchinfer-{index}"
-            threading.Thread(target=self._loop, args=(jobs,), name=name, daemon=True).start()
+            threading.Thread(target=self._loop, args=(lowest,), name=name, daemon=True).start()
 
-    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
+    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
         """See `Background.submit`."""
         job = _SubmittedWork(work)
-        jobs = self._urgent_jobs if urgent else self._jobs
-        jobs.put(job)  # type: ignore[arg-type]
+        self._queue.put(job, priority)
         return job
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Repeating:
@@ -280,7 +321,7 @@ class ThreadBackground:
 
     def beside(self, num_threads: int) -> ThreadBackground:
         """See `Background.beside`."""
-        other = ThreadBackground(num_threads + 1, finished=self._finished)
+        other = ThreadBackground(num_threads, finished=self._finished)
         self._others.append(other)
         return other
 
@@ -293,11 +334,9 @@ class ThreadBackground:
         """See `Background.close`."""
         for other in self._others:
             other.close()
-        self._urgent_jobs.put(None)
-        for _ in range(self._num_threads - 1):
-            self._jobs.put(None)
+        self._queue.close()
 
-    def _loop(self, jobs: _Queue) -> None:
-        while (job := jobs.get()) is not None:
+    def _loop(self, lowest: Priority) -> None:
+        while (job := self._queue.take(lowest)) is not None:
             job.run()
             self._finished.set()

@@ -27,7 +27,7 @@ from batchinfer.core.errors import LeaseLapsed, ScratchFull, StorageError, Super
 from batchinfer.ledger import checkpoints
 from batchinfer.ledger.publishing import Published, build_output
 from batchinfer.storage.scratch import remove_quietly
-from batchinfer.worker.background import Pending
+from batchinfer.worker.background import Pending, Priority
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits, RunAccess
 
@@ -394,7 +394,7 @@ class Checkpointer:
 
         rows_done = chunk.num_rows - chunk.num_left
         is_cut = end != _NO_ROWS and end < chunk.spool.size_bytes
-        pending = self._background.submit(work)
+        pending = self._background.submit(work, priority=Priority.CHECKPOINT)
         self._writing.append(_Writing(chunk, pending, end, rows_done, is_cut))
 
     def _collect(self) -> None:

@@ -34,7 +34,7 @@ from batchinfer.core.records import Completion, EngineInfo, Failure, Media, Requ
 from batchinfer.formats import Encoder
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Code, Prepared, PromptBuilder
-from batchinfer.worker.background import Pending
+from batchinfer.worker.background import Pending, Priority
 from batchinfer.worker.building import BuiltRows, build, build_suspects
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
@@ -461,7 +461,8 @@ class RowStream:
         self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, num_rows, max_bytes, dedupe=limits.dedupe), urgent=True
+            lambda: build(builder, chunks, num_rows, max_bytes, dedupe=limits.dedupe),
+            priority=Priority.URGENT,
         )
 
     def _build_suspects(self) -> bool:
@@ -505,7 +506,7 @@ class RowStream:
         self._num_building = len(group)
         self._is_building_suspects = True
         self._building = self._background.submit(
-            lambda: build_suspects(builder, parts), urgent=True
+            lambda: build_suspects(builder, parts), priority=Priority.URGENT
         )
         return True
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
@@ -25,7 +27,7 @@ from batchinfer.engines.pool import LONGEST_WAIT_SECONDS
 from batchinfer.prompts import MediaRef
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
-from batchinfer.worker.background import Pending, Stopper
+from batchinfer.worker.background import Pending, Priority, Stopper
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment
 from batchinfer.worker.media import MediaFetcher
@@ -103,7 +105,7 @@ class _Timer:
 
 
 class SimBackground:
-    """As background.ThreadBackground: some hands that take work in its order, and timers of their own."""
+    """As background.ThreadBackground: some hands for all work, one more for each higher priority, and timers."""
 
     def __init__(
         self,
@@ -117,23 +119,28 @@ class SimBackground:
         self._waits = waits or self
         """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
-        self._num_idle = num_hands
+        self._num_idle = {
+            Priority.NORMAL: num_hands,
+            Priority.CHECKPOINT: 1,
+            Priority.URGENT: 1,
+        }
+        """Numbers of idle hands, by the lowest priority that they take."""
         self._latency_seconds = latency_seconds
-        self._queue: deque[_Job] = deque()
+        self._queue: list[tuple[Priority, int, _Job]] = []
+        self._numbers = itertools.count()
         self._has_finished = False
         self._waiting: tuple[Any, int] | None = None
 
-    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Pending[T]:
-        del (
-            urgent
-        )  # hands are as many as they are; which one is free does not matter to any promise
+    def submit(self, work: Callable[[], T], *, priority: Priority = Priority.NORMAL) -> Pending[T]:
         # Work on threads of its own often ends between two questions whether it has ended.
         share = 0.0 if self._waits is self else 0.3
         job = _Job(work, lambda: self._random.random() < share)
-        self._queue.append(job)
-        if self._num_idle:
-            self._num_idle -= 1
-            self._process.spawn(self._hand, delay=self._delay())
+        heapq.heappush(self._queue, (priority, next(self._numbers), job))
+        for lowest, num_idle in self._num_idle.items():
+            if num_idle and priority <= lowest:
+                self._num_idle[lowest] -= 1
+                self._process.spawn(partial(self._hand, lowest), delay=self._delay())
+                break
         return job
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> _Timer:
@@ -168,9 +175,9 @@ class SimBackground:
     def close(self) -> None:
         self._queue.clear()
 
-    def _hand(self) -> None:
-        while self._queue:
-            job = self._queue.popleft()
+    def _hand(self, lowest: Priority) -> None:
+        while self._queue and self._queue[0][0] <= lowest:
+            job = heapq.heappop(self._queue)[2]
             value, error = None, None
             assert job.work is not None
             try:
@@ -180,7 +187,7 @@ class SimBackground:
             self._process.sleep(self._delay())
             job.settle(value, error)
             self._waits._note_finished()
-        self._num_idle += 1
+        self._num_idle[lowest] += 1
 
     def _note_finished(self) -> None:
         self._has_finished = True

@@ -94,7 +94,6 @@ class Start:
     slot: Slot
     process: Process
     environment: Environment
-    num_hands: int
     began: float
     outcome: str = ""
     stop_asked: float | None = None
@@ -539,19 +538,18 @@ class Scenario:
         self.num_starts += 1
         plot, chance = self.plot, self.scheduler.random
         process = Process(self.scheduler, f"{slot.worker_id}#{slot.starts}")
-        num_hands = chance.choice([2, 8])
         environment = make_environment(
             process,
             self.network,
             engine=lambda: SimEngine(process, plot.engine, self.oracle),
             skew_seconds=slot.skew_seconds,
             grace_seconds=plot.grace_seconds,
-            num_hands=num_hands,
+            num_hands=chance.choice([2, 8]),
             preconditions=None
             if chance.random() < 0.1
             else Preconditions(create=plot.is_safe, replace=plot.is_safe),
         )
-        start = Start(slot, process, environment, num_hands, self.scheduler.now)
+        start = Start(slot, process, environment, self.scheduler.now)
         config = self._worker_config(slot)
         self.live.append(start)
         process.on_exit.append(lambda: self._ended(start))
@@ -594,9 +592,7 @@ class Scenario:
         """Every worker may end only for a reason that there is."""
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
-        # While both of two hands upload outputs in many parts, none is free to save rows within the grace period.
-        has_hands = start.num_hands > 2 or self.network.multipart_bytes == ALL_WHOLE
-        is_peaceful = not process.num_faults and not process.has_been_frozen and has_hands
+        is_peaceful = not process.num_faults and not process.has_been_frozen
         reasons = {
             RunMismatch: plot.has_other_config,
             StorageError: bool(process.num_faults),
@@ -631,10 +627,6 @@ class Scenario:
         if outcome == "killed":
             # A complete chunk is published, not checkpointed: requests for its parts may take longer than an interval.
             num_requests = 10 if self.network.multipart_bytes == ALL_WHOLE else 150
-            if start.num_hands == 2:
-                num_requests += (
-                    20  # looks and openings, which keep both hands for ten requests each
-                )
             seconds = 1.0 + num_requests * self.plot.weather.latency_seconds
             self.oracle.check_killed(start.process, self.plot.checkpoint_seconds + seconds)
         self.scheduler.log("scenario", f"{start.process.name} has ended: {outcome}")

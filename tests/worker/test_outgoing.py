@@ -18,11 +18,13 @@ from batchinfer.ledger.claims import Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.storage.memory import MemoryStore
 from batchinfer.worker import outgoing
+from batchinfer.worker.background import Priority
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.outgoing import Checkpointer
 from fakes import FakeClock, worker_record
 from simulation.scenario import simulate
+from simulation.scheduler import Process
 from simulation.stage import Stage, when
 
 SEGMENT_BYTES = 600
@@ -70,13 +72,57 @@ def test_a_worker_that_is_stopped_writes_all_parts() -> None:
         assert len({record for part in records(stage) for record in part}) == len(stage.finished)
 
 
+class SlowUploads:
+    """A hook for `Stage.run`: every upload of an output takes a minute."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.process: Process | None = None
+
+    def __call__(self, _number: int, method: str, key: str, process: Process) -> float | None:
+        if method == "put_object" and layout.OUTPUTS in key:
+            self.keys.append(key)
+            self.process = process
+            return 60.0
+        return None
+
+    def kill(self) -> None:
+        """Kill the worker."""
+        assert self.process is not None
+        self.process.kill()
+
+
+def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_rows() -> None:
+    """Its checkpoints waited behind the uploads until the grace period was over."""
+    uploads = SlowUploads()
+    with Stage([["say", "say"]] * 12) as stage:
+        stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.run(hook=uploads, checkpoint_seconds=1000.0)
+        assert len(uploads.keys) == 8
+        assert len(stage.finished) > 2 * len(uploads.keys)
+        assert len({each for part in records(stage) for each in part}) == len(stage.finished)
+
+
+def test_a_checkpoint_does_not_wait_for_uploads() -> None:
+    uploads = SlowUploads()
+    finished: list[int] = []
+    with Stage([["say"]] * 8 + [[f"say {index}" for index in range(1000)]]) as stage:
+        stage.engine.max_in_flight = 4
+        stage.scheduler.after(20.0, lambda: finished.append(len(stage.finished)))
+        stage.scheduler.after(30.0, uploads.kill)
+        assert stage.run(hook=uploads, checkpoint_seconds=5.0).is_killed
+        assert len(uploads.keys) == 8
+        assert finished[0] > 20
+        assert sum(len(part) for part in records(stage)) >= finished[0] - len(uploads.keys)
+
+
 class Hands:
     """A background whose work is done when the test says so."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], Any]] = []
 
-    def submit(self, work: Callable[[], Any]) -> _Done:
+    def submit(self, work: Callable[[], Any], *, priority: Priority) -> _Done:
         self.work.append(work)
         return _Done(work)
 

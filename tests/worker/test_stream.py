@@ -28,6 +28,7 @@ from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig
 from batchinfer.storage.opening import open_store
+from batchinfer.worker.background import Priority
 from batchinfer.worker.chunk import OpenChunk, Spool
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.media import NUM_THREADS
@@ -50,7 +51,7 @@ NO_SUCH_IMAGE = 'say","image":"memory://no-pictures/a.png'
 class AtOnce:
     """A background that has done everything already."""
 
-    def submit(self, work: Callable[[], Any], *, urgent: bool = False) -> Any:
+    def submit(self, work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
         value = work()
         return SimpleNamespace(is_done=lambda: True, result=lambda: value)
 
@@ -71,7 +72,7 @@ class FetchesLater(AtOnce):
         self.num_waits = 0
 
     def beside(self, num_threads: int) -> AtOnce:
-        def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
+        def submit(work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
             self.num_begun += 1
             number = self.num_begun
             return SimpleNamespace(
@@ -379,7 +380,7 @@ def test_a_row_whose_image_arrives_while_images_are_collected_is_not_lost(
 
     class ArrivesWhenAsked(AtOnce):
         def beside(self, num_threads: int) -> AtOnce:
-            def submit(work: Callable[[], Any], *, urgent: bool = False) -> Any:
+            def submit(work: Callable[[], Any], *, priority: Priority = Priority.NORMAL) -> Any:
                 answers = itertools.chain([False], itertools.repeat(True))
                 return SimpleNamespace(is_done=lambda: next(answers), result=work)
 
