@@ -190,6 +190,18 @@ class Inventory(Listing):
         except (ObjectNotFound, InputError):
             self.workers.pop(worker, None)
 
+    def look_again_at_damaged(self, store: Store) -> None:
+        """Read the damaged claims and workers' records again, and drop those that are gone or mended."""
+        damaged_by_kind: list[tuple[dict[str, Damaged], type[Claim | Worker]]] = [
+            (self.damaged_claims, Claim),
+            (self.damaged_workers, Worker),
+        ]
+        for damaged, kind in damaged_by_kind:
+            for name, entry in list(damaged.items()):
+                found = _read(store, entry.info.key, kind)
+                if found is None or isinstance(found[0], kind):
+                    del damaged[name]
+
     def is_claim_alive(self, claim: Claim) -> bool:
         """Whether the worker that a claim names is alive, and made the claim in its present epoch.
 

@@ -123,7 +123,10 @@ def run_clean(
         raise no_run(store)
     # Probing the store writes objects, and a dry run must not write. So a dry run assumes that the store honours
     # preconditions.
-    removals = find_removals(inventory, config, is_safe=not config.yes or probe(store).is_safe)
+    is_safe = not config.yes or probe(store).is_safe
+    # The inventory of a large run takes minutes, and a worker may have written a damaged record of its own anew since.
+    inventory.look_again_at_damaged(store)
+    removals = find_removals(inventory, config, is_safe=is_safe)
     for what, infos in removals.removed.items():
         show(f"{what}: {len(infos)}, {sum(info.bytes for info in infos)} bytes")
     if removals.num_kept_orphans:

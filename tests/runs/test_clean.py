@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from batchinfer.core.clock import SystemClock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Claim
 from batchinfer.ledger.claims import decode_claim
+from batchinfer.runs import clean as clean_module
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Store
@@ -175,6 +176,26 @@ def test_records_that_cannot_be_read_go_once_they_are_old(run: Store) -> None:
 # --------------------------------------------------------------------------- what stays
 
 
+def test_records_that_are_mended_while_it_looks_stay(
+    run: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inventory of a large run takes minutes."""
+    record = layout.worker_key("w9")
+    for key in (UNDONE_CLAIM, record):
+        put_raw(run, key, b"{")
+    real = clean_module.take_inventory
+
+    def take(*args: Any, **values: Any) -> Any:
+        found = real(*args, **values)
+        overwrite(run, record, run.get(layout.worker_key("w0")).data)
+        overwrite(run, UNDONE_CLAIM, claim_of("w9"))
+        return found
+
+    monkeypatch.setattr(clean_module, "take_inventory", take)
+    clean(run)
+    assert keys(run) >= {UNDONE_CLAIM, record}
+
+
 def test_what_is_young_stays(run: Store) -> None:
     left = leave_everything(run) - {UNDONE_CLAIM}
     result = clean(run, after_seconds=HOUR / 2)
@@ -286,19 +307,15 @@ def test_a_claim_that_changes_hands_meanwhile_is_left_alone(
         return found
 
     taken = [True]
-    # The inventory reads the claim first; the second read is the one before the release.
-    inventory_read: list[Callable[[], None]] = []
-    assert not inventory_read
-    from batchinfer.runs import clean as module
-
-    original_take = module.take_inventory
+    original_take = clean_module.take_inventory
 
     def take(*args: Any, **values: Any) -> Any:
         found = original_take(*args, **values)
+        # The inventory reads the claim first; the second read is the one before the release.
         monkeypatch.setattr(MemoryStore, "get", get)
         return found
 
-    monkeypatch.setattr(module, "take_inventory", take)
+    monkeypatch.setattr(clean_module, "take_inventory", take)
     clean(run)
     assert decode_claim(run.get(UNDONE_CLAIM).data, UNDONE_CLAIM).worker == "w0"
 

@@ -25,10 +25,6 @@ CLEANER = "clean"
 """Begins the names of processes that are no workers, but `batchinfer clean`."""
 
 
-WHILE_CLEANING_SECONDS = 30.0
-"""Longer than `clean` takes from its first look at an object to the request that deletes it."""
-
-
 class Violation(AssertionError):
     """A promise is broken. The message begins with its name."""
 
@@ -103,6 +99,8 @@ class Oracle:
         self._epochs: dict[str, int] = {}
         self._lost_until: dict[str, float] = {}
         """When a worker's record that was removed or damaged was written again; infinite while it is not."""
+        self._seen_damaged: set[tuple[str, str]] = set()
+        """Processes, and the workers' records that were damaged when the process last read them."""
         self._temperatures: dict[str, float] = {}
         """Temperature of every run.json that stood, by fingerprint. Workers leave out the segments of other ones."""
         self._finished: dict[str, dict[RowKey, float]] = {}
@@ -163,8 +161,8 @@ class Oracle:
             if name in self._lost_until:
                 self._lost_until[name] = min(self._lost_until[name], self._scheduler.now)
 
-    def deleted(self, key: str, data: bytes, process: Process | None, sent: float) -> None:
-        """Check one deletion. `sent`: when the request was sent, which may arrive much later."""
+    def deleted(self, key: str, data: bytes, process: Process | None) -> None:
+        """Check one deletion."""
         name = key.removeprefix(RUN)
         is_ours = process is not None
         if (name == layout.RUN_KEY and is_ours) or (layout.parse_marker(name) and self._is_safe):
@@ -181,20 +179,19 @@ class Oracle:
                 self.fail(f"P5: the segment {name} is deleted, and its chunk has no marker")
             self._segments[chunk].pop(name, None)
         elif name.startswith(layout.WORKERS):
-            # It may have been damaged when `clean` read it, and be written anew by a worker that starts now.
-            mended = self._lost_until.get(name, float("-inf"))
-            is_new = sent - mended < WHILE_CLEANING_SECONDS
-            if (
-                process is not None
-                and read_record(data) is not None
-                and not is_new
-                and self._is_safe
-            ):
+            # A worker that starts may have written it anew since `clean` read it.
+            if process is not None and (process.name, name) not in self._seen_damaged:
                 self.fail(f"clean: {process.name} deletes {name}, which is not damaged")
             self.record_struck(name)
 
     def read(self, key: str, data: bytes, process: Process) -> None:
-        """Note what a process has seen of the run's configuration."""
+        """Note what a process has seen of the run's configuration, and which workers' records it saw damaged."""
+        name = key.removeprefix(RUN)
+        if name.startswith(layout.WORKERS):
+            if read_record(data) is None:
+                self._seen_damaged.add((process.name, name))
+            else:
+                self._seen_damaged.discard((process.name, name))
         if key == RUN + layout.RUN_KEY:
             self._run_seen[process.name] = (self._scheduler.now, data)
 

@@ -76,7 +76,7 @@ class Watcher(Protocol):
 
     def creating(self, name: str, process: Process) -> None: ...
 
-    def deleted(self, key: str, data: bytes, process: Process | None, sent: float) -> None: ...
+    def deleted(self, key: str, data: bytes, process: Process | None) -> None: ...
 
     def read(self, key: str, data: bytes, process: Process) -> None: ...
 
@@ -105,8 +105,6 @@ class Server:
         self.has_lagged = False
         self._changes: deque[tuple[float, str, Held | None]] = deque()
         """Of the last minutes: when, which key, and what it held before."""
-        self.sent = 0.0
-        """When the request was sent that takes effect now."""
         self._shown: dict[tuple[str, str], list[str]] = {}
         """By process and prefix: keys on the pages of the listing that it has had so far."""
         self._page_keys = page_keys
@@ -257,7 +255,7 @@ class Server:
         if held is not None:
             self._note_change(key, held)
         if held is not None and self.watcher is not None:
-            self.watcher.deleted(key, held.data, process, self.sent)
+            self.watcher.deleted(key, held.data, process)
 
     def _note_change(self, key: str, before: Held | None) -> None:
         now = self.clock()
@@ -360,10 +358,7 @@ class Network:
         if isinstance(fate, str) and self._delays_saving(method, subject):
             process.troubled_at = max(process.troubled_at, scheduler.now)
 
-        sent = scheduler.now
-
         def land() -> None:
-            self.server.sent = sent
             if fate == "dies_before":
                 scheduler.log(process.name, "-- killed before --")
                 process.kill()
