@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,6 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
-
-
-def nonces(prefix: str = "n") -> Callable[[], str]:
-    """A source of nonces that a test can predict."""
-    numbers = itertools.count(1)
-    return lambda: f"{prefix}{next(numbers)}"
 
 
 def worker_record(**values: Any) -> Worker:

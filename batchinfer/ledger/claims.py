@@ -15,6 +15,7 @@ Claims only keep two workers from doing the same work. It is the create-only mar
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -339,13 +340,11 @@ class Claims:
     claims then lapse too late for this worker, but not too early.
     """
 
-    def __init__(
-        self, store: Store, lease: Lease, clock: Clock, *, new_nonce: Callable[[], str]
-    ) -> None:
+    def __init__(self, store: Store, lease: Lease, clock: Clock) -> None:
         self._store = store
         self._lease = lease
         self._clock = clock
-        self._new_nonce = new_nonce
+        self._numbers = itertools.count(1)
         self._sightings: dict[str, _Sighting] = {}
 
     def take(self, name: str) -> Taken | Held:
@@ -390,8 +389,12 @@ class Claims:
             return None
 
     def is_ours(self, claim: Claim) -> bool:
-        """Whether a claim that was read names this worker and its current epoch. Sends no request."""
-        return claim.worker == self._lease.worker_id and claim.epoch == self._lease.epoch
+        """Whether this start of this worker wrote a claim that was read. Sends no request.
+
+        The epoch does not tell: it is the same for two starts if the worker's record was lost between them.
+        """
+        is_of_start = claim.nonce.startswith(f"{self._lease.nonce}-")
+        return claim.worker == self._lease.worker_id and is_of_start
 
     def release(self, name: str, etag: str) -> None:
         """Release a chunk's claim, so that any worker may take it. A claim that was taken over meanwhile is left."""
@@ -442,3 +445,7 @@ class Claims:
         return codec.encode(
             Claim(worker=self._lease.worker_id, epoch=self._lease.epoch, nonce=self._new_nonce())
         )
+
+    def _new_nonce(self) -> str:
+        """Return a text that no other claim holds: this start's nonce and a number."""
+        return f"{self._lease.nonce}-{next(self._numbers)}"

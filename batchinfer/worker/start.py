@@ -330,7 +330,7 @@ class _Start:
     def _access_run(self, lease: Lease, scratch: Scratch) -> RunAccess:
         claims = None
         if self.is_safe and self.config.claims:
-            claims = Claims(self.store, lease, self.clock, new_nonce=self.environment.new_nonce)
+            claims = Claims(self.store, lease, self.clock)
         publisher = Publisher(
             self.store, is_safe=self.is_safe, nonce=self.nonce, require_lease=lease.require
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from batchinfer.core.records import Claim, Worker
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
-from fakes import FakeClock, nonces, worker_record
+from fakes import FakeClock, worker_record
 
 
 @pytest.fixture
@@ -25,17 +26,19 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
     return MemoryStore(f"memory://{request.node.name}")
 
 
-def take_lease(store: MemoryStore, worker_id: str, clock: FakeClock, nonce: str = "") -> Lease:
-    lease = Lease(
-        store, worker_id, clock, lease_seconds=120, nonce=nonce or f"nonce-of-{worker_id}"
-    )
+STARTS = itertools.count()
+"""Numbers the starts of workers: each start has a nonce of its own."""
+
+
+def take_lease(store: MemoryStore, worker_id: str, clock: FakeClock) -> Lease:
+    lease = Lease(store, worker_id, clock, lease_seconds=120, nonce=f"{next(STARTS):016x}")
     lease.take(lambda _: worker_record())
     return lease
 
 
 def claims_of(store: MemoryStore, worker_id: str, clock: FakeClock) -> tuple[Claims, Lease]:
     lease = take_lease(store, worker_id, clock)
-    return Claims(store, lease, clock, new_nonce=nonces(worker_id)), lease
+    return Claims(store, lease, clock), lease
 
 
 def held(outcome: Taken | Held) -> Held:
@@ -66,7 +69,7 @@ class TestLease:
     def test_every_start_of_a_worker_gets_the_next_epoch(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
-        epochs = [take_lease(store, "w0", clock, nonce=str(start)).epoch for start in range(3)]
+        epochs = [take_lease(store, "w0", clock).epoch for start in range(3)]
         assert epochs == [1, 2, 3]
 
     def test_a_start_sees_the_record_that_it_replaces(
@@ -83,14 +86,17 @@ class TestLease:
     def test_a_ghost_finds_its_newer_epoch_and_never_takes_back(
         self, store: MemoryStore, clock: FakeClock
     ) -> None:
-        ghost = take_lease(store, "w0", clock, nonce="old")
-        take_lease(store, "w0", clock, nonce="new")
+        ghost = take_lease(store, "w0", clock)
+        successor = take_lease(store, "w0", clock)
         with pytest.raises(Superseded):
             ghost.renew(worker_record())
         with pytest.raises(Superseded):
             ghost.require()
         assert not ghost.is_held()
-        assert codec.decode(store.get("workers/w0.json").data, Worker, name="w").nonce == "new"
+        assert (
+            codec.decode(store.get("workers/w0.json").data, Worker, name="w").nonce
+            == successor.nonce
+        )
 
     def test_every_renewal_changes_the_record_even_if_nothing_else_did(
         self, store: MemoryStore, clock: FakeClock
@@ -136,7 +142,7 @@ class TestLease:
     ) -> None:
         """Others see the record before its write is answered, and count from then."""
         if has_earlier_start:
-            take_lease(store, "a", clock, nonce="earlier")
+            take_lease(store, "a", clock)
         for name in ("create", "replace"):
             write = getattr(store, name)
 
@@ -229,17 +235,20 @@ class TestClaims:
         assert lease.epoch == 1
         assert again.is_ours(claim_of(store))
 
+    @pytest.mark.parametrize("starts_before", [0, 1])
     def test_a_start_that_lives_on_takes_nothing_from_the_start_that_followed_its_lost_record(
-        self, store: MemoryStore, clock: FakeClock
+        self, store: MemoryStore, clock: FakeClock, starts_before: int
     ) -> None:
-        """Its epoch is the higher one, and still it is the ghost."""
-        take_lease(store, "a", clock)
+        """Its epoch is the same or the higher one, and still it is the ghost."""
+        for _ in range(starts_before):
+            take_lease(store, "a", clock)
         ghost, ghost_lease = claims_of(store, "a", clock)
         store.delete([layout.worker_key("a")])
-        lease = take_lease(store, "a", clock, nonce="new")
-        successor = Claims(store, lease, clock, new_nonce=nonces("new"))
+        lease = take_lease(store, "a", clock)
+        successor = Claims(store, lease, clock)
         successor.take("part-00000")
-        assert (ghost_lease.epoch, lease.epoch) == (2, 1)
+        assert (ghost_lease.epoch, lease.epoch) == (1 + starts_before, 1)
+        assert not ghost.is_ours(claim_of(store))
         with pytest.raises(Superseded):
             ghost.take("part-00000")
         assert not ghost_lease.is_held()

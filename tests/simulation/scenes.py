@@ -12,7 +12,7 @@ from batchinfer.ledger.claims import Claims, Held, Lease, decode_claim
 from batchinfer.ledger.survey import release_given_up
 from batchinfer.storage import Object
 from batchinfer.storage.memory import MemoryStore
-from fakes import FakeClock, marker_record, nonces, worker_record
+from fakes import FakeClock, marker_record, worker_record
 
 from .oracle import RUN
 from .scheduler import Process
@@ -36,7 +36,7 @@ class _Slow(MemoryStore):
 def _start(store: MemoryStore, clock: FakeClock, nonce: str) -> tuple[Lease, Claims]:
     lease = Lease(store, "w0", clock, lease_seconds=LEASE_SECONDS, nonce=nonce)
     lease.take(lambda _: worker_record())
-    return lease, Claims(store, lease, clock, new_nonce=nonces(nonce))
+    return lease, Claims(store, lease, clock)
 
 
 def an_owner_seen_by_a_slow_answer_keeps_its_claim() -> None:

@@ -22,7 +22,7 @@ from batchinfer.worker import schedule
 from batchinfer.worker.config import Environment, RunAccess
 from batchinfer.worker.schedule import Candidate, Schedule
 from counting_store import CountingStore
-from fakes import Done, FakeClock, marker_record, nonces, worker_record
+from fakes import Done, FakeClock, marker_record, worker_record
 
 LEASE_SECONDS = 120.0
 LONG = 61.0
@@ -64,7 +64,7 @@ class Helper:
                 SimpleNamespace(
                     store=self.store,
                     lease=lease,
-                    claims=Claims(self.store, lease, self.clock, new_nonce=nonces()),
+                    claims=Claims(self.store, lease, self.clock),
                 ),
             ),
             everything=None if is_alone else lambda: refs,

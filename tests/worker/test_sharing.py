@@ -32,7 +32,7 @@ from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.opening import AlreadyDone, FoundRows, HeldByOther, Opener
 from batchinfer.worker.outgoing import PublishQueue
 from batchinfer.worker.sharing import Found, Sharing
-from fakes import Done, FakeClock, marker_record, nonces, worker_record
+from fakes import Done, FakeClock, marker_record, worker_record
 from simulation.machine import EngineTraits
 from simulation.oracle import JOB
 from simulation.stage import Stage, Started, when
@@ -116,7 +116,7 @@ class Run:
         self.publisher = Publisher(
             self.store, is_safe=True, nonce="mine", require_lease=lambda: None
         )
-        claims = Claims(self.store, self.lease, self.clock, new_nonce=nonces())
+        claims = Claims(self.store, self.lease, self.clock)
         access = SimpleNamespace(
             store=self.store,
             lease=self.lease,
