@@ -348,10 +348,10 @@ class Checkpointer:
         for chunk in list(self._asked):
             if len(self._writing) >= _MAX_WRITING or self._awaits_heartbeat():
                 return
-            if self._paused.get(chunk.name, now) > now:
+            if self._paused.get(chunk.name, now) > now or self.is_writing_of(chunk):
                 continue
             self._asked.remove(chunk)
-            if self.is_writing_of(chunk) or not self._may_write(chunk):
+            if not self._may_write(chunk):
                 continue
             start = chunk.checkpointed_bytes
             if chunk.spool.size_bytes > start:
@@ -418,7 +418,7 @@ class Checkpointer:
             else:
                 logger.debug("%s: %s", chunk.name, text, extra=event("checkpoint", **fields))
                 self._unlogged.add(num_records, size)
-            if entry.is_cut:
+            if entry.is_cut and chunk not in self._asked:
                 self._asked.append(chunk)
         if self._clock.monotonic() - self._logged_at >= _LOG_SECONDS:
             self.log_written()

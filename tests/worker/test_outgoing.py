@@ -193,6 +193,21 @@ def test_a_chunk_that_is_asked_for_while_its_parts_are_written_is_written_once(
         chunk.close()
 
 
+def test_a_checkpoint_that_is_due_while_deaths_are_noted_follows_at_once(tmp_path: Path) -> None:
+    """It was left out, and so the chunk's rows waited for another interval."""
+    checkpointer = checkpointer_with(Hands(), MemoryStore("memory://deaths"))
+    checkpointer.join("f")
+    chunk = open_chunk(tmp_path, "chunk", 4, 3)
+    checkpointer.note_deaths(chunk, [3], 1)
+    checkpointer.ask([chunk])
+    assert not chunk.checkpointed_bytes
+    checkpointer.tick()
+    checkpointer.tick()
+    assert chunk.checkpointed_bytes == chunk.spool.size_bytes
+    assert not checkpointer.is_busy
+    chunk.close()
+
+
 def test_no_segment_is_begun_between_two_heartbeats_that_are_far_apart(tmp_path: Path) -> None:
     """Each segment was refused at once and tried again at once, with a line in the log each time."""
     hands, clock = Hands(), FakeClock()
