@@ -107,8 +107,9 @@ def _sweep(base: Path) -> None:
     """Remove the folders of processes that are gone."""
     for folder in base.glob(_PREFIX + "*"):
         try:
-            with (folder / _LOCK).open("rb") as lock:
+            # A lock is made where none is: the process was killed before it made one, or while it removed its folder.
+            with (folder / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # The folder is in use, is just being made, or belongs to another user.
+            continue  # The folder is in use, or belongs to another user.

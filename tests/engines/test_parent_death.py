@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 # A stand-in for engines/host.py: it takes its end of a socket, then starts a child in one of the ways of vLLM.
-HOST = """
+HOST = r"""
 import multiprocessing, os, socket, sys, threading, time
 from batchinfer.engines import host
 from batchinfer.engines.parent_death import ENGINE_VARIABLE, guard_forks
@@ -24,7 +24,8 @@ guard_forks(connection.close)
 sys.modules["__main__"].__spec__ = host.__spec__  # as under `python -m batchinfer.engines.host`
 
 # A child tells its id once its imports are done. By then it is tied to its parent, however it was started.
-CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+# Two processes share the output. With PYTHONUNBUFFERED, print() would write an id and the end of its line one by one.
+CHILD = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
 
 def start(method=sys.argv[1]):
     multiprocessing.get_context(method).Process(target=exec, args=(CHILD, {})).start()
@@ -36,7 +37,7 @@ def start_two():  # a child whose child is forked again
 if sys.argv[1] == "nested":
     child = multiprocessing.get_context("fork").Process(target=start_two)
     child.start()
-    print(child.pid, flush=True)
+    os.write(1, b"%d\n" % child.pid)
 elif sys.argv[1] == "thread":
     thread = threading.Thread(target=start, args=("fork",))
     thread.start()

@@ -73,7 +73,8 @@ while kills < 30:
         assert status in (0, -signal.SIGKILL), (status, said)
         kills += status != 0
     assert dest.read_bytes() == wanted.read_bytes(), (number, said)
-    assert os.listdir(tempfile.tempdir) == []  # the last one removed what the killed ones left
+    left = os.listdir(tempfile.tempdir)
+    assert left == [], (number, left, said)  # the last one removed what the killed ones left
 print(json.dumps({"kills": kills}))
 """
 )

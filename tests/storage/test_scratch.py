@@ -29,6 +29,18 @@ def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path: Path
     scratch.close()
 
 
+@pytest.mark.parametrize("names", [[], ["1-chunk"]])
+def test_a_folder_without_a_lock_is_removed(tmp_path: Path, names: list[str]) -> None:
+    """Its process was killed before it made the lock, or while it removed the folder, the lock first."""
+    folder = tmp_path / "batchinfer-scratch-killed"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    scratch = Scratch(tmp_path)
+    assert list(tmp_path.iterdir()) == [scratch.folder]
+    scratch.close()
+
+
 def test_the_folder_of_a_living_worker_is_left_alone(tmp_path: Path) -> None:
     first, second = Scratch(tmp_path), Scratch(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
