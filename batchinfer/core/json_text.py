@@ -43,7 +43,7 @@ def is_deep(data: bytes, limit: int = MAX_DEPTH) -> bool:
         brackets = brackets.replace(b"[]", b"")  # removes the innermost level
         if not brackets:
             return False
-    return True
+    return bool(brackets)
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchinfer.core.json_text import MAX_DEPTH, flatten_deep, is_deep, read_object
@@ -26,6 +26,7 @@ def depth_of(value: Any) -> int:
 
 
 @given(value=JSON_VALUES, limit=st.integers(0, 6), is_escaped=st.booleans())
+@example(value="{", limit=0, is_escaped=False)
 def test_depth_is_that_of_the_decoded_value(value: Any, limit: int, is_escaped: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_escaped)
     assert is_deep(text.encode(errors="replace"), limit) == (depth_of(value) > limit)
