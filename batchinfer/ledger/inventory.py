@@ -192,15 +192,8 @@ class Inventory(Listing):
 
     def look_again_at_damaged(self, store: Store) -> None:
         """Read the damaged claims and workers' records again, and drop those that are gone or mended."""
-        damaged_by_kind: list[tuple[dict[str, Damaged], type[Claim | Worker]]] = [
-            (self.damaged_claims, Claim),
-            (self.damaged_workers, Worker),
-        ]
-        for damaged, kind in damaged_by_kind:
-            for name, entry in list(damaged.items()):
-                found = _read(store, entry.info.key, kind)
-                if found is None or isinstance(found[0], kind):
-                    del damaged[name]
+        self.damaged_claims = _still_damaged(store, self.damaged_claims, Claim)
+        self.damaged_workers = _still_damaged(store, self.damaged_workers, Worker)
 
     def is_claim_alive(self, claim: Claim) -> bool:
         """Whether the worker that a claim names is alive, and made the claim in its present epoch.
@@ -291,6 +284,17 @@ def _read_records(
     for (name, info), read in zip(items, found, strict=True):
         if read is not None:
             yield name, info, read[0]
+
+
+def _still_damaged(
+    store: Store, damaged: Mapping[str, Damaged], kind: type[T]
+) -> dict[str, Damaged]:
+    infos = {name: entry.info for name, entry in damaged.items()}
+    return {
+        name: Damaged(info, found)
+        for name, info, found in _read_records(store, infos, kind)
+        if isinstance(found, str)
+    }
 
 
 def _read(store: Store, key: str, kind: type[T]) -> tuple[T | str, str] | None:

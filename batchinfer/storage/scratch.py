@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -107,9 +108,12 @@ def _sweep(base: Path) -> None:
     """Remove the folders of processes that are gone."""
     for folder in base.glob(_PREFIX + "*"):
         try:
+            # Anybody may put a link or a folder into a shared place. Nothing is made in those of other users.
+            if folder.lstat().st_uid != os.getuid():
+                continue
             # A lock is made where none is: the process was killed before it made one, or while it removed its folder.
             with (folder / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # The folder is in use, or belongs to another user.
+            continue  # The folder is in use, or gone.

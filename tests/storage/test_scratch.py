@@ -41,6 +41,18 @@ def test_a_folder_without_a_lock_is_removed(tmp_path: Path, names: list[str]) ->
     scratch.close()
 
 
+def test_nothing_is_made_or_removed_in_another_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to elsewhere in a shared temporary folder would have a lock made there."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "batchinfer-scratch-link"
+    link.symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(os, "getuid", lambda: link.lstat().st_uid + 1)
+    Scratch(tmp_path).close()
+    assert sorted(tmp_path.rglob("*")) == [link, tmp_path / "elsewhere"]
+
+
 def test_the_folder_of_a_living_worker_is_left_alone(tmp_path: Path) -> None:
     first, second = Scratch(tmp_path), Scratch(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
