@@ -1,4 +1,4 @@
-"""A quantized model with a cache of 8 bits, priorities and speculative decoding, with real vLLM."""
+"""A quantized model, the KV cache's type, priorities and speculative decoding, with real vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchinfer.core import layout
 from batchinfer.core.records import Request, Sampling
@@ -34,24 +35,28 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+WEIGHTS, CACHE = ("gptq", "fp8") if HAS_AVX512 else ("int8", "bfloat16")
+"""vLLM's CPU build takes weights of 4 bits, and a cache of 8, with AVX-512 only."""
+METHODS = {"gptq": ("gptq", "auto_gptq"), "int8": ("compressed-tensors",)}
 ARGUMENTS = {"kv_cache_memory_bytes": 64 << 20, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_quantized("gptq", tmp_path_factory.mktemp("quantized") / "gptq"))
+    return str(write_quantized(WEIGHTS, tmp_path_factory.mktemp("quantized") / WEIGHTS))
 
 
 @pytest.fixture(scope="module")
 def engine(model: str) -> Iterator[Engine]:
-    """GPTQ weights of 4 bits, a cache of 8, and a queue by priority."""
-    knobs = {"kv_cache_dtype": "fp8", "scheduling_policy": "priority"}
+    """Quantized weights, a cache of the stated type, and a queue by priority."""
+    knobs = {"kv_cache_dtype": CACHE, "scheduling_policy": "priority"}
     config = EngineConfig(
         model=model, max_model_len=256, max_num_seqs=4, engine_args={**ARGUMENTS, **knobs}
     )
     engine = create_engine(config)
     info = engine.open(Flag())
-    assert info.quantization in {"gptq", "auto_gptq"}
+    assert info.quantization in METHODS[WEIGHTS]
     yield engine
     engine.close()
 
@@ -74,7 +79,14 @@ def test_a_quantized_model_answers_as_the_whole_one(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "fp8", "awq"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "int8",
+        "fp8",
+        pytest.param("awq", marks=pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512")),
+    ],
+)
 def test_other_kinds_of_quantized_models_answer_too(tmp_path: Path, kind: str) -> None:
     model = str(write_quantized(kind, tmp_path / kind))
     engine = create_engine(
@@ -152,7 +164,7 @@ def test_speculation_changes_no_greedy_text_and_is_killed_without_loss(
     speculation.write_text(json.dumps(NGRAM))
     command = [
         "worker", "--job", job, "--model", model, "--request-format", "openai-batch", "--max-model-len", "256",
-        "--max-num-seqs", "8", "--worker-id", "w0", "--kv-cache-dtype", "fp8", "--checkpoint-seconds", "0.3",
+        "--max-num-seqs", "8", "--worker-id", "w0", "--kv-cache-dtype", CACHE, "--checkpoint-seconds", "0.3",
         "--engine-arg", "kv_cache_memory_bytes=67108864", "--engine-arg", "block_size=32",
     ]  # fmt: skip
     plain, run = str(tmp_path / "plain"), str(tmp_path / "ngram")
@@ -175,6 +187,6 @@ def test_speculation_changes_no_greedy_text_and_is_killed_without_loss(
         wanted[row] = "invalid_parameter"
     assert texts_of(run) == wanted
     recorded = json.loads(store.get(layout.RUN_KEY).data)["config"]["engine_args"]
-    assert (recorded["speculative_config"], recorded["kv_cache_dtype"]) == (NGRAM, "fp8")
+    assert (recorded["speculative_config"], recorded["kv_cache_dtype"]) == (NGRAM, CACHE)
     steps = (whole.result["engine_steps"], done.result["engine_steps"])
     assert 0 < steps[1] < steps[0]
