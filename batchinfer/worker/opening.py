@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import BatchinferError, InputError, RunMismatch
+from batchinfer.core.errors import AlreadyExists, BatchinferError, InputError, RunMismatch
 from batchinfer.core.records import Claim, Marker
 from batchinfer.formats import read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments, write_segment
@@ -205,7 +205,12 @@ class Opener:
             return HeldByOther(helper)
         if ref.sha256 is None or not self._joined or not self._lease.is_held():
             return self._open_help(ref, owner, owner_rate, now=now)
-        key = self._announce(ref.name, ref.sha256)
+        try:
+            key = self._announce(ref.name, ref.sha256)
+        except AlreadyExists:
+            # No other start writes this key: the first attempt succeeded, and its reply was lost. The store found
+            # nothing to compare with, because whoever has published the chunk removes its segments.
+            return self._open_help(ref, owner, owner_rate, now=now)
         opened: Opened | None = None
         try:
             # Several workers may announce their help at the same moment. Then as many go on as may.

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from batchinfer.core import codec, layout
-from batchinfer.core.errors import StorageError
+from batchinfer.core.errors import AlreadyExists, StorageError
 from batchinfer.core.records import Claim
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
@@ -340,6 +340,24 @@ def test_so_many_helpers_of_one_chunk_and_no_more(run: Run) -> None:
     opened = run.opener.open_backup(run.ref, owner, now=0.0, other_helpers=2)
     assert isinstance(opened, OpenChunk)
     opened.close()
+
+
+def test_a_chunk_that_is_published_while_help_is_announced_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply to the announcement is lost, and the owner has removed it by the time it is sent again."""
+    owner = run.begin("w1")
+
+    def create(key: str, data: bytes) -> str:
+        monkeypatch.undo()
+        run.store.create(key, data)
+        run.publish(key)
+        raise AlreadyExists(f"{key}: exists with other bytes")
+
+    monkeypatch.setattr(run.store, "create", create)
+    opened = run.opener.open_backup(run.ref, owner, now=0.0)
+    assert isinstance(opened, AlreadyDone)
+    assert run.segments() == []
 
 
 # --------------------------------------------------------------------------- whole workers
