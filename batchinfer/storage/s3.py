@@ -281,7 +281,10 @@ class S3Store:
 
         def send(number: int) -> dict[str, Any]:
             part = {"Key": path, "UploadId": upload_id, "PartNumber": number}
-            answer = self._retry(partial(self._call, "upload_part", Body=read(number), **part))
+            try:
+                answer = self._retry(partial(self._call, "upload_part", Body=read(number), **part))
+            except ObjectNotFound as error:
+                raise self._was_aborted(path) from error
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         pool = ThreadPoolExecutor(PART_CONCURRENCY, thread_name_prefix="upload-part")
@@ -314,8 +317,12 @@ class S3Store:
             try:
                 self._retry(partial(self._call, "head_object", Key=path))
             except ObjectNotFound as error:
-                raise TransientError(f"{self._url(path)}: its upload was aborted") from error
+                raise self._was_aborted(path) from error
             raise PreconditionFailed(f"{self._url(path)}: exists") from None
+
+    def _was_aborted(self, path: str) -> TransientError:
+        """Return the error for an upload that somebody else has dropped, as `clean` does with old ones."""
+        return TransientError(f"{self._url(path)}: its upload was aborted")
 
     def _abort(self, path: str, upload_id: str) -> None:
         """Drop an upload and its parts. Raises ObjectNotFound if the store no longer has this upload."""

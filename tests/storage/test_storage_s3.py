@@ -22,6 +22,7 @@ from batchinfer.core.errors import (
     AlreadyExists,
     ConfigError,
     InputError,
+    ObjectNotFound,
     StorageError,
 )
 from batchinfer.storage import Preconditions, Store, s3, s3_client
@@ -382,6 +383,41 @@ def test_endpoint_without_a_scheme_is_a_config_error(s3_environment, monkeypatch
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9000") as caught:
         S3Store("s3://bucket/job", retries=QUICK).get("k")
     assert "AWS_ENDPOINT_URL" in caught.value.hint
+
+
+class Aborting(S3Store):
+    """A server whose first upload somebody aborts right before a request of one kind.
+
+    S3 then answers 404 (NoSuchUpload) where moto answers 500.
+    """
+
+    aborted_before = ""
+    aborted_id = ""
+
+    def _call(self, method: str, **arguments: object) -> object:
+        if method == self.aborted_before:
+            self.aborted_before = ""
+            self.aborted_id = str(arguments["UploadId"])
+            super()._call("abort_multipart_upload", Key=arguments["Key"], UploadId=self.aborted_id)
+        if self.aborted_id and arguments.get("UploadId") == self.aborted_id:
+            raise ObjectNotFound(f"{arguments['Key']}: no such object")
+        return super()._call(method, **arguments)
+
+
+@pytest.mark.parametrize("request_name", ["upload_part", "complete_multipart_upload"])
+def test_an_upload_that_was_aborted_meanwhile_begins_again(
+    s3_url, tmp_path: Path, request_name: str
+):
+    """`batchinfer clean` aborts uploads that have been unfinished for long, as those of a frozen machine."""
+    store = Aborting(s3_url("job"), retries=QUICK, multipart_bytes=MIB)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(6 * MIB))
+    store.create_file("before", file)  # asks the store once how it treats uploads in parts
+    store.aborted_before = request_name
+    store.create_file("output", file)
+    assert store.aborted_before == ""
+    assert store.get("output").data == file.read_bytes()
+    assert list(store.list_multipart_uploads()) == []
 
 
 class DeafStore(S3Store):
