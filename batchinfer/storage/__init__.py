@@ -59,6 +59,7 @@ class Store(Protocol):
 
         If the object exists and holds exactly `data`, the call succeeds, because an earlier attempt may have succeeded
         and only its reply was lost. A caller that must tell its own create from another's puts a nonce into `data`.
+        If the object was in the way and has been deleted since, AlreadyExists is raised, too, even if it held `data`.
         """
         ...
 

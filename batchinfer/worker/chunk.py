@@ -339,6 +339,11 @@ class OpenChunk:
         if holds_every_row:
             self.checkpointed_bytes = self.spool.size_bytes
 
+    @property
+    def has_unsaved_rows(self) -> bool:
+        """Whether finished rows are on the local disk only, in no segment on storage."""
+        return self.checkpointed_bytes < self.spool.size_bytes
+
     def next_segment_number(self) -> int:
         """Return the number of the chunk's next segment. This worker's first segment of a chunk has the number 1."""
         self.num_segments_begun += 1

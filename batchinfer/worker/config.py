@@ -78,7 +78,8 @@ class Limits(Record, frozen=True, kw_only=True):
     storage_attempts: int = 4
     """Failed attempts to open or publish a chunk after which it is given up.
 
-    While open chunks have unfinished rows, the attempts go on and no chunk is given up because of storage.
+    If finished rows of the chunk are not on storage yet, one more attempt to publish follows, before which they are
+    saved. While open chunks have unfinished rows, the attempts go on and no chunk is given up because of storage.
     """
     storage_retry_seconds: float = 5.0
     """Seconds between the first failed attempt and the second. Each further wait is twice as long, up to a minute."""

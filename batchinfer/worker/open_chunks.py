@@ -262,7 +262,7 @@ class OpenChunks:
         Publishing removes the chunk's segments, so it waits until no segment of the chunk is being written. After
         `begin_saving` it also waits until segments hold all rows of the chunk.
         """
-        is_unsafe = self._is_saving and chunk.checkpointed_bytes < chunk.spool.size_bytes
+        is_unsafe = self._is_saving and chunk.has_unsaved_rows
         return is_unsafe or self._checkpointer.is_writing_of(chunk)
 
     def _save_complete(self, chunk: OpenChunk) -> None:

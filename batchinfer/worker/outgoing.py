@@ -195,13 +195,15 @@ class PublishQueue:
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:
         """Put a chunk that could not be published back to the waiting ones, and return True.
 
-        Returns False if the chunk is given up: it has failed too often, and no open chunk has unfinished rows.
+        Returns False if the chunk is given up: it has failed too often, and no open chunk has unfinished rows. While
+        rows of the chunk are in no segment yet, it gets one more attempt, before which they are saved.
         """
         # A failure caused by this worker's late heartbeat is not counted. `_may_publish` delays the next attempt until
         # the heartbeat has been renewed.
         attempts = entry.attempts + (not isinstance(error, LeaseLapsed))
         name = entry.chunk.name
-        if attempts >= self._limits.storage_attempts and self._may_give_up():
+        most = self._limits.storage_attempts + entry.chunk.has_unsaved_rows
+        if attempts >= most and self._may_give_up():
             logger.error(
                 "%s: not published (%s); given up",
                 name,
@@ -353,8 +355,8 @@ class Checkpointer:
             self._asked.remove(chunk)
             if not self._may_write(chunk):
                 continue
-            start = chunk.checkpointed_bytes
-            if chunk.spool.size_bytes > start:
+            if chunk.has_unsaved_rows:
+                start = chunk.checkpointed_bytes
                 end = chunk.spool.record_end(start + _SEGMENT_BYTES)
                 self._write(chunk, partial(chunk.spool.read, start, end), end)
 
