@@ -36,6 +36,7 @@ from batchinfer.clusters import (
     command_words,
     make_log_folder,
 )
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import child_environment, describe_exit
 from batchinfer.core.records import Record
@@ -116,7 +117,7 @@ class Local:
             data = (folder / _STATE).read_bytes()
         except OSError as error:
             raise ConfigError(f"{folder}: its state cannot be read here ({error})") from error
-        states = msgspec.json.decode(data, type=list[WorkerState])
+        states = codec.json_decoder(list[WorkerState]).decode(data)
         is_watched = bool(_supervisors(folder))
         return {rank: _seen(one, is_watched=is_watched) for rank, one in enumerate(states)}
 
@@ -305,7 +306,7 @@ def supervise(folder: Path) -> int:
 
     After SIGTERM or SIGINT it asks the workers to end, and starts none again.
     """
-    plan = msgspec.json.decode((folder / _PLAN).read_bytes(), type=Plan)
+    plan = codec.json_decoder(Plan).decode((folder / _PLAN).read_bytes())
     processes = [
         WorkerProcess(
             plan, worker_variables(plan, rank, devices), folder / f"worker-{rank:05d}.log"

@@ -13,11 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
 from batchinfer.clusters import DONE, FAILED, WAITING, Plan
 from batchinfer.clusters.local import WorkerProcess, worker_variables
 from batchinfer.clusters.ray import STATES_LINE
+from batchinfer.core import codec
 from batchinfer.core.processes import describe_exit
 
 _POLL_SECONDS = 1.0
@@ -47,7 +46,7 @@ def main() -> int:
     """Run all workers of the plan in BATCHINFER_PLAN. Return 1 if one failed, else 0."""
     import ray  # type: ignore[import-not-found]
 
-    plan = msgspec.json.decode(os.environ["BATCHINFER_PLAN"], type=Plan)
+    plan = codec.json_decoder(Plan).decode(os.environ["BATCHINFER_PLAN"])
     ray.init(address="auto", log_to_driver=False)
     gpus = int(plan.gpu.partition(":")[2] or 1) if plan.gpu and not plan.is_cpu_only else 0
     task = ray.remote(

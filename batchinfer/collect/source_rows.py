@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.json_text import is_deep, read_object
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD
 
@@ -104,7 +105,7 @@ def _make_decoder(columns: Sequence[str], as_text: Container[str]) -> Callable[[
         )
     except ValueError:  # msgspec refuses names that JSON must escape, such as one with a quote
         return lambda line: _pick(_decode_object(line), columns)
-    decode, values_of = msgspec.json.Decoder(struct).decode, msgspec.structs.astuple
+    decode, values_of = codec.json_decoder(struct).decode, msgspec.structs.astuple
 
     def read(line: bytes) -> SourceRow:
         values = zip(columns, values_of(decode(line)), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
@@ -17,6 +18,38 @@ T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _sorted_encoder = msgspec.json.Encoder(order="deterministic")
+_building = threading.Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+"""Decoders of the types that `decode` and `convert` have seen."""
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Return a new decoder of JSON. All code of this package gets its decoders of classes here, one thread at a time.
+
+    msgspec gathers what it must know of a class when a decoder first meets the class. A second thread that decodes this
+    class meanwhile reads a null pointer, and the process dies of SIGSEGV (msgspec 0.22.0).
+    """
+    with _building:
+        return msgspec.json.Decoder(kind)
+
+
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return a new decoder of msgpack, as `json_decoder` does."""
+    with _building:
+        return msgspec.msgpack.Decoder(kind)
+
+
+def convert(value: Any, kind: type[T]) -> T:
+    """Convert plain values to a type, as msgspec.convert does, whose errors it raises. Safe for threads."""
+    _decoder_of(kind)
+    return msgspec.convert(value, kind)
+
+
+def _decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
+    found = _decoders.get(kind)
+    if found is None:
+        found = _decoders[kind] = json_decoder(kind)
+    return found
 
 
 def encode(record: Any) -> bytes:
@@ -49,7 +82,7 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
     """
     cause: Exception | None = None
     try:
-        record = msgspec.json.decode(data, type=kind)
+        record = _decoder_of(kind).decode(data)
         if not is_deep(data):
             return record
         what = f"nested deeper than {MAX_DEPTH} levels"
@@ -66,6 +99,9 @@ class _Versioned(msgspec.Struct):
     format_version: int = 0
 
 
+_version_decoder = json_decoder(_Versioned)
+
+
 def check_version(data: bytes, *, name: str) -> None:
     """Refuse a record whose format version is newer than `FORMAT_VERSION`. Data without a readable version is accepted.
 
@@ -73,7 +109,7 @@ def check_version(data: bytes, *, name: str) -> None:
         NewerVersion: The record's version is newer.
     """
     try:
-        version = msgspec.json.decode(data, type=_Versioned).format_version
+        version = _version_decoder.decode(data).format_version
     except _DECODE_ERRORS:
         return
     if version > FORMAT_VERSION:

@@ -70,7 +70,9 @@ def printable_record(record: T) -> T:
     """Return a copy of a record in which every text is printable and on one line, for a table."""
     import msgspec
 
-    return msgspec.convert(_clean(msgspec.to_builtins(record), one_line), type(record))
+    from batchinfer.core import codec
+
+    return codec.convert(_clean(msgspec.to_builtins(record), one_line), type(record))
 
 
 def error_code(code: str) -> str:

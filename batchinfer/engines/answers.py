@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import EngineError
 from batchinfer.core.records import (
     AnswerForm,
@@ -321,7 +322,7 @@ class _ForcedCall(msgspec.Struct):
     parameters: msgspec.Raw
 
 
-_forced_decoder = msgspec.json.Decoder(list[_ForcedCall])
+_forced_decoder = codec.json_decoder(list[_ForcedCall])
 
 
 def with_forced_calls(form: AnswerForm, choice: Choice) -> Choice:

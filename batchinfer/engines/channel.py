@@ -12,6 +12,7 @@ import struct
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import (
     Completion,
     EngineInfo,
@@ -93,16 +94,20 @@ ToEngine = Load | Work | Abandon | Close
 ToWorker = Ready | Failed | Done
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
-to_worker_decoder = msgspec.msgpack.Decoder(ToWorker)
+_request_decoder = codec.msgpack_decoder(Request)
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = codec.msgpack_decoder(
+    ToEngine  # type: ignore[arg-type]  # mypy takes no union for a type
+)
+to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = codec.msgpack_decoder(
+    ToWorker  # type: ignore[arg-type]
+)
 
 
 class _KeyOnly(msgspec.Struct):
     key: RowKey
 
 
-_key_decoder = msgspec.msgpack.Decoder(_KeyOnly)
+_key_decoder = codec.msgpack_decoder(_KeyOnly)
 
 
 def pack_request(request: Request) -> msgspec.Raw | Completion:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import Completion, Failure, Pooled, Pooling, Request, RequestInput
 from batchinfer.core.tasks import EMBED, SCORE
@@ -67,7 +68,7 @@ class VectorAnswer(msgspec.Struct, gc=False):
     usage: _VectorUsage | None = None
 
 
-_decoder = msgspec.json.Decoder(VectorAnswer)
+_decoder = codec.json_decoder(VectorAnswer)
 
 
 def read_vectors(data: bytes) -> VectorAnswer:

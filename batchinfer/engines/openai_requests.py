@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import (
     Choice,
@@ -217,7 +218,7 @@ class Answer(msgspec.Struct, gc=False):
     prompt_token_ids: list[int] | None = None
 
 
-_decoder = msgspec.json.Decoder(Answer)
+_decoder = codec.json_decoder(Answer)
 
 
 def read_answer(data: bytes) -> Answer:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.processes import no_garbage_collection
 from batchinfer.core.records import AnswerForm
 from batchinfer.engines.parser_process import Facts, Parts, Question, Setup, Whole
@@ -38,7 +39,7 @@ def main() -> None:
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
-    setup = msgspec.msgpack.decode(first, type=Setup)
+    setup = codec.msgpack_decoder(Setup).decode(first)
     try:
         reader = VllmParsers(setup)
     except Exception as error:  # noqa: BLE001 -- parsers and tokenizers raise errors of any class
@@ -48,7 +49,7 @@ def main() -> None:
     limit_memory(present_bytes() + setup.memory_bytes)
     prepare_timer()
     write_frame(pipe, msgspec.msgpack.encode(reader.facts))
-    questions = msgspec.json.Decoder(Question)
+    questions = codec.json_decoder(Question)
     try:
         while (frame := read_frame(sys.stdin.buffer)) is not None:
             restart_timer(setup.question_seconds)

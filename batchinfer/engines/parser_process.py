@@ -13,6 +13,7 @@ from functools import cache
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import describe_exit
 from batchinfer.core.records import AnswerForm
@@ -88,6 +89,10 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether the parser failed on the text, which is whole then."""
 
 
+_facts_decoder = codec.msgpack_decoder(Facts)
+_parts_decoder = codec.msgpack_decoder(list[Parts])
+
+
 class ParserProcess:
     """The process, which starts with the first use, and again after its end. One thread at a time uses it."""
 
@@ -117,7 +122,7 @@ class ParserProcess:
                 f"{self._options}: the process that reads answers {ending}",
                 hint="the lines before this one say why",
             )
-        facts = msgspec.msgpack.decode(data, type=Facts)
+        facts = _facts_decoder.decode(data)
         if facts.problem:
             self._process.note_end()
             raise ConfigError(
@@ -150,7 +155,7 @@ class ParserProcess:
         # JSON, because schemas of tools may hold integers of more than 64 bits, which msgpack has not.
         data = self._process.ask(msgspec.json.encode(question))
         if data is not None:
-            return msgspec.msgpack.decode(data, type=list[Parts])
+            return _parts_decoder.decode(data)
         status = self._process.note_end()
         if len(answers) > 1:
             return [part for each in answers for part in self.read(forms, [each])]
@@ -189,7 +194,7 @@ def check_parsers(config: EngineConfig, *, has_budget: bool, keeps: bool = True)
 
 @cache
 def _process_of(setup: bytes) -> ParserProcess:
-    return ParserProcess(msgspec.msgpack.decode(setup, type=Setup))
+    return ParserProcess(codec.msgpack_decoder(Setup).decode(setup))
 
 
 def parsers_of(config: EngineConfig) -> ParserProcess | None:

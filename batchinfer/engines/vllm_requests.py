@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import (
     Choice,
@@ -136,7 +137,7 @@ def checked_extra(name: str, value: Any) -> Any:
     if name not in types:
         raise RowError("invalid_parameter", f"{name}: vLLM's SamplingParams has no such field")
     try:
-        return msgspec.convert(value, types[name])
+        return codec.convert(value, types[name])
     except msgspec.ValidationError as error:
         raise RowError("invalid_parameter", f"{name}: {error}") from error
     except TypeError as error:  # the field has a type for which JSON has no values

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -136,6 +137,9 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[_Size, _Size]
 
 
+_tensor_decoder = codec.json_decoder(_Tensor)
+
+
 def read_header(path: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor of a safetensors file that `check_weights` has accepted."""
     with path.open("rb") as file:
@@ -150,7 +154,7 @@ def _tensors_of(header: bytes) -> dict[str, _Tensor] | None:
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        return {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+        return {name: _tensor_decoder.decode(entry) for name, entry in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

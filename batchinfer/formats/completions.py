@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Choice, Completion
 from batchinfer.formats.lines import (
     OutputChoice,
@@ -109,7 +110,7 @@ FORMAT = OutputFormat(
         has_timing=config.has_timing,
         model=model if config.adapters else "",
     ),
-    decoder=msgspec.json.Decoder(_ResultLine),
+    decoder=codec.json_decoder(_ResultLine),
     convert=_to_output_line,
     repeats_request=True,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Choice, Completion, Pooled, TokenLogprob
 from batchinfer.formats.lines import (
     OutputError,
@@ -207,6 +208,6 @@ FORMAT = OutputFormat(
         model=model if config.adapters else "",
         as_base64=is_base64(config),
     ),
-    decoder=msgspec.json.Decoder(OutputLine),
+    decoder=codec.json_decoder(OutputLine),
     has_flat_lines=True,
 )

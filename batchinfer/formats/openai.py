@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Choice, Completion, Failure, TokenLogprob
 from batchinfer.core.tasks import is_pooling
 from batchinfer.formats.lines import (
@@ -337,6 +338,6 @@ FORMAT = OutputFormat(
     make_encoder=lambda config, model, created: OpenAIBatchEncoder(
         model=model, created=created, strip=config.strip, as_base64=is_base64(config)
     ),
-    decoder=msgspec.json.Decoder(_BatchLine),
+    decoder=codec.json_decoder(_BatchLine),
     convert=_to_output_line,
 )

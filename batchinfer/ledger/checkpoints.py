@@ -95,8 +95,8 @@ class _Header(Record, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(_Line)
-_header_decoder = msgspec.json.Decoder(_Header)
+_decoder = codec.json_decoder(_Line)
+_header_decoder = codec.json_decoder(_Header)
 _UNREADABLE = (
     msgspec.DecodeError,
     msgspec.ValidationError,

@@ -13,8 +13,7 @@ import string
 import sys
 from typing import Any
 
-import msgspec
-
+from batchinfer.core import codec
 from batchinfer.core.processes import no_garbage_collection
 from batchinfer.prompts.constraint_process import ConstraintSetup
 from batchinfer.prompts.limited_process import (
@@ -45,7 +44,7 @@ def main() -> None:
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
-    setup = msgspec.msgpack.decode(first, type=ConstraintSetup)
+    setup = codec.msgpack_decoder(ConstraintSetup).decode(first)
     compiler = Compiler()
     limit_memory(present_bytes() + setup.memory_bytes)
     prepare_timer()

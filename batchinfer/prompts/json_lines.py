@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import near
 from batchinfer.core.json_text import flatten_deep
 from batchinfer.prompts.types import Code, Draft, RowProblem
@@ -83,7 +84,7 @@ def _struct_decoder(columns: tuple[str, ...], lazy: frozenset[str]) -> Callable[
         rename=dict(zip(names, columns, strict=True)),
         gc=False,
     )
-    return msgspec.json.Decoder(struct).decode
+    return codec.json_decoder(struct).decode
 
 
 def decode_item(item: msgspec.Raw, line: bytes) -> Any:

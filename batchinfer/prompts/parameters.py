@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import AnswerForm, Record, Sampling
 from batchinfer.prompts.additions import ADDITIONS
@@ -386,7 +387,7 @@ def _read_addition(
 ) -> None:
     addition = ADDITIONS[name]
     try:
-        read = msgspec.convert(value, addition.kind)
+        read = codec.convert(value, addition.kind)
     except msgspec.ValidationError as error:
         raise _invalid(name, f"{_show(value)}, expected {addition.expected}") from error
     if addition.is_sampling:
@@ -511,7 +512,7 @@ def make_sampling(
         values["structured"] = constraint
     _check_kinds(values.get("structured"))
     try:
-        return msgspec.convert({**values, "extra": extra or None}, Sampling)
+        return codec.convert({**values, "extra": extra or None}, Sampling)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"--sampling: {error}", hint="see the sampling options in docs/cli.md"

@@ -8,6 +8,7 @@ import sys
 import jinja2
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, RowError
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, decode_object
 from batchinfer.prompts.limited_process import (
@@ -27,7 +28,7 @@ def main() -> None:
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
-    setup = msgspec.json.decode(first, type=RenderSetup)
+    setup = codec.json_decoder(RenderSetup).decode(first)
     limit_memory(setup.memory_bytes)
     prepare_timer()
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.processes import describe_exit
 from batchinfer.prompts.limited_process import LimitedProcess
@@ -68,8 +69,8 @@ class RenderedText(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 _encode_rows = msgspec.msgpack.Encoder().encode
-_decode_texts = msgspec.msgpack.Decoder(list[RenderedText]).decode
-_decode_ready = msgspec.json.Decoder(RenderReady).decode
+_decode_texts = codec.msgpack_decoder(list[RenderedText]).decode
+_decode_ready = codec.json_decoder(RenderReady).decode
 
 
 class RenderProcess:

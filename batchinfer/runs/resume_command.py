@@ -9,6 +9,7 @@ import msgspec
 
 from batchinfer.cli.run_options import OPTIONS
 from batchinfer.cli.shell import in_bash, quote
+from batchinfer.core import codec
 from batchinfer.core.records import Run, Sampling
 from batchinfer.engines import UNLIMITED_LENGTH
 from batchinfer.prompts import PromptConfig
@@ -53,9 +54,9 @@ def _parts_of(run: Run) -> tuple[dict[str, dict[str, Any]], bool]:
     is_readable = True
     parts = {"config": _without_the_engines_own(run), "recorded": run.recorded}
     try:
-        prompt = msgspec.convert(run.config.get("prompt") or {}, PromptConfig)
+        prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
         parts["PromptConfig"] = msgspec.structs.asdict(prompt)
-        sampling = msgspec.convert(run.config.get("sampling") or {}, Sampling)
+        sampling = codec.convert(run.config.get("sampling") or {}, Sampling)
         rest = _without_option(sampling)
         parts["Sampling"] = {**msgspec.structs.asdict(sampling), "sampling": rest}
     except msgspec.ValidationError:  # somebody edited run.json

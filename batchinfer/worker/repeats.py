@@ -14,12 +14,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from batchinfer.core import codec
 from batchinfer.core.records import Completion, RowKey
 from batchinfer.prompts import Prepared
 
 T = TypeVar("T")
 
 _NO_ROW: RowKey = ("", 0)
+_decoder = codec.msgpack_decoder(Completion)
 _ENTRY_BYTES = 300
 """Bytes of memory that a kept answer takes beside its text: its key, its place, and the objects around it."""
 
@@ -69,7 +71,7 @@ class Repeats(Generic[T]):
         if data is None:
             return None
         self._answers.move_to_end(key)
-        return msgspec.msgpack.decode(data, type=Completion)
+        return _decoder.decode(data)
 
     def follow(self, key: bytes, row: T) -> bool:
         """Let a row follow the leader with this request. Returns False if there is none; then the row is the leader."""

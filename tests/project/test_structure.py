@@ -19,6 +19,22 @@ MODULES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 # Names of output formats that are names of request formats, too.
 SHARED = {"completions", "openai-batch"}
 QUIET = {"worker", "ledger"}
+# What msgspec decodes without a class of its own.
+PLAIN = {
+    "Any",
+    "None",
+    "Raw",
+    "bool",
+    "bytes",
+    "dict",
+    "float",
+    "int",
+    "list",
+    "msgspec",
+    "str",
+    "tuple",
+}
+DECODING = re.compile(r"msgspec\.(?:convert|(?:json|msgpack)\.(?:decode|Decoder))")
 # How a sentence must not begin, and words that say nothing to a reader who has not seen the code.
 UNCLEAR = re.compile(
     r"(?:^|[.:;] )(?:One that|Whoever|What of|Those that)\b|\bas told\b|\bis at it\b"
@@ -82,6 +98,30 @@ def test_only_the_command_line_prints():
     assert found == []
 
 
+def decoded_types(tree: ast.AST) -> Iterator[ast.expr]:
+    """The types that msgspec is asked for directly."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and DECODING.fullmatch(name := ast.unparse(node.func)):
+            yield from node.args[0 if name.endswith("Decoder") else 1 :]
+            yield from (keyword.value for keyword in node.keywords if keyword.arg == "type")
+
+
+def is_plain(kind: ast.expr) -> bool:
+    return set(re.findall(r"\w+", ast.unparse(kind))) <= PLAIN
+
+
+def test_classes_are_decoded_through_codec():
+    """Elsewhere two threads could meet a class at once, which msgspec does not survive."""
+    found = [
+        f"{path}:{kind.lineno}: {ast.unparse(kind)}"
+        for path in MODULES
+        if str(path) != "core/codec.py"
+        for kind in decoded_types(tree_of(path))
+        if not is_plain(kind)
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] in QUIET], ids=str)
 def test_objects_of_worker_and_ledger_change_themselves(path):
     """An attribute is assigned by its own object: who changes what is then seen in one class."""
@@ -107,6 +147,10 @@ def test_sentences_begin_with_their_subject(path):
 
 def test_the_checks_find_what_they_look_for():
     assert UNCLEAR.search("Whoever comes second")
+    calls = (
+        "msgspec.json.Decoder(A); msgspec.convert(x, list[A]); msgspec.msgpack.decode(x, type=int)"
+    )
+    assert [is_plain(kind) for kind in decoded_types(ast.parse(calls))] == [False, False, True]
     assert UNCLEAR.search("First. One that was written")
     assert not UNCLEAR.search("Anyone that comes")
     assert Counter(texts(ast.parse('"""a"""\nclass A:\n    x: int\n    """b"""'))) == {
