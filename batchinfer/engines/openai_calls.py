@@ -252,12 +252,9 @@ class Calls:
             if call.parts is None:
                 reply = await self._endpoint.post(path, body, call.timeout_seconds)
             else:
-                call.parts.restart()
-                found = self._endpoint.stream(path, body, call.timeout_seconds)
-                async with contextlib.aclosing(found):
-                    async for part in found:
-                        _add(call.parts, part)
-                reply = Reply(call.parts.whole(), {})
+                reply = Reply(
+                    await self._read_parts(call.parts, path, body, call.timeout_seconds), {}
+                )
         except Refusal as error:
             if not _may_concern_all(error):
                 self._note_answer(0, call.num_tokens)
@@ -267,6 +264,23 @@ class Calls:
             raise
         self._pace.note_headers(reply.headers, call.num_tokens)
         return reply
+
+    async def _read_parts(
+        self, parts: AnswerParts, path: str, body: dict[str, Any], timeout_seconds: float
+    ) -> bytes:
+        """Stream an answer and return its body.
+
+        An answer is read to its end even if one of its parts is wrong. The official client leaves a stream that is not
+        read to its end to the garbage collector, which may run in another thread while this thread uses the stream.
+        """
+        parts.restart()
+        fault: Cut | None = None
+        async with contextlib.aclosing(self._endpoint.stream(path, body, timeout_seconds)) as found:
+            async for part in found:
+                fault = fault or _fault_in(part, parts)
+        if fault is not None:
+            raise fault
+        return parts.whole()
 
     def _note_answer(self, num_tokens: int, num_asked: int) -> None:
         self.num_answers += 1
@@ -430,11 +444,13 @@ class Calls:
             raise error
 
 
-def _add(parts: AnswerParts, part: dict[str, Any]) -> None:
+def _fault_in(part: dict[str, Any], parts: AnswerParts) -> Cut | None:
+    """Add a part to an answer. Return an error if the part is not in the API's form."""
     try:
         parts.add(part)
     except (AttributeError, TypeError, ValueError) as error:
-        raise Cut(f"a part of an answer that is not in the API's form ({error})") from error
+        return Cut(f"a part of an answer that is not in the API's form ({error})")
+    return None
 
 
 def _may_concern_all(error: CallError | None) -> bool:

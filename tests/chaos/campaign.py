@@ -271,7 +271,7 @@ class Campaign:
             self._note_end(worker)
             worker.end()
         verified = run_process(["verify", f"{job}/run", "--job", job, "--deep"])
-        assert verified.status == 0, verified.stderr
+        assert verified.status == 0, verified
         check_answers(f"{job}/run", self.plan.rows)
 
 

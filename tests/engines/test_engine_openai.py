@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 import msgspec
@@ -453,6 +455,38 @@ def test_a_stream_that_breaks_before_its_first_word_is_sent_again(engine, endpoi
     found, _ = stream(engine, ListSource([row]))
     [answer] = found[row.key].choices
     assert (answer.text, answer.reasoning) == (row.text, None)
+
+
+@pytest.mark.parametrize(
+    "part", [b'{"choices": [5]}', b"{", b"[]", b'{"error": {"message": "no"}}']
+)
+def test_no_stream_is_left_to_the_garbage_collector(engine, endpoint, part, monkeypatch):
+    """It closed one in another thread than the event loop's, which used parts of it at this moment."""
+    # pytest keeps what was logged, and with it the error and its stream.
+    monkeypatch.setattr(openai_calls.logger, "disabled", True)
+    broken = raw(EVENTS + b"data: " + part + b'\n\ndata: {"choices": []}\n\n')
+    endpoint.rule = lambda _text, _body: broken if len(endpoint.bodies) == 1 else None
+    [row] = requests(1)
+    row = msgspec.structs.replace(row, is_streamed=True)
+    gc.collect()
+    gc.disable()
+    try:
+        assert codes(stream(engine, ListSource([row]))[0]) == [None]
+        deadline = time.monotonic() + 10
+        while open_streams() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert open_streams() == []
+    finally:
+        gc.enable()
+
+
+def open_streams() -> list[types.AsyncGeneratorType]:
+    """The official client's streams, and what they read from, that have neither come to their end nor been closed."""
+    return [
+        found
+        for found in gc.get_objects()
+        if isinstance(found, types.AsyncGeneratorType) and found.ag_frame is not None
+    ]
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "nan"])
