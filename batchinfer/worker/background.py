@@ -14,7 +14,7 @@ import itertools
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -164,7 +164,10 @@ class Background(Protocol):
         ...
 
     def beside(self, num_threads: int) -> Background:
-        """Return another background with threads of its own. Its finished work, too, ends a `wait` of this one."""
+        """Return another background with threads of its own, which take work of every priority.
+
+        Its finished work, too, ends a `wait` of this one.
+        """
         ...
 
     def wait(self, timeout_seconds: float) -> None:
@@ -294,17 +297,23 @@ class _WorkQueue:
 
 
 class ThreadBackground:
-    """Runs background work on a few daemon threads: some for all work, and one more for each higher priority.
+    """Runs background work on a few daemon threads: `num_threads` for all work, and one for each of `reserved`.
 
     At exit the interpreter does not wait for daemon threads, so an upload that hangs cannot delay the exit. It
     would wait for the threads of concurrent.futures.
     """
 
-    def __init__(self, num_threads: int = 7, *, finished: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int = 7,
+        *,
+        reserved: Sequence[Priority] = (Priority.URGENT, Priority.CHECKPOINT),
+        finished: threading.Event | None = None,
+    ) -> None:
         self._queue = _WorkQueue()
         self._finished = finished or threading.Event()
         self._others: list[ThreadBackground] = []
-        lowest_of_threads = [Priority.URGENT, Priority.CHECKPOINT, *[Priority.NORMAL] * num_threads]
+        lowest_of_threads = [*reserved, *[Priority.NORMAL] * num_threads]
         for index, lowest in enumerate(lowest_of_threads):
             name = f"batchinfer-{index}"
             threading.Thread(target=self._loop, args=(lowest,), name=name, daemon=True).start()
@@ -321,7 +330,7 @@ class ThreadBackground:
 
     def beside(self, num_threads: int) -> ThreadBackground:
         """See `Background.beside`."""
-        other = ThreadBackground(num_threads, finished=self._finished)
+        other = ThreadBackground(num_threads, reserved=(), finished=self._finished)
         self._others.append(other)
         return other
 

@@ -252,8 +252,8 @@ class OpenChunks:
         if self._is_saving:
             return True
         # A complete chunk is published next. It needs a checkpoint only if the worker opens no more chunks, so that it
-        # may end soon, or if an attempt to publish the chunk has failed.
-        is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.has_failed(chunk)
+        # may end soon, or if publishing the chunk takes long to begin.
+        is_wanted = bool(chunk.num_left) or self.is_closing or self._publish_queue.waits_long(chunk)
         return is_wanted and not self._publish_queue.is_publishing(chunk)
 
     def _must_wait(self, chunk: OpenChunk) -> bool:

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 _MAX_WRITING = 4
 """Number of segments being written from which on no further segment of rows is begun. Each takes a background thread.
 If storage does not answer, some threads must be left for other work."""
+_MOST_PUBLISHING = 4
+"""Most chunks that are published at once. Each takes a thread that does nothing else, because uploads may take minutes,
+and the engine would wait for chunks that are to be opened."""
 _SEGMENT_BYTES = 8 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
 whole, when it is written and when it is read, twice for a moment."""
@@ -68,10 +71,10 @@ class _Publishing:
 
 
 class PublishQueue:
-    """Publishes complete chunks in the background, once the worker has joined the run and while it holds its lease.
+    """Publishes complete chunks on threads of its own, once the worker has joined the run and while it holds its lease.
 
     Args:
-        environment: The clock and the background.
+        environment: The clock, and the background beside which the threads are made.
         run: The publisher, the lease and the scratch folder.
         limits: The number of attempts to publish a chunk, and the wait between two attempts.
         may_give_up: Returns whether a chunk whose last attempt failed may be given up. It may not while open
@@ -90,7 +93,8 @@ class PublishQueue:
         must_wait: Callable[[OpenChunk], bool],
         save: Callable[[OpenChunk], None],
     ) -> None:
-        self._environment = environment
+        self._clock = environment.clock
+        self._background = environment.background.beside(_MOST_PUBLISHING)
         self._run = run
         self._limits = limits
         self._may_give_up = may_give_up
@@ -114,9 +118,12 @@ class PublishQueue:
         """Whether a chunk is being published now. If so, a background thread is reading its files."""
         return any(entry.chunk is chunk for entry in self._publishing)
 
-    def has_failed(self, chunk: OpenChunk) -> bool:
-        """Whether a chunk waits because an attempt to publish it failed."""
-        return any(entry.chunk is chunk and entry.attempts for entry in self._waiting)
+    def waits_long(self, chunk: OpenChunk) -> bool:
+        """Whether a chunk waits because an attempt to publish it failed, or because all threads are publishing."""
+        return any(
+            entry.chunk is chunk and (entry.attempts or not self._has_free_thread)
+            for entry in self._waiting
+        )
 
     def add(self, chunk: OpenChunk) -> None:
         """Queue a complete chunk. Publishing begins at once if it is allowed now, else as soon as it is."""
@@ -149,16 +156,22 @@ class PublishQueue:
 
     def start(self) -> None:
         """Start to publish the chunks that are due and may be published now."""
-        now = self._environment.clock.monotonic()
+        now = self._clock.monotonic()
         for entry in list(self._waiting):
+            if not self._has_free_thread:
+                return
             if entry.due <= now and not self._must_wait(entry.chunk) and self._may_publish():
                 self._waiting.remove(entry)
                 self._publish(entry.chunk, entry.attempts)
 
     def _wait(self, chunk: OpenChunk, *, attempts: int, delay: float) -> None:
-        due = self._environment.clock.monotonic() + delay
+        due = self._clock.monotonic() + delay
         self._waiting.append(_Waiting(chunk, due, attempts))
         self.start()
+
+    @property
+    def _has_free_thread(self) -> bool:
+        return len(self._publishing) < _MOST_PUBLISHING
 
     def _may_publish(self) -> bool:
         """Whether the run is known and this worker holds its lease.
@@ -175,7 +188,7 @@ class PublishQueue:
             epoch=run.lease.epoch,
             start=iso_utc(chunk.started),
             # The machine's clock may have been set back since the chunk was opened.
-            end=iso_utc(max(chunk.started, self._environment.clock.now())),
+            end=iso_utc(max(chunk.started, self._clock.now())),
         )
         leftovers = list(chunk.segment_keys)
         if run.claims is not None:
@@ -189,7 +202,7 @@ class PublishQueue:
             finally:
                 remove_quietly(path)
 
-        pending = self._environment.background.submit(work)
+        pending = self._background.submit(work)
         self._publishing.append(_Publishing(chunk, pending, attempts))
 
     def _tries_again(self, entry: _Publishing, error: StorageError) -> bool:

@@ -464,6 +464,16 @@ class _Start:
     def _round(self, engine: Engine, stream: RowStream, open_chunks: OpenChunks) -> None:
         """Do what is due: write checkpoints, update the worker's record, check the error rate, show progress."""
         now = self.clock.monotonic()
+        self._checkpoint_if_due(open_chunks)
+        if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
+            self._snapshot_at = now
+            self.telemetry.note_engine_stats(engine.stats())
+            self.telemetry.snapshot()
+            check_error_rate(self.config, self.telemetry, num_pending=stream.num_pending)
+        self.environment.show_progress(self.telemetry)
+
+    def _checkpoint_if_due(self, open_chunks: OpenChunks) -> None:
+        now = self.clock.monotonic()
         since, rows = self._checkpointed
         every_rows = self.config.checkpoint_rows
         rows_done = self.telemetry.tally.rows
@@ -473,18 +483,13 @@ class _Start:
             self._checkpointed = (now, rows_done)
         elif not open_chunks.is_writing:
             self.telemetry.note_checkpoints(now - since)
-        if now - self._snapshot_at >= _SNAPSHOT_SECONDS:
-            self._snapshot_at = now
-            self.telemetry.note_engine_stats(engine.stats())
-            self.telemetry.snapshot()
-            check_error_rate(self.config, self.telemetry, num_pending=stream.num_pending)
-        self.environment.show_progress(self.telemetry)
 
     def _drain(self, open_chunks: OpenChunks, stream: RowStream) -> None:
         """Wait until every complete chunk is published."""
         while not open_chunks.is_drained:
             self.environment.stopper.raise_if_requested()
             self._keep_books(stream, open_chunks)
+            self._checkpoint_if_due(open_chunks)
             self.environment.show_progress(self.telemetry)
             if not open_chunks.is_drained:
                 self.environment.background.wait(_POLL_SECONDS)

@@ -119,10 +119,11 @@ class SimBackground:
         self._waits = waits or self
         """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
+        num_reserved = 0 if waits else 1
         self._num_idle = {
             Priority.NORMAL: num_hands,
-            Priority.CHECKPOINT: 1,
-            Priority.URGENT: 1,
+            Priority.CHECKPOINT: num_reserved,
+            Priority.URGENT: num_reserved,
         }
         """Numbers of idle hands, by the lowest priority that they take."""
         self._latency_seconds = latency_seconds

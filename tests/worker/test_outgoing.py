@@ -98,7 +98,7 @@ def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_row
     with Stage([["say", "say"]] * 12) as stage:
         stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
         stage.run(hook=uploads, checkpoint_seconds=1000.0)
-        assert len(uploads.keys) == 8
+        assert len(uploads.keys) == 4
         assert len(stage.finished) > 2 * len(uploads.keys)
         assert len({each for part in records(stage) for each in part}) == len(stage.finished)
 
@@ -111,9 +111,20 @@ def test_a_checkpoint_does_not_wait_for_uploads() -> None:
         stage.scheduler.after(20.0, lambda: finished.append(len(stage.finished)))
         stage.scheduler.after(30.0, uploads.kill)
         assert stage.run(hook=uploads, checkpoint_seconds=5.0).is_killed
-        assert len(uploads.keys) == 8
+        assert len(uploads.keys) == 4
         assert finished[0] > 20
         assert sum(len(part) for part in records(stage)) >= finished[0] - len(uploads.keys)
+
+
+def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_opened() -> None:
+    """A complete chunk that waited for a thread got no checkpoint, and no thread was left to open a chunk."""
+    uploads = SlowUploads()
+    with Stage([["say"]] * 20) as stage:
+        stage.scheduler.after(50.0, uploads.kill)
+        assert stage.run(hook=uploads, checkpoint_seconds=5.0).is_killed
+        assert len(stage.finished) == 20
+        assert sum(len(part) for part in records(stage)) == 20 - len(uploads.keys)
+        assert len(uploads.keys) == 4
 
 
 class Hands:
