@@ -177,7 +177,11 @@ class Lease:
         self._renewed = started
 
     def close(self, record: Worker) -> None:
-        """Write the record for the last time. A renewal that another thread has begun then gives up."""
+        """Write the record for the last time. A renewal that another thread has begun then gives up.
+
+        Raises:
+            Superseded: As in `renew`.
+        """
         self._is_closed = True
         for _ in range(_WRITES):
             if self._write(record):
@@ -214,11 +218,7 @@ class Lease:
                 Until the next renewal, other workers may take this worker for gone, and `clean` may take its outputs
                 without a marker for orphans. The caller may try again after the next renewal.
         """
-        if self._superseded:
-            raise Superseded(
-                f"worker {self.worker_id}: epoch {self.epoch} was superseded by a newer start of the same worker",
-                hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
-            )
+        self._refuse_superseded()
         if not self.is_held():
             raise LeaseLapsed(
                 f"worker {self.worker_id}: its heartbeat was not renewed in {self.lease_seconds:g} s"
@@ -238,8 +238,15 @@ class Lease:
         found, etag = self._read()
         if found is not None and (found.nonce != self.nonce or found.epoch != self.epoch):
             self._superseded = True
-            self.require()
+            self._refuse_superseded()
         return etag
+
+    def _refuse_superseded(self) -> None:
+        if self._superseded:
+            raise Superseded(
+                f"worker {self.worker_id}: epoch {self.epoch} was superseded by a newer start of the same worker",
+                hint="nothing to do: the newer one goes on (several workers on one machine need a --worker-id each)",
+            )
 
     def _read(self) -> tuple[Worker | None, str]:
         """Read this worker's record and its etag. The record is None if it is gone or damaged, the etag "" if gone."""
@@ -257,7 +264,12 @@ class Lease:
         """Write the record unless it has changed since this lease last read or wrote it. Return whether it was written.
 
         On a store without preconditions it is always written.
+
+        Raises:
+            Superseded: A newer start of this worker was seen before. The record belongs to that start, even if it is
+                damaged or gone now. If this start wrote it anew, the newer one would take itself for superseded.
         """
+        self._refuse_superseded()
         try:
             if not self._is_safe:
                 # A store without preconditions ignores etags, or refuses even the right one. So the record is written

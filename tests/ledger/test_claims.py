@@ -184,6 +184,22 @@ class TestLease:
             stored = codec.decode(store.get(layout.worker_key("a")).data, Worker, name="w")
             assert (stored.epoch, stored.nonce) == (1, lease.nonce)
 
+    @pytest.mark.parametrize("damage", [None, b"", b"{}"])
+    def test_a_start_that_was_superseded_leaves_a_damaged_record_to_its_successor(
+        self, store: MemoryStore, clock: FakeClock, damage: bytes | None
+    ) -> None:
+        """It wrote its own record anew, and the successor took itself for superseded."""
+        earlier = take_lease(store, "a", clock)
+        lease = take_lease(store, "a", clock)
+        with pytest.raises(Superseded):
+            earlier.renew(worker_record())
+        lose_record(store, damage)
+        for write in (earlier.renew, earlier.close):
+            with pytest.raises(Superseded):
+                write(worker_record())
+        lease.renew(worker_record())
+        assert lease.is_held()
+
 
 def _fail(*_: object) -> str:
     raise StorageError("the bucket is away")
