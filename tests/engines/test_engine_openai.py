@@ -485,7 +485,8 @@ def open_streams() -> list[types.AsyncGeneratorType]:
     return [
         found
         for found in gc.get_objects()
-        if isinstance(found, types.AsyncGeneratorType) and found.ag_frame is not None
+        # isinstance() would ask for `__class__`, at which torch's deprecated objects warn.
+        if type(found) is types.AsyncGeneratorType and found.ag_frame is not None
     ]
 
 
