@@ -39,7 +39,7 @@ def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
     Returns:
         The result as a dictionary. Its entry `problems` lists all problems, errors before warnings.
     """
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     try:
         return Examination(config, world, scratch).run()
     finally:

@@ -67,7 +67,7 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     """
     started = clock.monotonic()
     kind, stores, selections = choose(config, open_store=open_store, clock=clock)
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     try:
         dest = _open_dest(config, kind, scratch, open_store)
         key = _key(config, kind, selections)

@@ -70,7 +70,7 @@ def run_compare(
         open_store=open_store,
         clock=clock,
     )
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     try:
         found = compare_rows(a, b, scratch, num_samples=config.num_samples)
         if not config.output:

@@ -172,7 +172,7 @@ def _compare(
     open_store: OpenStore,
 ) -> Iterator[tuple[ChunkRef, Marker, list[str]]]:
     """Compare chunks with their outputs, NUM_COMPARISONS at a time. Yield each chunk, its marker and its problems."""
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     sources = {root: open_store(root) for root in {ref.root for ref, _ in sound}}
     alignment = Alignment(run, store, scratch)
 

@@ -373,8 +373,7 @@ def publish_chunks(
     odd = Oddities()
     id_paths: list[Path] = []
     chunks: list[Chunk] = []
-    folder = Path(config.scratch_dir) if config.scratch_dir else None
-    with contextlib.closing(Scratch(folder)) as scratch:
+    with contextlib.closing(Scratch(config.scratch_dir)) as scratch:
         settings = chunk_files.BuildSettings(counted, scratch.folder, compression)
         built = chunk_files.build_with(settings, ranges, config.processes)
         for item in writer.publish(built):

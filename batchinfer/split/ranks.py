@@ -188,8 +188,7 @@ def _build(
     next one were read again after a kill.
     """
     config = shared.config
-    folder = Path(config.scratch_dir) if config.scratch_dir else None
-    with contextlib.closing(Scratch(folder)) as scratch:
+    with contextlib.closing(Scratch(config.scratch_dir)) as scratch:
         compression = shared.draft.compression
         settings = chunk_files.BuildSettings(shared.counted, scratch.folder, compression)
         built = list(writer.publish(chunk_files.build_with(settings, part, config.processes)))
@@ -276,8 +275,7 @@ def _read_slice(store: Store, plan: str, index: int) -> SliceRecord:
 
 
 def _count_duplicates(shared: Shared, records: list[SliceRecord], plan: str) -> int:
-    folder = Path(shared.config.scratch_dir) if shared.config.scratch_dir else None
-    with contextlib.closing(Scratch(folder)) as scratch:
+    with contextlib.closing(Scratch(shared.config.scratch_dir)) as scratch:
 
         def fetch(index: int) -> Path:
             path = scratch.new_path(f"slice-{index}.ids")

@@ -59,8 +59,8 @@ class Scratch:
         ScratchFull: The disk is full.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
-        base = parent if parent is not None else Path(tempfile.gettempdir())
+    def __init__(self, parent: str | Path | None = None) -> None:
+        base = Path(parent or tempfile.gettempdir())
         with scratch_errors(base), _making(base):
             base.mkdir(parents=True, exist_ok=True)
             _sweep(base)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 
 from batchinfer.core.errors import BatchinferError
 from batchinfer.engines import find_engine, is_remote
@@ -52,7 +51,7 @@ def assumed_name(config: WorkerConfig, assignment: Assignment, open_store: OpenS
     chunks = list(assignment.chunks)
     if assignment.job is not None:
         chunks = list(job_chunks(assignment.job, assignment.job_url, config.limit).values())
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     try:
         for chunk in islice(chunks, _NUM_CHUNKS):
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -220,7 +219,7 @@ def run_preview(
         check_columns(
             assignment.job, builder.needed_columns, optional=config.prompt.optional_columns
         )
-    scratch = Scratch(Path(config.scratch_dir) if config.scratch_dir else None)
+    scratch = Scratch(config.scratch_dir)
     found: list[RenderedRow] = []
     try:
         for chunk in assignment.chunks:

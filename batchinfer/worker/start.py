@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -123,7 +122,7 @@ class _Start:
             stack.callback(self.environment.background.close)
             serve_metrics(self.config, self.store.url, self.telemetry, stack)
             membership = self._look()
-            scratch = Scratch(Path(self.config.scratch_dir) if self.config.scratch_dir else None)
+            scratch = Scratch(self.config.scratch_dir)
             stack.callback(scratch.close)
             heartbeat = Heartbeat(
                 self.store, self._make_lease(), self.telemetry, self.environment.stopper, self.clock

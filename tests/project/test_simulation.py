@@ -116,6 +116,15 @@ class TestReplay:
             assert len(first.trace) > 20
             assert first.trace == second.trace
 
+    def test_a_seed_with_a_full_disk_gives_the_same_events_twice(self) -> None:
+        """Its messages name a scratch folder, and such a folder has a random name."""
+        first, second = (
+            [simulate(seed, keeps_trace=True, injected=["disks"]).trace for seed in range(6)]
+            for _ in range(2)
+        )
+        assert any("ScratchFull" in line for trace in first for line in trace)
+        assert first == second
+
     def test_seeds_differ(self) -> None:
         assert len({simulate(seed, keeps_trace=True).digest for seed in range(5)}) == 5
 
