@@ -49,6 +49,11 @@ class Limits(Record, frozen=True, kw_only=True):
     """Chunks that may be open at the same time. More are opened if small chunks cannot keep the engine busy."""
     max_openings: int = 4
     """Chunks that may be in the middle of being opened at the same time."""
+    max_publishing: int = 7
+    """Chunks that may be published at the same time, each by a thread that does nothing else.
+
+    Uploads may take minutes, in which further chunks are to be opened and rows saved.
+    """
     max_open_bytes: int = 16 << 30
     """Bytes of scratch disk that open chunks hold, input and finished rows, above which no further chunk is opened."""
     prefix_window: int = 0

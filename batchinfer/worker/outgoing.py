@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 _MAX_WRITING = 4
 """Number of segments being written from which on no further segment of rows is begun. Each takes a background thread.
 If storage does not answer, some threads must be left for other work."""
-_MOST_PUBLISHING = 4
-"""Most chunks that are published at once. Each takes a thread that does nothing else, because uploads may take minutes,
-and the engine would wait for chunks that are to be opened."""
 _SEGMENT_BYTES = 8 << 20
 """Bytes of rows after which a segment ends; further rows go to the next segment. A segment is held in memory as a
 whole, when it is written and when it is read, twice for a moment."""
@@ -76,7 +73,8 @@ class PublishQueue:
     Args:
         environment: The clock, and the background beside which the threads are made.
         run: The publisher, the lease and the scratch folder.
-        limits: The number of attempts to publish a chunk, and the wait between two attempts.
+        limits: The number of chunks that are published at once, of attempts to publish a chunk, and the wait
+            between two attempts.
         may_give_up: Returns whether a chunk whose last attempt failed may be given up. It may not while open
             chunks have unfinished rows; then the chunk is tried again.
         must_wait: Returns whether a chunk must not be published yet, for example while its segment is written.
@@ -94,7 +92,7 @@ class PublishQueue:
         save: Callable[[OpenChunk], None],
     ) -> None:
         self._clock = environment.clock
-        self._background = environment.background.beside(_MOST_PUBLISHING)
+        self._background = environment.background.beside(limits.max_publishing)
         self._run = run
         self._limits = limits
         self._may_give_up = may_give_up
@@ -171,7 +169,7 @@ class PublishQueue:
 
     @property
     def _has_free_thread(self) -> bool:
-        return len(self._publishing) < _MOST_PUBLISHING
+        return len(self._publishing) < self._limits.max_publishing
 
     def _may_publish(self) -> bool:
         """Whether the run is known and this worker holds its lease.

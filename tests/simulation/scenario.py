@@ -207,6 +207,7 @@ def draw_plot(seed: int) -> Plot:
     plot.limits = Limits(
         max_open_chunks=chance.choice([1, 2, 64]),
         max_openings=chance.choice([1, 4]),
+        max_publishing=random.Random(f"publishing {seed}").choice([1, 2, 7]),
         max_build_rows=chance.choice([1, 5, 512]),
         storage_attempts=plot.storage_attempts,
         storage_retry_seconds=chance.choice([0.2, 1.0]),

@@ -20,7 +20,7 @@ from batchinfer.storage.memory import MemoryStore
 from batchinfer.worker import outgoing
 from batchinfer.worker.background import Priority
 from batchinfer.worker.chunk import OpenChunk, Spool
-from batchinfer.worker.config import Environment, RunAccess
+from batchinfer.worker.config import Environment, Limits, RunAccess
 from batchinfer.worker.outgoing import Checkpointer
 from fakes import FakeClock, worker_record
 from simulation.scenario import simulate
@@ -30,6 +30,7 @@ from simulation.stage import Stage, when
 SEGMENT_BYTES = 600
 """Of some 200 bytes a record."""
 PROMPTS = [[f"say {index}" for index in range(40)]]
+FOUR_UPLOADS = Limits(max_publishing=4)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_a_worker_that_is_stopped_while_all_threads_upload_outputs_saves_its_row
     uploads = SlowUploads()
     with Stage([["say", "say"]] * 12) as stage:
         stage.scheduler.after(12.0, lambda: stage.stop(Interrupted("stopped")))
-        stage.run(hook=uploads, checkpoint_seconds=1000.0)
+        stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=1000.0)
         assert len(uploads.keys) == 4
         assert len(stage.finished) > 2 * len(uploads.keys)
         assert len({each for part in records(stage) for each in part}) == len(stage.finished)
@@ -110,7 +111,7 @@ def test_a_checkpoint_does_not_wait_for_uploads() -> None:
         stage.engine.max_in_flight = 4
         stage.scheduler.after(20.0, lambda: finished.append(len(stage.finished)))
         stage.scheduler.after(30.0, uploads.kill)
-        assert stage.run(hook=uploads, checkpoint_seconds=5.0).is_killed
+        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
         assert len(uploads.keys) == 4
         assert finished[0] > 20
         assert sum(len(part) for part in records(stage)) >= finished[0] - len(uploads.keys)
@@ -121,7 +122,7 @@ def test_chunks_that_wait_for_their_upload_are_checkpointed_and_further_ones_ope
     uploads = SlowUploads()
     with Stage([["say"]] * 20) as stage:
         stage.scheduler.after(50.0, uploads.kill)
-        assert stage.run(hook=uploads, checkpoint_seconds=5.0).is_killed
+        assert stage.run(hook=uploads, limits=FOUR_UPLOADS, checkpoint_seconds=5.0).is_killed
         assert len(stage.finished) == 20
         assert sum(len(part) for part in records(stage)) == 20 - len(uploads.keys)
         assert len(uploads.keys) == 4
