@@ -27,6 +27,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
     BatchinferError,
     EngineError,
+    InputError,
     Interrupted,
     NoProgress,
     RunMismatch,
@@ -594,8 +595,11 @@ class Scenario:
         process, plot = start.process, self.plot
         self.scheduler.log(process.name, f"ends: {type(error).__name__}: {error.message[:300]}")
         is_peaceful = not process.num_faults and not process.has_been_frozen
+        # Without preconditions, a slow write of run.json replaces the one of another configuration.
+        may_be_replaced = plot.has_other_config and not plot.is_safe
         reasons = {
             RunMismatch: plot.has_other_config,
+            InputError: may_be_replaced and layout.RUN_KEY in error.message,
             StorageError: bool(process.num_faults),
             EngineError: not plot.is_calm or self.oracle.deaths,
             Interrupted: start.stop_asked is not None,
