@@ -95,6 +95,8 @@ class Oracle:
         """The process that last wrote a worker's record."""
         self._renewed: dict[str, float] = {}
         """When a process last wrote its worker's record."""
+        self._late: dict[str, float] = {}
+        """When a process last wrote its worker's record late, so that it may have been without its lease before."""
         self._ghosts: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._lost_until: dict[str, float] = {}
@@ -155,6 +157,8 @@ class Oracle:
         elif name.startswith(layout.WORKERS):
             self._beats.setdefault(name, []).append(self._scheduler.now)
             self._writers[name] = process.name
+            if self._is_late(process):
+                self._late[process.name] = self._scheduler.now
             self._renewed[process.name] = self._scheduler.now
             self._ghosts.discard(process.name)
             self._epochs[process.name] = msgspec.json.decode(data)["epoch"]
@@ -279,9 +283,13 @@ class Oracle:
         """Note that the markers of these chunks are removed."""
         self._redone.update(chunks)
 
-    def check_saved(self, process: Process) -> None:
-        """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind."""
-        if self._is_ghost(process):
+    def check_saved(self, process: Process, saving_seconds: float) -> None:
+        """P5: a worker that was asked to stop, and had no trouble, leaves none of its finished rows behind.
+
+        A heartbeat that was late in the last `saving_seconds` is trouble: without its lease a worker must not write.
+        """
+        late_seconds = self._scheduler.now - self._late.get(process.name, float("-inf"))
+        if self._is_ghost(process) or self._is_late(process) or late_seconds < saving_seconds:
             return
         for chunk, line in sorted(self._finished.get(process.name, ())):
             if not self._is_kept(chunk, line):
@@ -375,6 +383,11 @@ class Oracle:
         self._lost_until[name] = float("inf")
 
     # -- inside
+
+    def _is_late(self, process: Process) -> bool:
+        """Whether a heartbeat is late. A lease counts from when a beat was sent, so half of one is enough."""
+        now = self._scheduler.now
+        return now - self._renewed.get(process.name, now) > 0.5 * self.lease_seconds
 
     def _late_beat_of(self, process: Process) -> float:
         """When a worker last had its lease again after a late heartbeat: a lease counts from when a beat was sent."""

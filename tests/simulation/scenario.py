@@ -615,7 +615,9 @@ class Scenario:
                         f"ends: {process.name} without a reason: {error.message[:300]}"
                     )
                 if isinstance(error, Interrupted | EngineError | StopRequested) and is_peaceful:
-                    self.oracle.check_saved(process)
+                    self.oracle.check_saved(
+                        process, worker_start._SAVE_SECONDS + plot.grace_seconds
+                    )
                 return
         if not is_explained:
             self.oracle.fail(f"ends: {process.name}: {type(error).__name__}: {error.message[:300]}")
