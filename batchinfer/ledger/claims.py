@@ -164,7 +164,9 @@ class Lease:
         started = self._clock.monotonic()
         try:
             for _ in range(_WRITES):
-                if self._is_closed or self._write(record):
+                if self._is_closed:
+                    return  # the record is left as `close` writes it, so this renews nothing
+                if self._write(record):
                     break
                 self._settle()
             else:

@@ -157,6 +157,16 @@ class TestLease:
         clock.sleep(21.0)
         assert not lease.is_held()
 
+    def test_a_renewal_that_gives_up_because_the_lease_is_closed_renews_nothing(
+        self, store: MemoryStore, clock: FakeClock
+    ) -> None:
+        lease = take_lease(store, "w0", clock)
+        lease.close(worker_record())
+        clock.sleep(121)
+        lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
+        with pytest.raises(StorageError, match="not renewed"):
+            lease.require()
+
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
