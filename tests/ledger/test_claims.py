@@ -167,6 +167,23 @@ class TestLease:
         with pytest.raises(StorageError, match="not renewed"):
             lease.require()
 
+    def test_a_lease_that_is_closed_in_the_middle_of_a_renewal_is_not_renewed(
+        self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lease = take_lease(store, "a", clock)
+        clock.sleep(121)
+        lose_record(store, None)
+        confirm = lease.confirm
+
+        def confirm_while_it_closes() -> str:
+            monkeypatch.undo()
+            lease.close(worker_record())
+            return confirm()
+
+        monkeypatch.setattr(lease, "confirm", confirm_while_it_closes)
+        lease.renew(worker_record())
+        assert not lease.is_held()
+
     def test_a_storage_failure_is_kept_and_the_next_renewal_tries_again(
         self, store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
