@@ -133,246 +133,82 @@ class Job(Record, frozen=True, kw_only=True):
         return {name: source_name for source_name, name in self.renamed.items()}
 
 
-# --------------------------------------------------------------------------- requests, completions, the engine
-
-
-class Sampling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Sampling parameters of one request. None means the engine's default. Most names are vLLM's.
-
-    `structured` holds one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
-    {"grammar": ...}.
-    `extra` goes to the engine's own parameter object unchanged (``--sampling key=value``).
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    n: int = 1
-    best_of: int | None = None
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    structured: dict[str, Any] | None = None
-    extra: dict[str, Any] | None = None
-
-
-class Pooling(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a request itself asks of a pooling model. None means what the run's options say."""
-
-    dimensions: int | None = None
-    normalize: bool | None = None
-    extra: dict[str, Any] | None = None
-    """Parameters that go to an endpoint unread."""
-
-
-class RequestInput(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One of the texts of a request to a pooling model. Exactly one of text, token_ids and messages is set."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    second_start: int | None = None
-    """Index of the first token of a pair's second text, for models that tell the two texts apart; else None."""
-
-
-class AnswerForm(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What an answer may hold beside its text: calls of tools, and reasoning."""
-
-    tools: list[dict[str, Any]] | None = None
-    """Tools that the model may call, in the form of the OpenAI API."""
-    tool_choice: str = "auto"
-    """Which tools the model calls: ``auto``, the model decides; ``none``; ``required``, at least one; ``named``, the
-    one of `tool_name`. With the last two the answer's text is JSON, to which a constraint holds it."""
-    tool_name: str = ""
-    is_parallel: bool = True
-    """Whether an answer may have several calls."""
-    template_kwargs: dict[str, Any] | None = None
-    """Variables that the chat template got, since a parser may have to know whether the model was asked to think."""
-    hides_reasoning: bool = False
-    """Whether the request wants its reasoning left out."""
+# --------------------------------------------------------------------------- a row's way to the engine and back
 
 
 RowKey = tuple[str, int]
 """(chunk name, line index from 0), which identifies a row of a run."""
 
 
-class Media(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One image of a request. Either `data` is set, or `url`, which the engine passes on."""
+class Call(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One row on its way to the engine: a request to a server that speaks the OpenAI API.
 
-    data: bytes = b""
-    """The image as it was found, for example a JPEG file. It has been decoded once, so it is whole."""
-    url: str = ""
-    mime: str = ""
-    width: int = 0
-    height: int = 0
-    digest: str = ""
-    """sha256 of `data`, 64 hexadecimal digits."""
-
-
-class Request(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One row on its way to the engine. Exactly one of text, token_ids, messages and inputs is set."""
-
-    key: RowKey
-    sampling: Sampling
-    text: str | None = None
-    token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    adapter: str | None = None
-    task: str = "generate"
-    chat_options: dict[str, Any] | None = None
-    """How an engine that renders conversations itself should render `messages`: fields of vLLM's chat requests, such as
-    `chat_template_kwargs`. None for what the model's own chat template does."""
-    media: list[Media] | None = None
-    """Images of the request. The messages have a part ``{"type": "image"}`` for each, in order; a prompt that is no
-    conversation has the model's own marks."""
-    form: AnswerForm | None = None
-    """What the answer may hold beside its text; None if its text is not to be taken apart."""
-    is_streamed: bool = False
-    """Whether `Engine.take_pieces` gives the answers' texts while they are generated."""
-    returns_token_ids: bool = False
-    """Whether the completion holds the token ids of prompt and answers."""
-    priority: int = 0
-    """Place in the queue of an engine that has one by priority: lower comes first. It changes no answer."""
-    inputs: list[RequestInput] = []
-    """Texts of a request to a pooling model that has several, or a pair of texts. Each gets an answer of its own."""
-    num_queries: int = 0
-    """For the task "score": number of inputs, counted from the first, that are compared with the other inputs. A single
-    query is compared with all others, several queries with one other input each. With 0, each input is scored by
-    itself."""
-    pooling: Pooling | None = None
-
-    @property
-    def prompts(self) -> Sequence[Request | RequestInput]:
-        """The inputs, or the request itself if it has only one text."""
-        return self.inputs or (self,)
-
-
-class TextPiece(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The next part of an answer to a streamed request.
-
-    `index` is that of the answer's `Choice`. `num_tokens` counts the tokens since the answer's last piece. The text may
-    be empty, for example while a token holds only the first byte of a character.
+    The first field of a JSON body is the prompt (`messages`, `prompt`, `input` and the like), so bodies that sort next to
+    each other begin alike.
     """
 
     key: RowKey
-    index: int = 0
-    text: str = ""
-    num_tokens: int = 0
+    path: str
+    """Path at the server, as in ``/v1/chat/completions``."""
+    body: bytes
+    content_type: str = "application/json"
+    """Type of `body`. Audio travels as ``multipart/form-data``."""
 
 
-class TokenLogprob(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One token of a text, with its log-probability. `top` holds the alternatives as (text, log-probability)."""
+class Reply(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The engine's answer to one call, as the server gave it."""
 
-    token: str
-    logprob: float
-    token_id: int = -1
-    top: list[tuple[str, float]] = []
-    rank: int = 0
-    """Place of the token among all tokens by probability, from 1; 0 if unknown. Only tokens of a prompt have it."""
-    top_ids: list[int] = []
-    """Token ids of the alternatives, in the order of `top`. Only tokens of a prompt have them."""
-
-
-class Choice(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One generated answer. `index` numbers the answers of one request from 0 to `Sampling.n` - 1."""
-
-    index: int
-    text: str
-    finish_reason: str = "stop"
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    cumulative_logprob: float | None = None
-    num_tokens: int = 0
-    """Number of the answer's tokens; 0 if the engine only counts the tokens of all answers together."""
-    reasoning: str | None = None
-    """The model's reasoning before its answer, if the engine separates the two."""
-    tool_calls: list[dict[str, Any]] | None = None
-    """Calls of tools in the form of the OpenAI API. A call without an `id` gets one when its output line is written."""
-    token_ids: list[int] | None = None
-    """Ids of the answer's tokens; None unless the request asked for them."""
-
-
-class Pooled(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a pooling model made of one input: a vector of `width` numbers, or one such vector for each token."""
-
-    data: bytes
-    """The numbers as little-endian float32, one vector after the other."""
-    width: int
-    label: str = ""
-    """Name of the class with the highest probability; empty for other tasks than "classify"."""
-
-
-class Failure(Record, frozen=True, kw_only=True):
-    """The reason why a row has no answer. If `transient` is true, the same worker may try the row again."""
-
-    code: str
-    message: str
-    transient: bool = False
+    key: RowKey
+    status: int
+    """HTTP status. 0: an engine process ended, or was ended because it hung, with this row in flight."""
+    body: bytes
+    """The server's body, unread; with status 0 the reason as text."""
+    prompt_tokens: int | None = None
+    """The row's share of the prompt tokens of a request that several rows shared; None if the body has its own count."""
 
     @property
     def is_engine_death(self) -> bool:
-        """Whether the engine process ended with the row in it, and the same worker goes on with another process."""
-        return self.transient and self.code == "engine_crash"
+        """Whether the engine process ended with the row in it. The engine goes on with another process."""
+        return self.status == 0
 
 
-class Completion(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The engine's answer to one request: choices, numbers of a pooling model, or a failure.
+class Failure(Record, frozen=True, kw_only=True):
+    """The reason why a row has no answer."""
 
-    `prompt_logprobs` has one entry for each prompt token. Its first entry is None, because no token precedes the first.
-    The engine measures the seconds: `queue_seconds` until it began with the request, `generation_seconds` from then on.
-    """
+    code: str
+    """An entry of `core.row_codes.Code`."""
+    message: str
+    status: int = 400
+    """HTTP status for the output line: the server's, or the one that a server would give for the same fault."""
+    param: str | None = None
+    """Request parameter or column that caused the failure; None if none did."""
 
-    key: RowKey
-    choices: list[Choice] = []
-    failure: Failure | None = None
+
+class Usage(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Tokens of one answered row."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Number of those tokens of `prompt_tokens` that came from the prefix cache."""
     completion_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
     reasoning_tokens: int | None = None
     """Number of those tokens of `completion_tokens` that are reasoning; None if nobody counts them."""
-    prompt_token_ids: list[int] | None = None
-    """Ids of the prompt's tokens; None unless the request asked for them."""
-    queue_seconds: float = 0.0
-    generation_seconds: float = 0.0
-    pooled: list[Pooled] = []
-    """Numbers of a pooling model: one entry for each input, or for each pair of inputs that were compared."""
 
 
 class EngineInfo(Record, frozen=True, kw_only=True):
-    """Facts about an open engine. `max_in_flight` is the number of requests that the worker should keep in it."""
+    """Facts about an open engine. `max_in_flight` is the number of calls that the worker should keep in it."""
 
     name: str
     version: str
     model: str
-    max_model_len: int
-    max_num_seqs: int
     max_in_flight: int
-    dtype: str = ""
+    max_model_len: int | None = None
+    """Most tokens of prompt and answer together; None if the engine does not say."""
+    max_num_seqs: int | None = None
     revision: str = ""
-    quantization: str = ""
     num_replicas: int = 1
     device: str = ""
     load_seconds: float = 0.0
-    """Seconds that opening the engine took. `import_seconds` and `model_seconds` are parts of this time, measured in
-    the slowest replica."""
-    import_seconds: float = 0.0
-    model_seconds: float = 0.0
-    max_logprobs: int | None = None
-    """Largest number of alternative tokens that the engine returns per token. A negative number means no limit; None
-    means that the engine does not say."""
 
 
 class EngineStats(Record, frozen=True, kw_only=True):
