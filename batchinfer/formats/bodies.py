@@ -1,0 +1,234 @@
+"""Server bodies: checked, freed of what varies between equal answers, and cut down to the best answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from batchinfer.core import codec
+from batchinfer.core.errors import InputError
+from batchinfer.core.json_text import MAX_DEPTH, is_deep
+from batchinfer.core.records import RowKey, Usage
+
+Body = dict[str, msgspec.Raw]
+"""A body's members, each as the server wrote it."""
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_VARYING = ("created", "created_at", "request_id", "system_fingerprint")
+"""Members that differ between equal answers. vLLM's fingerprint differs between degrees of parallelism."""
+_PREFIX = re.compile(r"[A-Za-z]+[-_]")
+_LOWEST = -9999.0
+
+_decode = codec.json_decoder(dict[str, msgspec.Raw]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+
+
+class _Incomplete(msgspec.Struct, gc=False):
+    reason: str | None = None
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    """Token counts of a body. The Responses API has names of its own for them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+_choices_of = codec.json_decoder(list[_Choice]).decode
+_usage_of = codec.json_decoder(_Usage).decode
+_incomplete_of = codec.json_decoder(_Incomplete).decode
+
+
+def read_body(data: bytes) -> tuple[Body | None, bytes]:
+    """Read a server's body.
+
+    Bytes that are no UTF-8 and surrogates without a partner become U+FFFD, NaN and infinities null: readers of the
+    output would refuse the whole file for one of them.
+
+    Returns:
+        The body's members, and the body as JSON on one line. None in place of the members of a body that is no object.
+
+    Raises:
+        InputError: the body is not JSON, or nested too deep.
+    """
+    if is_deep(data, MAX_DEPTH - 1):  # its line is one level more
+        raise InputError(f"the answer is nested deeper than {MAX_DEPTH - 1} levels", hint="")
+    if not data.isascii():
+        data = data.decode(errors="replace").encode()
+    try:
+        if b"\n" in data:
+            data = msgspec.json.format(data, indent=-1)
+        return _members(data), data
+    except DECODE_ERRORS as error:
+        mended = _mended(data)
+        if mended is None:
+            raise InputError(f"the answer is not JSON ({error})", hint="") from error
+        return _members(mended), mended
+
+
+def _members(data: bytes) -> Body | None:
+    if data.lstrip()[:1] == b"{":
+        return _decode(data)
+    msgspec.json.decode(data)
+    return None
+
+
+def _mended(data: bytes) -> bytes | None:
+    try:
+        value = json.loads(data, parse_constant=lambda _name: None)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return with_whole_characters(text).encode()
+
+
+def with_whole_characters(text: str) -> str:
+    """Return the text with U+FFFD in the place of surrogates without a partner, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def digest_of(key: RowKey, *places: int) -> str:
+    """Return 24 digits that stand for a row, or for a place in its answer, in every worker alike."""
+    parts = "\0".join([key[0], *map(str, (key[1], *places))])
+    return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
+
+
+# --------------------------------------------------------------------------- what varies
+
+
+def settle(body: Body, key: RowKey, *, has_calls: bool) -> None:
+    """Take out of a body what varies between equal answers, in place: ids follow from the row's key.
+
+    Args:
+        body: The body's members.
+        key: The row's key.
+        has_calls: Whether the body may have tool calls. Looking for them costs as much as reading the whole answer.
+    """
+    for name in _VARYING:
+        body.pop(name, None)
+    if "id" in body:
+        body["id"] = _raw(_id_like(msgspec.json.decode(body["id"]), digest_of(key)))
+    try:
+        if "output" in body:
+            items = msgspec.json.decode(body["output"], type=list[dict[str, Any]])
+            body["output"] = _raw(
+                [_settled_item(key, place, item) for place, item in enumerate(items)]
+            )
+        elif has_calls and "choices" in body:
+            choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
+            for index, choice in enumerate(choices):
+                calls = (choice.get("message") or {}).get("tool_calls") or ()
+                for place, call in enumerate(calls):
+                    call["id"] = _id_like(call.get("id"), digest_of(key, index, place))
+            body["choices"] = _raw(choices)
+    except (*DECODE_ERRORS, AttributeError, TypeError):
+        return  # an answer of another shape has no ids that we know
+
+
+def _settled_item(key: RowKey, place: int, item: dict[str, Any]) -> dict[str, Any]:
+    for number, name in enumerate(("id", "call_id")):
+        if name in item:
+            item[name] = _id_like(item[name], digest_of(key, place, number))
+    return item
+
+
+def _id_like(value: Any, digest: str) -> Any:
+    """Return an id made of a digest, with the server's prefix ("chatcmpl-tool-" becomes "chatcmpl-").
+
+    Ids that mean something stay: those of Kimi's calls are the function's name and a number.
+    """
+    if not isinstance(value, str) or value.startswith("functions."):
+        return value
+    prefix = _PREFIX.match(value)
+    return f"{prefix[0] if prefix else ''}{digest}"
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
+
+
+# --------------------------------------------------------------------------- counts
+
+
+def usage_of(body: Body) -> Usage:
+    """Return the token counts of a body; 0 where it has none."""
+    try:
+        found = _usage_of(body["usage"])
+    except (KeyError, *DECODE_ERRORS):
+        return Usage()
+    prompt = found.prompt_tokens_details or found.input_tokens_details or _Details()
+    answer = found.completion_tokens_details or found.output_tokens_details or _Details()
+    return Usage(
+        prompt_tokens=found.prompt_tokens or found.input_tokens or 0,
+        cached_tokens=prompt.cached_tokens or 0,
+        completion_tokens=found.completion_tokens or found.output_tokens or 0,
+        reasoning_tokens=answer.reasoning_tokens,
+    )
+
+
+def finish_reason_of(body: Body) -> str:
+    """Return the reason why the first answer ended, in the words of the chat API; empty if the body has none."""
+    try:
+        if "choices" in body:
+            choices = _choices_of(body["choices"])
+            return (choices[0].finish_reason or "") if choices else ""
+        if "output" in body and "status" in body:
+            incomplete = body.get("incomplete_details")
+            reason = None if incomplete in (None, b"null") else _incomplete_of(incomplete).reason
+            return {"max_output_tokens": "length", None: "stop"}.get(reason, reason or "")
+    except DECODE_ERRORS:
+        pass
+    return ""
+
+
+# --------------------------------------------------------------------------- best_of
+
+
+def keep_best(body: Body, count: int, *, keeps_logprobs: bool) -> None:
+    """Keep the `count` answers whose tokens have the highest mean log-probability, in place.
+
+    Args:
+        body: Body of an answer with log-probabilities. Another one stays as it is.
+        count: Number of answers to keep, the best first.
+        keeps_logprobs: Whether the request asked for log-probabilities itself.
+    """
+    try:
+        choices = msgspec.json.decode(body["choices"], type=list[dict[str, Any]])
+        best = sorted(choices, key=_mean_logprob, reverse=True)[:count]
+    except (KeyError, AttributeError, TypeError, *DECODE_ERRORS):
+        return
+    for index, choice in enumerate(best):
+        choice["index"] = index
+        if not keeps_logprobs:
+            choice["logprobs"] = None
+    body["choices"] = _raw(best)
+
+
+def _mean_logprob(choice: dict[str, Any]) -> float:
+    logprobs = choice.get("logprobs") or {}
+    found: Sequence[float | None] | None = logprobs.get("token_logprobs")
+    if found is None:
+        found = [position["logprob"] for position in logprobs.get("content") or ()]
+    numbers = [value for value in found if value is not None]
+    return sum(numbers) / len(numbers) if numbers else _LOWEST
