@@ -9,17 +9,21 @@ EMBED = "embed"
 TOKEN_EMBED = "token-embed"  # noqa: S105 - no password
 CLASSIFY = "classify"
 SCORE = "score"
+RERANK = "rerank"
 REWARD = "reward"
+TRANSCRIBE = "transcribe"
+TRANSLATE = "translate"
 
-TASKS = (GENERATE, EMBED, TOKEN_EMBED, CLASSIFY, SCORE, REWARD)
-"""All tasks. Every task but the first needs a pooling model: one that gives numbers for a text instead of more text."""
+_POOLING = (EMBED, TOKEN_EMBED, CLASSIFY, SCORE, RERANK, REWARD)
+TASKS = (GENERATE, *_POOLING, TRANSCRIBE, TRANSLATE)
+"""All tasks."""
 POOLINGS = ("cls", "last", "mean", "all", "step")
 """Values of ``--pooling``, which are vLLM's. The last two keep a vector for each token, or for each step."""
 
 
 def is_pooling(task: str) -> bool:
-    """Whether the task needs a pooling model."""
-    return task != GENERATE
+    """Whether the task needs a pooling model: one that gives numbers for a text instead of more text."""
+    return task in _POOLING
 
 
 class PairForm(StrEnum):
