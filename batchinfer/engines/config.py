@@ -1,80 +1,57 @@
-"""The options that decide how an engine is loaded. Sampling parameters are not among them; each request has its own."""
+"""The options that decide how an engine is started. What a body says (sampling and the like) is not among them.
+
+Options of vLLM's server are not declared here. They stay in `EngineConfig.server_args` as they were typed, and vLLM's
+own parser judges them.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
+import re
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal
 
-from batchinfer.core.errors import ConfigError, near
+import msgspec
+
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
-from batchinfer.core.tasks import EMBED, GENERATE, TOKEN_EMBED, is_pooling
+from batchinfer.core.tasks import GENERATE, is_pooling
 
 CONSTRAINTS = {"backend": "xgrammar", "disable_any_whitespace": True}
-"""Our default of vLLM's `structured_outputs_config`.
+"""Our default of vLLM's --structured-outputs-config.
 
-vLLM's own default is the backend "auto": the first constrained request of an engine decides the backend for all later
+vLLM's own default is the backend "auto": the first constrained request of a server decides the backend for all later
 ones, so answers would depend on the order of the rows. Without `disable_any_whitespace`, models may fill JSON with
 white space up to `max_tokens`.
 """
+# An option in a command line: two dashes or one, and a letter. A negative number is none.
+_OPTION = re.compile(r"--?[A-Za-z]")
 
-NAMED_ARGUMENTS = {
-    "kv_cache_dtype": "--kv-cache-dtype",
-    "speculative_config": "--speculative-config",
-}
-"""Options that are another way to write ``--engine-arg NAME=VALUE``, by the name of the engine argument."""
 
-KV_CACHE_BYTES = {
-    "auto": None,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "fp8": 1.0,
-    "fp8_e4m3": 1.0,
-    "fp8_e5m2": 1.0,
-    "fp8_inc": 1.0,
-    "fp8_ds_mla": 1.0,
-    "fp8_per_token_head": 1.0,
-    "int8_per_token_head": 1.0,
-    "int4_per_token_head": 0.5,
-    "nvfp4": 0.5625,
-    "nvfp4_4over6": 0.5625,
-    "nvfp4_ds_mla": 0.5625,
-    "turboquant_k8v4": 0.75,
-    "turboquant_4bit_nc": 0.5,
-    "turboquant_k3v4_nc": 0.4375,
-    "turboquant_3bit_nc": 0.375,
-    "ultraquant_4bit": 0.5,
-}
-"""Bytes of one number in the KV cache, by the names of vLLM's `kv_cache_dtype`. Scales are left out, except those of
-nvfp4. None: as the model's config says."""
+class EchoOptions(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of ``--engine echo``; `batchinfer.engines.echo` describes them."""
+
+    latency_seconds: float = 0.0
+    seed: int = 0
+    tokens: tuple[int, int] | None = None
+    load_seconds: float = 0.0
+    fail_marker: str | None = None
+    kill_marker: str | None = None
+    hang_marker: str | None = None
 
 
 class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine that a user asks for, with its options.
-
-    A field that is None is left to the engine or the model. The `echo_*` fields only concern ``--engine echo``;
-    `batchinfer.engines.echo` describes them.
-    """
+    """The engine that a user asks for, with its options. A field that is None is left to the engine or the model."""
 
     engine: str = "vllm"
     task: str = GENERATE
     """One of `core.tasks.TASKS`."""
-    pooling: str | None = None
-    """How the vectors of the tokens become one: an entry of `core.tasks.POOLINGS`. None: as the model says."""
-    dimensions: int | None = None
-    """Numbers to keep of each embedding, for models that allow to cut them (Matryoshka)."""
-    normalize: bool | None = None
-    """Whether embeddings are scaled to length 1, and classes and scores are probabilities instead of raw numbers. None:
-    as the model says, which is yes for most models; raw numbers for rewards."""
     model: str = ""
-    tokenizer: str | None = None
     revision: str | None = None
-    hf_config_path: str | None = None
     model_cache: str | None = None
-    """Folder in which models from buckets are kept; None for the default of `bucket_models.cache_folder`."""
-    dtype: str = "auto"
-    quantization: str | None = None
+    """Folder in which models from buckets are kept; None for the default of `buckets.cache_folder`."""
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int = 1
     nnodes: int = 1
@@ -84,93 +61,113 @@ class EngineConfig(Record, frozen=True, kw_only=True, omit_defaults=True):
     master_addr: str = ""
     """Address of node 0."""
     master_port: int = 29501
-    """Port of node 0 at which vLLM connects the nodes. `batchinfer.engines.nodes` uses the next port."""
+    """Port of node 0 at which vLLM connects the nodes. `batchinfer.engines.headless` uses the next port."""
     replicas: int | Literal["auto"] = "auto"
-    """Number of engine processes. With "auto", each process gets the fewest GPUs that serve the model well, and there
-    are as many processes as the GPUs suffice for."""
+    """Number of servers. With "auto", each server gets the fewest GPUs that serve the model well, and there are as many
+    servers as the GPUs suffice for."""
     gpus: list[str] | None = None
     """GPUs to use, as indices or UUIDs like those in CUDA_VISIBLE_DEVICES; None means all visible GPUs."""
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    cpu_offload_gb: float = 0.0
-    enforce_eager: bool | None = None
     loras: dict[str, str] = {}
-    """Folder or Hub name of each LoRA adapter, by the name by which rows ask for it."""
-    limit_mm_per_prompt: dict[str, int] = {}
-    """Largest number of images in a prompt, as the value of "image". Empty leaves it to the engine."""
-    trust_remote_code: bool = False
-    tool_call_parser: str = ""
-    """Name of vLLM's parser that finds calls of tools in answers; empty for none."""
-    reasoning_parser: str = ""
-    """Name of vLLM's parser that takes reasoning out of answers; empty for none."""
-    engine_args: dict[str, Any] = {}
-    """Further arguments for vLLM's EngineArgs, by name. They replace our defaults. `check_config` refuses names
-    of fields of this class."""
+    """Folder, URL or Hub name of each LoRA adapter, by the name by which rows ask for it."""
+    server_command: str = ""
+    """Command that starts another server in vLLM's place, with {model} and {port} or {socket} to be filled in."""
+    server_args: list[str] = []
+    """Further options of the server, as typed: ["--max-model-len", "8192", "--enforce-eager"]."""
     seed: int = 0
     stall_seconds: float = 300.0
-    """Seconds without a step or a token, while requests are in flight, after which the engine counts as hung. With
-    ``--engine openai``: seconds that an outage of the endpoint may last."""
+    """Seconds without a token and without an answer, while calls are in flight, after which a server counts as hung.
+    For endpoints: seconds that an outage may last."""
     load_timeout_seconds: float = 1800.0
-    in_process: bool = False
-    """Whether the echo engine runs inside the worker's process, whatever `replicas` says. Other engines ignore this."""
+    scratch_dir: str | None = None
+    """Folder under which the servers' logs and sockets are; None for the system's folder of temporary files."""
 
-    base_url: str = ""
-    """URL of the endpoint. This field and the four next ones only concern ``--engine openai``."""
+    base_urls: list[str] = []
+    """URLs of the endpoints. This field and the next four concern ``--engine openai``."""
     max_concurrency: int = 100
+    """Calls under way at once at each endpoint, or at each server whose own limit we do not know."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     request_timeout_seconds: float = 600.0
-    """Seconds that one attempt at a request may take."""
+    """Seconds that one attempt at a call to an endpoint may take."""
 
-    echo_latency_seconds: float = 0.0
-    echo_seed: int = 0
-    echo_tokens: tuple[int, int] | None = None
-    echo_load_seconds: float = 0.0
-    echo_fail_marker: str | None = None
-    echo_kill_marker: str | None = None
-    echo_hang_marker: str | None = None
+    echo: EchoOptions = EchoOptions()
 
     @property
-    def pooling_options(self) -> dict[str, Any]:
-        """The options about vectors that were given, by field. They may change answers."""
-        names = ("pooling", "dimensions", "normalize")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def is_pooling(self) -> bool:
+        """Whether the task needs a pooling model."""
+        return is_pooling(self.task)
 
     @property
-    def max_images(self) -> int | None:
-        """Largest number of images in a prompt; None leaves it to the engine."""
-        return self.limit_mm_per_prompt.get("image")
+    def server_options(self) -> dict[str, Any]:
+        """The options in `server_args` by their names with underscores; see `parse_args`."""
+        return parse_args(self.server_args)
 
     @property
-    def constraint_backend(self) -> str:
-        """Name of vLLM's backend that keeps answers to their constraints."""
-        options = self.engine_args.get("structured_outputs_config", CONSTRAINTS)
-        return str(options.get("backend", "auto")) if isinstance(options, dict) else "auto"
-
-    @property
-    def speculation(self) -> dict[str, Any]:
-        """Value of vLLM's `speculative_config`; empty without speculative decoding."""
-        value = self.engine_args.get("speculative_config")
-        return value if isinstance(value, dict) else {}
-
-    @property
-    def answer_arguments(self) -> dict[str, Any]:
-        """The `engine_args` that may change answers. They must be the same for all workers of a run."""
+    def answer_options(self) -> dict[str, Any]:
+        """Those of `server_options` that may change answers. They must be the same for all workers of a run."""
         return {
             name: value
-            for name, value in self.engine_args.items()
-            if value is not None and not any(fnmatchcase(name, each) for each in worker_args())
+            for name, value in self.server_options.items()
+            if not any(fnmatchcase(name.partition(".")[0], each) for each in worker_args())
         }
+
+    @property
+    def served_names(self) -> list[str]:
+        """Names of the model at the server. The first is what bodies say in "model". Adapters have names of their own."""
+        typed = self.server_options.get("served_model_name")
+        if typed:
+            return [str(name) for name in (typed if isinstance(typed, list) else [typed])]
+        return ["echo"] if self.engine == "echo" else [self.model]
+
+
+def parse_args(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read typed options as a server's parser would, as far as that goes without knowing them.
+
+    Numbers, JSON, true and false become such values. An option without a value is True, ``--no-x`` makes `x` False, and
+    an option with several values, or that is repeated, has a list.
+
+    >>> parse_args(["--max-model-len", "8192", "--no-enable-x", "--quantization=fp8"])
+    {'max_model_len': 8192, 'enable_x': False, 'quantization': 'fp8'}
+    """
+    found: dict[str, Any] = {}
+    for option, values in _grouped(arguments):
+        name = option.lstrip("-").replace("-", "_")
+        value: Any = [_value(each) for each in values]
+        if not value:
+            value = [not name.startswith("no_")]
+            name = name.removeprefix("no_")
+        if name in found:
+            before = found[name]
+            value = [*(before if isinstance(before, list) else [before]), *value]
+        found[name] = value[0] if len(value) == 1 else value
+    return found
+
+
+def _grouped(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option with the values that follow it. Values before the first option are left out."""
+    option, values = "", list[str]()
+    for argument in arguments:
+        if not _OPTION.match(argument):
+            values.append(argument)
+            continue
+        if option:
+            yield option, values
+        option, _, value = argument.partition("=")
+        values = [value] if "=" in argument else []
+    if option:
+        yield option, values
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return {"True": True, "False": False}.get(text, text)
 
 
 @cache
 def worker_args() -> tuple[str, ...]:
-    """Return name patterns of engine arguments, from worker_args.txt.
-
-    The workers of a run may give these arguments different values.
-    """
+    """Return name patterns of the server's options, from worker_args.txt, that may differ between workers of a run."""
     text = importlib.resources.files("batchinfer.engines").joinpath("worker_args.txt").read_text()
     return tuple(line for line in text.splitlines() if not line.startswith("#"))
 
@@ -179,24 +176,12 @@ def check_config(config: EngineConfig) -> None:
     """Refuse values that no engine could run, before anything is started. Pure.
 
     Raises:
-        ConfigError: a number is out of its range, --hf-config-path is a URL, or an engine argument has an option of its
-            own.
+        ConfigError: a number is out of its range, or options contradict each other.
     """
-    _check_arguments(config)
-    _check_pooling(config)
-    if config.hf_config_path and "://" in config.hf_config_path:
-        raise ConfigError(
-            f"--hf-config-path: {config.hf_config_path} is a URL, expected a folder or a name on the Hub",
-            hint="put config.json into the model's folder in the bucket, or copy it to this machine",
-        )
-    _check_nodes(config)
     counts = {
         "--tensor-parallel-size": config.tensor_parallel_size,
         "--pipeline-parallel-size": config.pipeline_parallel_size,
         "--replicas": None if config.replicas == "auto" else config.replicas,
-        "--max-model-len": config.max_model_len,
-        "--max-num-seqs": config.max_num_seqs,
-        "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--max-concurrency": config.max_concurrency,
         "--requests-per-minute": config.requests_per_minute,
         "--tokens-per-minute": config.tokens_per_minute,
@@ -212,58 +197,19 @@ def check_config(config: EngineConfig) -> None:
     for option, limit in seconds.items():
         if limit <= 0:
             raise ConfigError(f"{option}: is {limit:g}, expected more than 0")
-    for name, most in config.limit_mm_per_prompt.items():
-        if name not in ("image", "video", "audio") or type(most) is not int or most < 0:
-            raise ConfigError(
-                f"--limit-mm-per-prompt {name}={most}: expected a number of images from 0",
-                hint="as in --limit-mm-per-prompt image=4",
-            )
-    share = config.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
+    if config.echo.latency_seconds < 0:
+        raise ConfigError(f"echo latency: is {config.echo.latency_seconds:g}, expected 0 or more")
+    if config.echo.tokens and not 1 <= config.echo.tokens[0] <= config.echo.tokens[1]:
         raise ConfigError(
-            f"--gpu-memory-utilization: is {share:g}, expected a share above 0 and up to 1"
+            f"echo token counts: are {config.echo.tokens}, expected (least, most) with least >= 1"
         )
-    if config.cpu_offload_gb < 0:
-        raise ConfigError(f"--cpu-offload-gb: is {config.cpu_offload_gb:g}, expected 0 or more")
-    if config.echo_latency_seconds < 0:
-        raise ConfigError(f"echo latency: is {config.echo_latency_seconds:g}, expected 0 or more")
-    if config.echo_tokens and not 1 <= config.echo_tokens[0] <= config.echo_tokens[1]:
+    command = config.server_command
+    if command and not any(place in command for place in ("{port}", "{socket}")):
         raise ConfigError(
-            f"echo token counts: are {config.echo_tokens}, expected (least, most) with least >= 1"
+            f"--server-command {command}: says nowhere where the server shall listen",
+            hint="put {port} (at 127.0.0.1) or {socket} (a unix socket) where the server takes it, and {model}",
         )
-
-
-def _check_pooling(config: EngineConfig) -> None:
-    """Refuse options that mean nothing for the run's task."""
-    of_texts = {
-        "--tool-call-parser": config.tool_call_parser,
-        "--reasoning-parser": config.reasoning_parser,
-        "--speculative-config": config.engine_args.get("speculative_config"),
-    }
-    for option, value in of_texts.items():
-        if value and is_pooling(config.task):
-            raise ConfigError(
-                f"{option} with --task {config.task}: means nothing for this task",
-                hint="leave it out",
-            )
-    given = {
-        "--pooling": config.pooling,
-        "--dimensions": config.dimensions,
-        "--normalize": config.normalize,
-    }
-    for option, value in given.items():
-        if value is None:
-            continue
-        if not is_pooling(config.task):
-            raise ConfigError(
-                f"{option} with --task {config.task}: is about vectors, and this task makes texts",
-                hint="add --task embed, or another task of docs/embeddings.md",
-            )
-        if option == "--dimensions" and config.task not in (EMBED, TOKEN_EMBED):
-            raise ConfigError(
-                f"{option} with --task {config.task}: only embeddings can be cut",
-                hint="leave it out",
-            )
+    _check_nodes(config)
 
 
 def _check_nodes(config: EngineConfig) -> None:
@@ -288,34 +234,3 @@ def _check_nodes(config: EngineConfig) -> None:
             f"{config.nnodes}",
             hint="every node has the same number of GPUs",
         )
-
-
-def _check_arguments(config: EngineConfig) -> None:
-    """Refuse an engine argument that has an option of its own.
-
-    run.json records only the option, and the choice of GPUs reads only the option.
-    """
-    cache = config.engine_args.get("kv_cache_dtype")
-    if (
-        cache is not None
-        and cache not in KV_CACHE_BYTES
-        and (meant := near(str(cache), KV_CACHE_BYTES))
-    ):
-        raise ConfigError(f"--kv-cache-dtype {cache}: is not one of vLLM's types{meant}")
-    draft = config.speculation.get("model")
-    if isinstance(draft, str) and "://" in draft:
-        raise ConfigError(
-            f"--speculative-config: the model {draft} is a URL, expected a folder or a name on the Hub",
-            hint="copy the draft model to this machine",
-        )
-    for name in config.engine_args:
-        hint = f"use --{name.replace('_', '-')} instead"
-        if name == "seed":
-            hint = "use --seed, from which every row gets its own"
-        elif name == "tokenizer_revision":
-            hint = "--revision is the tokenizer's too; --tokenizer takes a folder with the files of another one"
-        elif name == "runner":
-            hint = "--task decides it"
-        elif name not in EngineConfig.__struct_fields__:
-            continue
-        raise ConfigError(f"--engine-arg {name}: has an option of its own", hint=hint)

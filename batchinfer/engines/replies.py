@@ -1,0 +1,137 @@
+"""What a server's reply means: an answer, a refusal of this row, a failure that may pass, or a refusal of everyone.
+
+The tables go by the HTTP status and by the fields `param`, `code` and `type` of the body's error, never by its text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from batchinfer.core.printable import printable
+from batchinfer.core.records import Call, Failure, Reply
+from batchinfer.core.row_codes import Code
+
+TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses of replies that may be another at the next attempt."""
+OVERLOADED = frozenset({429, 503, 529})
+"""Statuses of a server that has too much to do. They say nothing about the row."""
+DENIED = frozenset({401, 402, 403})
+"""Statuses with which an endpoint refuses everyone who has this key."""
+INVALID_TYPE = "invalid_answer"
+"""Our `type` of the error in a reply that replaces a server's answer which is none."""
+INVALID_STATUS = 502
+_PROMPT_PARAMS = frozenset({"input_tokens", "input_text", "prompt_tokens"})
+_PROMPT_CODES = frozenset({"context_length_exceeded", "string_above_max_length"})
+_PAID_UP_CODES = frozenset({"insufficient_quota"})
+_CONSTRAINT_PARAMS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "json_schema", "grammar"}
+)
+_LONGEST_MESSAGE = 1000
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """The error in a body, in the shapes that servers give it."""
+
+    message: str = ""
+    type: str = ""
+    param: str = ""
+    code: str = ""
+
+
+def problem_of(body: bytes) -> Problem | None:
+    """Return the error that a body tells; None if it tells none. A body that is no JSON object is its own message."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Problem(message=printable(body[:_LONGEST_MESSAGE].decode("utf-8", "replace")))
+    if not isinstance(found, dict):
+        return Problem(message=str(found)[:_LONGEST_MESSAGE])
+    error = found.get("error")
+    if error is None and found.get("object") == "error":
+        error = found
+    if isinstance(error, dict):
+        texts = {name: error.get(name) for name in Problem.__struct_fields__}
+        return Problem(**{name: str(value) for name, value in texts.items() if value is not None})
+    if error is None and "detail" not in found:
+        return None
+    return Problem(message=str(error or found["detail"])[:_LONGEST_MESSAGE])
+
+
+# Field that the body of an answer has, by the end of the call's path.
+_ANSWER_FIELDS = {
+    "completions": ("choices",),
+    "responses": ("output",),
+    "embeddings": ("data", "embeddings"),
+    "pooling": ("data",),
+    "classify": ("data",),
+    "score": ("data",),
+    "rerank": ("results",),
+}
+
+
+def is_answer(call: Call, body: bytes) -> bool:
+    """Whether the body of a status 200 is an answer to a call: whole JSON, no error, with what such answers hold."""
+    fields = _ANSWER_FIELDS.get(call.path.rpartition("/")[2])
+    if fields is None and not call.content_type.startswith("application/json"):
+        return bool(body)  # a transcription may be plain text
+    try:
+        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    if found.get("error", _NULL) != _NULL:
+        return False
+    return fields is None or any(found.get(field, _NULL) not in _EMPTY for field in fields)
+
+
+_NULL = msgspec.Raw(b"null")
+_EMPTY = (_NULL, msgspec.Raw(b"[]"))
+
+
+def invalid_answer(body: bytes) -> bytes:
+    """Return the body of the reply that takes the place of a server's answer which is none."""
+    problem = problem_of(body)
+    said = problem.message if problem is not None else body[:200].decode("utf-8", "replace")
+    message = f"the server's answer is none: {printable(said)[:200]}"
+    return msgspec.json.encode({"error": {"message": message, "type": INVALID_TYPE}})
+
+
+def is_used_up(reply: Reply) -> bool:
+    """Whether a 429 means that the account has nothing left to pay with, and not that there is too much to do."""
+    problem = problem_of(reply.body) if reply.status == 429 else None
+    return problem is not None and not _PAID_UP_CODES.isdisjoint({problem.code, problem.type})
+
+
+def failure_of(reply: Reply) -> Failure | None:
+    """Return why a reply is no answer; None if it is one. Pure."""
+    if reply.status == 0:
+        message = reply.body.decode("utf-8", "replace")
+        return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
+    if 200 <= reply.status < 300:
+        return None
+    problem = problem_of(reply.body) or Problem()
+    message = (
+        problem.message[:_LONGEST_MESSAGE] or f"the server answered with status {reply.status}"
+    )
+    return Failure(
+        code=_code_of(reply.status, problem),
+        message=message,
+        status=reply.status,
+        param=problem.param or None,
+    )
+
+
+def _code_of(status: int, problem: Problem) -> Code:
+    if problem.type == INVALID_TYPE:
+        return Code.INVALID_ANSWER
+    if status in TRANSIENT or (status >= 500 and status != 501):
+        return Code.SERVER_ERROR
+    if problem.param in _PROMPT_PARAMS or problem.code in _PROMPT_CODES:
+        return Code.PROMPT_TOO_LONG
+    if problem.param == "model":
+        return Code.MODEL_NOT_FOUND
+    if status in (404, 405):
+        return Code.UNKNOWN_URL
+    name = problem.param.partition(".")[0]
+    if name in _CONSTRAINT_PARAMS:
+        return Code.INVALID_CONSTRAINT
+    return Code.INVALID_PARAMETER if problem.param else Code.INVALID_REQUEST
