@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from batchinfer.prompts.builder import PromptBuilder, finish_call, internal_failure
+from batchinfer.prompts.options import make_body
+from batchinfer.prompts.templates import NAMED_TEMPLATES, NamedTemplate
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -20,14 +23,20 @@ from batchinfer.prompts.types import (
 __all__ = [
     "CHAT_URL",
     "COMPLETIONS_URL",
+    "NAMED_TEMPLATES",
     "REQUEST_FORMATS",
     "TASK_PATHS",
     "TRUNCATIONS",
     "BestOf",
     "EngineRules",
     "MediaRef",
+    "NamedTemplate",
     "Prepared",
+    "PromptBuilder",
     "PromptConfig",
     "RawRow",
     "RowProblem",
+    "finish_call",
+    "internal_failure",
+    "make_body",
 ]

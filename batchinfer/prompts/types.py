@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,7 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
 TRANSLATIONS_URL = "/v1/audio/translations"
+SPEECH_URLS = (TRANSCRIPTIONS_URL, TRANSLATIONS_URL)
 TASK_PATHS = {
     "embed": "/v1/embeddings",
     "token-embed": "/pooling",
@@ -127,6 +128,9 @@ class EngineRules:
     """Whether the server fetches media at http(s) links itself."""
     is_vllm: bool = True
     """Whether fields that only vLLM has may be added to bodies."""
+    eos_token: str = ""
+    """Text of the model's end-of-sequence token, which is removed from the end of plain prompts: a model generates
+    nothing useful after it. Empty if unknown."""
 
 
 class RawRow(msgspec.Struct, frozen=True, gc=False):
@@ -174,6 +178,19 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     best_of: BestOf | None = None
 
 
+@dataclass(slots=True)
+class Draft:
+    """A row that is being read. If reading fails, the id and path read so far still go into the output."""
+
+    row: int
+    id: str = ""
+    path: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    """Fields that the row itself states. The prompt is the first one."""
+    sound: str = ""
+    """Data URL or place of the sound to transcribe or translate."""
+
+
 class RowProblem(RowError):
     """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
 
@@ -186,6 +203,4 @@ class RowProblem(RowError):
 
     def as_failure(self) -> Failure:
         """Return the reason why the row has no answer, for its output line."""
-        return Failure(
-            code=self.code, message=self.message, status=self.status, param=self.param
-        )
+        return Failure(code=self.code, message=self.message, status=self.status, param=self.param)
