@@ -1,62 +1,110 @@
-"""A machine that runs a share of a model for the worker on another machine (`batchinfer worker --headless`).
+"""The machines that run a share of a model for the worker on another machine (`batchinfer worker --headless`).
 
-It reads no job and no run. It connects to node 0, the worker, loads its share when all nodes are there, and ends when
-node 0 ends, with the same exit status.
+vLLM connects the nodes of a model itself, at --master-addr and --master-port. But no node notices there that another one
+has gone. So node 0, which is the worker, listens at the port after --master-port, and every other node keeps a connection
+to it open, which also breaks when a node is killed. Node 0 first sends the revision of the model, then "done" when its
+engine is closed after it has worked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import (
-    BatchinferError,
     ConfigError,
     EngineDied,
+    EngineError,
+    EngineLoadError,
     Interrupted,
-    PolicyStop,
-    StorageError,
-    UsageError,
 )
-from batchinfer.engines import Stop, check_engine
-from batchinfer.engines.bucket_models import with_local_files
-from batchinfer.engines.channel import Close, Closed, Load
+from batchinfer.engines import Stop, check_engine, check_installed
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.gpus import Placement, place
-from batchinfer.engines.nodes import POLL_SECONDS, NodeLink, reach
-from batchinfer.engines.replica import Replica
+from batchinfer.engines.server import ServerProcess, plan
+from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-# Seconds that vLLM's processes on this node get to end by themselves.
-CLOSE_SECONDS = 8.0
-_ERRORS: dict[int, type[BatchinferError]] = {
-    2: UsageError,
-    3: PolicyStop,
-    34: StorageError,
-    75: Interrupted,
-}
-"""Class of the error with which this node ends, by the exit status of node 0. Others: EngineDied."""
+POLL_SECONDS = 0.5
+_DONE = b"done\n"
+# Seconds without a sign of life after which the kernel asks the machine at the other end, and between such questions.
+_KEEPALIVE_SECONDS = 10
+
+
+class Nodes:
+    """Node 0's connections to the other nodes. Listens as soon as it is made.
+
+    Raises:
+        ConfigError: this machine does not have the address --master-addr, or another program uses the port.
+    """
+
+    def __init__(self, config: EngineConfig, revision: str) -> None:
+        self._greeting = f"{revision}\n".encode()
+        self._links: list[socket.socket] = []
+        place = (config.master_addr, config.master_port + 1)
+        try:
+            self._server = socket.create_server(place)
+        except OSError as error:
+            raise ConfigError(
+                f"--master-addr {place[0]}: cannot listen at port {place[1]} there ({error.strerror or error})",
+                hint="node 0 needs an address of its own machine, and the two ports from --master-port on",
+            ) from error
+        self._server.setblocking(False)
+
+    def check(self, kind: type[EngineError]) -> None:
+        """Let nodes in that have come, and raise `kind` if one has gone. Returns at once."""
+        with contextlib.suppress(BlockingIOError):
+            link, _ = self._server.accept()
+            _keep_alive(link)
+            link.sendall(self._greeting)
+            link.setblocking(False)
+            self._links.append(link)
+        for link in self._links:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    link.recv(1)
+                except ConnectionError:
+                    pass
+                raise kind("a node that runs a share of the model has gone")
+
+    def close(self, *, is_done: bool) -> None:
+        """Close the connections, so that the nodes end."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                if is_done:
+                    link.sendall(_DONE)
+            link.close()
+        self._server.close()
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Have the kernel notice that the machine at the other end is gone."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_SECONDS)
 
 
 def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]:
-    """Run this node's share of the model until node 0 ends.
+    """Run this node's share of the model (`vllm serve --headless`) until node 0 ends.
 
     Args:
         config: Configuration of the engine, as node 0 has it, with this node's rank.
-        loading: Stop signal before all nodes are there.
+        loading: Stop signal before node 0 is reached.
         stop: Stop signal from then on. It should leave node 0, which gets a signal too, time to finish rows.
 
     Returns:
-        The result object, if node 0 ended with 0.
+        The result object, when node 0 has done its work.
 
     Raises:
-        BatchinferError: node 0 ended with another exit status, which the error's class has, too.
-        ConfigError: the options cannot work, or differ from those of node 0.
-        EngineError: node 0 has gone, or vLLM's processes on this node ended.
+        ConfigError: the options cannot work.
+        EngineError: node 0 has gone or has failed, or vLLM's processes on this node ended.
         Interrupted: a stop signal was set.
     """
     if config.node_rank == 0:
@@ -64,72 +112,68 @@ def follow(config: EngineConfig, *, loading: Stop, stop: Stop) -> dict[str, Any]
             "--headless without --node-rank: node 0 is the worker itself",
             hint="give --nnodes N --node-rank 1 to N-1 --master-addr ADDRESS on the other machines",
         )
-    check_engine(config).check_installed()
-    line = reach(config, loading)
-    with contextlib.closing(line):
-        order = _first_order(line, loading)
-        if "status" not in order:
-            revision = config.revision or order.get("revision") or None
-            config = msgspec.structs.replace(config, revision=revision)
-            placement = place(with_local_files(config, with_weights=True, stop=loading))
-            order = _run(placement, line, stop)
-    _raise_for(order["status"])
+    check_engine(config)
+    check_installed(config)
+    with contextlib.closing(_reach(config, loading)) as link:
+        received = b""
+        while b"\n" not in received:
+            received += _receive(link, loading)
+        revision = received.partition(b"\n")[0].decode() or None
+        config = msgspec.structs.replace(config, revision=config.revision or revision)
+        scratch = Scratch(config.scratch_dir)
+        [launch] = plan(config, Path(scratch.folder), loading)
+        own_address = {"VLLM_HOST_IP": str(link.getsockname()[0])}
+        launch = msgspec.structs.replace(launch, environment={**launch.environment, **own_address})
+        process = ServerProcess(launch, scratch.folder / "server.log")
+        process.start()
+        logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
+        try:
+            while not (received := _receive(link, stop)):
+                process.copy_log()
+                if process.exit_status() is not None:
+                    raise EngineDied(f"node {config.node_rank}: {process.reason()}")
+        finally:
+            process.end()
+            scratch.close()
     return {"status": "SUCCESS", "node_rank": config.node_rank, "nnodes": config.nnodes}
 
 
-def _run(placement: Placement, line: NodeLink, stop: Stop) -> dict[str, Any]:
-    """Load the model's share, and keep it until node 0 ends. Returns node 0's last message."""
-    config = placement.config
-    environment = {**placement.replicas[0][1], "VLLM_HOST_IP": line.own_address}
-    replica = Replica(f"node {config.node_rank}", environment)
-    try:
-        with contextlib.suppress(Closed):
-            replica.channel.send(Load(config=placement.config))
-        logger.info("node %d of %d: loading", config.node_rank, config.nnodes)
-        has_told = False
-        while True:
-            message = _receive(line, stop)
-            if message is not None:
-                return message
-            if not has_told and not replica.is_running():
-                # Node 0 may have closed its engine, and still publish outputs. So its word is waited for.
-                replica.settle()
-                logger.error("%s: %s", replica.name, replica.reason())
-                with contextlib.suppress(OSError):
-                    line.send({"ended": replica.reason()[-2000:]})
-                has_told = True
-    finally:
-        with contextlib.suppress(Closed):
-            replica.channel.send(Close())
-        replica.end(CLOSE_SECONDS)
+def _reach(config: EngineConfig, stop: Stop) -> socket.socket:
+    """Connect to node 0, which may start later than this node."""
+    place = (config.master_addr, config.master_port + 1)
+    end = time.monotonic() + config.load_timeout_seconds
+    while not stop.is_set():
+        try:
+            link = socket.create_connection(place, timeout=5.0)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise EngineLoadError(
+                    f"node 0 does not answer at {place[0]}, port {place[1]} ({error})",
+                    hint="node 0 is the worker with --node-rank 0; it listens at the port after --master-port",
+                ) from error
+            time.sleep(POLL_SECONDS)
+        else:
+            _keep_alive(link)
+            return link
+    raise Interrupted("stopped while it waited for node 0")
 
 
-def _first_order(line: NodeLink, stop: Stop) -> dict[str, Any]:
-    """Wait for node 0's first message, which comes when all nodes are there.
+def _receive(link: socket.socket, stop: Stop) -> bytes:
+    """Return what node 0 has sent; empty if nothing has come for a moment.
 
     Raises:
-        ConfigError: node 0 refuses this node.
+        EngineDied: node 0 has gone.
+        Interrupted: `stop` was set.
     """
-    while (message := _receive(line, stop)) is None:
-        pass
-    if "refused" in message:
-        raise ConfigError(
-            f"node 0 refuses this node: {message['refused']}",
-            hint="give all nodes of a model the same options",
-        )
-    return message
-
-
-def _receive(line: NodeLink, stop: Stop) -> dict[str, Any] | None:
     if stop.is_set():
         raise Interrupted("stopped by a signal")
+    link.settimeout(POLL_SECONDS)
     try:
-        return line.receive(POLL_SECONDS)
+        received = link.recv(1024)
+    except TimeoutError:
+        return b""
     except OSError as error:
         raise EngineDied("node 0 has gone") from error
-
-
-def _raise_for(status: Any) -> None:
-    if status != 0:
-        number = status if isinstance(status, int) else 33
-        raise _ERRORS.get(number, EngineDied)(f"node 0 ended with exit status {number}")
+    if not received:
+        raise EngineDied("node 0 has gone")
+    return received

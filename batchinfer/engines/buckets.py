@@ -1,0 +1,193 @@
+"""Models and adapters in a bucket, as in ``--model s3://bucket/folder``: what is there, and a copy on this machine.
+
+vLLM reads local folders and the Hub. So the files of a folder in a bucket are fetched once, to a folder whose name has a
+hash of the listing (names, sizes and etags). They are fetched under another name, which becomes the right one when all
+are there. So a folder that is there is whole, and a model that has changed in the bucket gets another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from batchinfer.core.errors import ConfigError, Interrupted, ScratchFull, StorageError
+from batchinfer.core.units import size
+from batchinfer.engines import Stop
+from batchinfer.engines.config import EngineConfig
+from batchinfer.storage import ObjectInfo
+from batchinfer.storage.opening import READ_ONLY_SCHEMES, open_store, split_url
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = "_UNFINISHED"
+"""Key of the object that `batchinfer convert` keeps beside a model's files while it uploads them."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+"""Endings of weight files, in the order in which vLLM prefers them."""
+FILES_AT_ONCE = 8
+_POLL_SECONDS = 0.2
+
+
+class BucketModel(NamedTuple):
+    """The files of a model in a bucket that a server loads, as one listing shows them."""
+
+    url: str
+    files: tuple[ObjectInfo, ...]
+
+    @property
+    def identity(self) -> str:
+        """Hash of the names, sizes and etags of the files."""
+        lines = sorted(f"{info.key}\0{info.bytes}\0{info.etag}\n" for info in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
+
+
+def is_in_bucket(name: str) -> bool:
+    """Whether the name of a model or an adapter is a URL.
+
+    >>> is_in_bucket("s3://bucket/model"), is_in_bucket("Qwen/Qwen3-8B")
+    (True, False)
+    """
+    return "://" in name and not name.lower().startswith("file://")
+
+
+def cache_folder(config: EngineConfig) -> Path:
+    """Return the folder of fetched models: --model-cache, else a folder in HF_HOME or in the user's cache."""
+    if config.model_cache:
+        return Path(config.model_cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "batchinfer"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "batchinfer" / "models"
+
+
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Return the weight files that vLLM would load: those of the format that it likes best.
+
+    Mistral's repositories hold the same weights twice; the names of the second copy contain "consolidated".
+    """
+    listed = list(names)
+    for suffix in WEIGHT_SUFFIXES:
+        chosen = [name for name in listed if name.endswith(suffix)]
+        if chosen:
+            return [name for name in chosen if "consolidated" not in name] or chosen
+    return []
+
+
+@lru_cache(maxsize=16)
+def list_model(url: str, option: str) -> BucketModel:
+    """List a model's files. A process lists a model only once, so that all its parts use the same version.
+
+    Args:
+        url: The folder.
+        option: The option that names it, for messages.
+
+    Raises:
+        ConfigError: the URL is not of a bucket, no file is there, or the upload of the files has not ended.
+        InputError: there is no such bucket.
+        AccessDenied: the store refuses access.
+        StorageError: the store failed after its retries.
+    """
+    subject = f"{option}: {url}"
+    scheme, rest = split_url(url)
+    if scheme in READ_ONLY_SCHEMES:
+        hint = f"{option} {rest} is the model of this name on the Hub" if scheme == "hf" else ""
+        raise ConfigError(
+            f"{subject} cannot be listed as a folder of a bucket",
+            hint=hint or "give a local folder, a name on the Hub, or a folder in s3:// or gs://",
+        )
+    there = {info.key: info for info in open_store(url).list("")}
+    if UNFINISHED in there:
+        raise ConfigError(
+            f"{subject} is not there whole: `batchinfer convert` was uploading it",
+            hint="wait until `batchinfer convert` has ended; if it was stopped, start it again",
+        )
+    weights = set(weight_files(name for name in there if "/" not in name))
+    files = [
+        info
+        for name, info in there.items()
+        if name in weights or "/" in name or not name.endswith(WEIGHT_SUFFIXES)
+    ]
+    if not files:
+        raise ConfigError(
+            f"{subject} has no model: there is no such folder",
+            hint="give the URL of the folder that holds config.json, or an adapter's adapter_config.json",
+        )
+    return BucketModel(url.rstrip("/"), tuple(files))
+
+
+def fetch(model: BucketModel, cache: Path, stop: Stop | None = None) -> Path:
+    """Bring a model's files to this machine, and return the folder with them. If it is there, the store is not asked.
+
+    Raises:
+        ConfigError: the cache folder cannot be written, or is full.
+        AccessDenied, StorageError: the store refuses access, or failed after its retries.
+        Interrupted: `stop` was set.
+    """
+    name = model.url.rpartition("/")[2]
+    folder = cache.absolute() / model.identity[:20] / name
+    if folder.is_dir():
+        return folder
+    total = sum(info.bytes for info in model.files)
+    building = folder.parent.with_name(f".{uuid.uuid4().hex}") / name
+    try:
+        building.mkdir(parents=True)
+        if total > (free := shutil.disk_usage(building).free):
+            raise ConfigError(
+                f"--model-cache: {cache} has {size(free)} free, and {model.url} takes {size(total)}",
+                hint="free space there, or name another folder with --model-cache",
+            )
+        logger.info("fetching %s (%d files, %s)", model.url, len(model.files), size(total))
+        _download(model, building, stop)
+        try:
+            building.parent.rename(folder.parent)
+        except OSError:
+            if not folder.is_dir():  # else another process was quicker
+                raise
+    except (OSError, ScratchFull) as error:
+        raise ConfigError(
+            f"--model-cache: {cache} cannot be used: {error}",
+            hint="name another folder with --model-cache",
+        ) from error
+    finally:
+        shutil.rmtree(building.parent, ignore_errors=True)
+    return folder
+
+
+def _download(model: BucketModel, folder: Path, stop: Stop | None) -> None:
+    """Copy a model's files to a folder, several at a time, on threads that end with the process."""
+    store = open_store(model.url)
+    left: queue.SimpleQueue[ObjectInfo | None] = queue.SimpleQueue()
+    for info in sorted(model.files, key=lambda info: -info.bytes):
+        left.put(info)
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors and (info := left.get()) is not None:
+            path = folder / info.key
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                store.download(info.key, path)
+                if path.stat().st_size != info.bytes:
+                    raise StorageError(f"{model.url}/{info.key}: has changed while it was fetched")
+            except Exception as error:  # noqa: BLE001 - the thread that waits raises it
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(FILES_AT_ONCE)]
+    for thread in threads:
+        left.put(None)
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not errors:
+            thread.join(_POLL_SECONDS)
+            if stop is not None and stop.is_set():
+                errors.append(Interrupted(f"{model.url}: stopped while it was fetched"))
+    if errors:
+        raise errors[0]

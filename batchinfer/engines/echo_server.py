@@ -1,0 +1,95 @@
+"""The echo engine as a server of its own: ``python -m batchinfer.engines.echo_server CONFIG PLACE``.
+
+CONFIG is an `EngineConfig` as JSON; PLACE is the path of a unix socket, or a port of 127.0.0.1. A call with the kill
+marker kills this process by SIGKILL, and one with the hang marker makes it answer nothing any more, so that the worker
+sees what it would see of a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import msgspec
+from aiohttp import web
+
+from batchinfer.core.records import Call, Reply
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.echo import answer, is_marked, latency_of, stream_of
+
+_MOST_BYTES = 1 << 30
+
+
+class EchoServer:
+    """Answers requests by the echo engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        typed = config.server_options.get("max_num_seqs")
+        self._slots = asyncio.Semaphore(typed if isinstance(typed, int) else 256)
+        self._hangs = asyncio.Event()
+
+    def app(self) -> web.Application:
+        """Return the application, with the paths of vLLM's server."""
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{path:.*}", self._answer)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        del request
+        length = self.config.server_options.get("max_model_len")
+        names = [*self.config.served_names, *self.config.loras]
+        listed = [{"id": name, "object": "model", "max_model_len": length} for name in names]
+        return web.json_response({"object": "list", "data": listed})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        kind = request.headers.get("Content-Type", "application/json")
+        body = await request.read()
+        call = Call(key=("", 0), path=request.path, body=body, content_type=kind)
+        if is_marked(call, self.config.echo.kill_marker):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_marked(call, self.config.echo.hang_marker):
+            self._hangs.set()
+        async with self._slots:
+            await asyncio.sleep(latency_of(call, self.config))
+            while self._hangs.is_set():
+                await asyncio.sleep(1.0)
+        reply = answer(call, self.config)
+        if reply.status == 200 and b'"stream":true' in body.replace(b" ", b""):
+            return await self._stream(request, reply)
+        return web.Response(status=reply.status, body=reply.body, content_type="application/json")
+
+    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for data in stream_of(reply):
+            await response.write(b"data: " + data + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+async def serve(config: EngineConfig, place: str) -> None:
+    """Load for as long as the options say, and then answer until a signal ends the process."""
+    await asyncio.sleep(config.echo.load_seconds)
+    runner = web.AppRunner(EchoServer(config).app(), keepalive_timeout=3600)
+    await runner.setup()
+    site: web.BaseSite
+    if place.isdigit():
+        site = web.TCPSite(runner, "127.0.0.1", int(place))
+    else:
+        site = web.UnixSite(runner, place)
+    await site.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=EngineConfig), sys.argv[2]))

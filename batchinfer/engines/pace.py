@@ -1,0 +1,58 @@
+"""Limits on the requests and tokens that an endpoint gets in a minute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from batchinfer.core.records import Call
+from batchinfer.engines.config import EngineConfig
+
+_BYTES_PER_TOKEN = 4
+# Shares of a minute's requests and tokens that may be sent at once. The rest follows evenly.
+_REQUEST_BURST = 1 / 60
+_TOKEN_BURST = 1 / 6
+
+
+class _Lengths(msgspec.Struct):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Lengths)
+
+
+class Pace:
+    """Lets calls pass as fast as --requests-per-minute and --tokens-per-minute allow. Belongs to one event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._requests = _limiter(config.requests_per_minute, _REQUEST_BURST)
+        self._tokens = _limiter(config.tokens_per_minute, _TOKEN_BURST)
+
+    async def wait(self, call: Call) -> None:
+        """Wait until a call may be sent."""
+        if self._requests is not None:
+            await self._requests.acquire()
+        if self._tokens is not None:
+            await self._tokens.acquire(min(estimate_tokens(call), self._tokens.max_rate))
+
+
+def _limiter(per_minute: int | None, burst: float) -> Any:
+    if per_minute is None:
+        return None
+    from aiolimiter import AsyncLimiter
+
+    most = max(1.0, per_minute * burst)
+    return AsyncLimiter(most, 60 * most / per_minute)
+
+
+def estimate_tokens(call: Call) -> int:
+    """Return about how many tokens a call takes: a quarter of its bytes, and the longest answers that it asks for."""
+    try:
+        found = _decoder.decode(call.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = _Lengths()
+    answer = found.max_completion_tokens or found.max_tokens or 0
+    return len(call.body) // _BYTES_PER_TOKEN + answer * (found.n or 1)

@@ -1,0 +1,359 @@
+"""Servers of our own: the commands that start them, and their processes.
+
+Each replica is one server, which listens on a unix socket in a folder that only its owner may enter, or at a port of
+127.0.0.1 if it cannot do that. What it writes goes to a file beside the socket, and at debug level to our log. `guard`
+ends it with the worker, whatever happens to either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from batchinfer.core.errors import BatchinferError, ConfigError, EngineLoadError
+from batchinfer.core.printable import printable
+from batchinfer.core.processes import child_environment, describe_exit
+from batchinfer.core.records import Record
+from batchinfer.engines import Stop, find_engine, guard
+from batchinfer.engines.adapters import (
+    AdapterInfo,
+    check_fit,
+    describe_adapters,
+    write_modules,
+    write_options,
+)
+from batchinfer.engines.buckets import cache_folder, fetch, is_in_bucket, list_model
+from batchinfer.engines.config import CONSTRAINTS, EngineConfig
+from batchinfer.engines.gpus import Gpu, choose_layout, device_variables, is_cpu_build, visible_gpus
+from batchinfer.engines.models import ModelInfo, describe_model, plain_path
+from batchinfer.engines.parent_death import ENGINE_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = 1 << 30
+ECHO_MAX_NUM_SEQS = 256
+IN_FLIGHT_FACTOR = 1.5
+"""Number of calls that a server holds, as a multiple of those that it runs at once. The others wait inside it, so that it
+never waits for the worker."""
+GRACE_SECONDS = 8.0
+"""Seconds that a server has to end by itself when its engine is closed."""
+_LONGEST_SOCKET = 107  # bytes of sun_path, without the zero at the end
+_LAST_BYTES = 1 << 16
+_REASON_LINES = 6
+_ERROR = re.compile(r"(?:Error|Exception|error)\b: ?\S")
+"""Marks the lines of a log that say why something failed."""
+_PREFIX = re.compile(
+    r"\x1b\[[\d;]*m|^\(\w[^)]* pid=\d+\) *|^(?:ERROR|WARNING) [\d-]+ [\d:]+ \[[^\]]*\] ?"
+)
+_NO_MEMORY = re.compile(
+    r"OutOfMemoryError|No available memory for the cache|larger than the available KV cache memory"
+    r"|less than desired GPU memory utilization|can't allocate memory"
+)
+"""What vLLM and torch write when the model does not fit. A fresh start would not fit either."""
+_MEMORY_ADVICE = (
+    "try a smaller --max-model-len or --max-num-seqs, a larger --tensor-parallel-size, a quantized model, "
+    "--cpu-offload-gb, or see with nvidia-smi who else uses the GPU"
+)
+
+
+class Launch(Record, frozen=True, kw_only=True):
+    """A server to be started."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    slots: int
+    """Number of calls that it should hold."""
+    max_num_seqs: int | None = None
+    socket: str = ""
+    """Path of the unix socket at which it listens; empty if it listens at `port`."""
+    port: int = 0
+    device: str = "cpu"
+    revision: str = ""
+
+
+# --------------------------------------------------------------------------- what to start
+
+
+def plan(config: EngineConfig, folder: Path, stop: Stop | None = None) -> list[Launch]:
+    """Decide which servers to start on which GPUs. Fetches a model and adapters that are in a bucket.
+
+    Args:
+        config: The configuration.
+        folder: Folder for the servers' sockets, which only its owner may enter.
+        stop: Ends the fetch.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        InputError, AccessDenied, StorageError, EngineLoadError: as in `models.describe_model`.
+        Interrupted: `stop` was set.
+    """
+    if not find_engine(config.engine).needs_model:
+        seqs = config.server_options.get("max_num_seqs", ECHO_MAX_NUM_SEQS)
+        program = [sys.executable, "-m", "batchinfer.engines.echo_server"]
+        command = [*program, msgspec.json.encode(config).decode(), "{socket}"]
+        count = 1 if config.replicas == "auto" else config.replicas
+        launches = [_launch(config, command, [], seqs) for _ in range(count)]
+    else:
+        launches = _plan_models(config, stop)
+    return [_listening(each, index, folder) for index, each in enumerate(launches)]
+
+
+def _plan_models(config: EngineConfig, stop: Stop | None) -> list[Launch]:
+    info = describe_model(config)
+    gpus = visible_gpus(config.gpus)
+    layout = choose_layout(info, gpus, config)
+    logger.info("%s", layout.explanation)
+    config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size)
+    model = local_model(config, stop)
+    adapters = describe_adapters(config)
+    check_fit(adapters, model)
+    size = layout.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
+    if config.server_command:
+        # Braces that are no place of ours stay, as in JSON.
+        places = {"{model}": model, "{name}": config.served_names[0], "{gpus}": str(size)}
+        command = shlex.split(config.server_command)
+        for place, value in places.items():
+            command = [part.replace(place, value) for part in command]
+        command, seqs = [*command, *config.server_args], None
+    else:
+        is_cpu = is_cpu_build()
+        seqs, tokens = batch_sizes(config, info, None if is_cpu or not gpus else gpus[0])
+        command = write_vllm_command(config, model, adapters, seqs, tokens)
+    groups = [gpus[index * size : (index + 1) * size] for index in range(layout.replicas)]
+    if idle := len(gpus) - sum(map(len, groups)):
+        logger.warning("%d of %d GPUs stay idle", idle, len(gpus))
+    launches = [_launch(config, command, group, seqs) for group in groups]
+    return [msgspec.structs.replace(each, revision=info.revision) for each in launches]
+
+
+def local_model(config: EngineConfig, stop: Stop | None = None) -> str:
+    """Return the folder of the model, fetched from its bucket if need be, or its name on the Hub."""
+    if is_in_bucket(config.model):
+        return str(fetch(list_model(config.model, "--model"), cache_folder(config), stop))
+    path = plain_path(config.model)
+    return str(path) if path.exists() else config.model
+
+
+def _launch(config: EngineConfig, command: list[str], group: list[Gpu], seqs: int | None) -> Launch:
+    listed = ",".join(gpu.id for gpu in group)
+    return Launch(
+        name=f" (GPU {listed})" if group else "",
+        command=command,
+        environment=device_variables(group, config.gpus),
+        slots=math.ceil(seqs * IN_FLIGHT_FACTOR) if seqs else config.max_concurrency,
+        max_num_seqs=seqs,
+        device=group[0].name if group else "cpu",
+    )
+
+
+def _listening(launch: Launch, index: int, folder: Path) -> Launch:
+    """Give a server its name, and the place where it listens."""
+    path, port = "", 0
+    if any("{socket}" in part for part in launch.command):
+        path = str(folder / f"{index}.sock")
+        if len(os.fsencode(path)) > _LONGEST_SOCKET:
+            raise ConfigError(
+                f"--scratch-dir: {folder} is too long a path for a unix socket",
+                hint="name a folder with a shorter path, such as /tmp",
+            )
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    places = {"{socket}": path, "{port}": str(port)}
+    command = launch.command
+    for place, value in places.items():
+        command = [part.replace(place, value) for part in command]
+    name = f"replica {index}{launch.name}"
+    return msgspec.structs.replace(launch, name=name, command=command, socket=path, port=port)
+
+
+def socket_folder(scratch: Path) -> Path:
+    """Make a folder for sockets: in the scratch folder, or where paths are short enough. Only its owner may enter it."""
+    is_short = len(os.fsencode(scratch)) + len("/servers-12345678/100.sock") <= _LONGEST_SOCKET
+    return Path(tempfile.mkdtemp(prefix="servers-", dir=scratch if is_short else "/tmp"))  # noqa: S108 - mode 0700
+
+
+def batch_sizes(config: EngineConfig, model: ModelInfo, gpu: Gpu | None) -> tuple[int, int]:
+    """Return how many sequences vLLM runs at once, and how many tokens a step has at most; 0 leaves it to the server.
+
+    These are vLLM's defaults for `LLM.generate`. Its server's own are smaller, for a quick first token, which nobody
+    waits for here. `gpu` is None on a CPU.
+    """
+    typed = config.server_options
+    is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
+    seqs, tokens = (1024, 16384) if is_large else (256, 8192)
+    if gpu is None:
+        size = (config.tensor_parallel_size or 1) * config.pipeline_parallel_size
+        seqs, tokens = 256 * size, 4096 * size
+    seqs = typed["max_num_seqs"] if isinstance(typed.get("max_num_seqs"), int) else seqs
+    length = typed.get("max_model_len", model.max_model_len)
+    if not isinstance(length, int) or not length or model.is_multimodal:
+        return seqs, 0
+    # Without chunked prefill, as on a CPU, a step must have room for the longest prompt.
+    return seqs, min(seqs * length, max(tokens, length) if gpu is None else tokens)
+
+
+def write_vllm_command(
+    config: EngineConfig, model: str, adapters: list[AdapterInfo], seqs: int, tokens: int
+) -> list[str]:
+    """Return the command that starts vLLM's server.
+
+    Our defaults come first, then what the user typed, then what only this package decides: of an option that is there
+    twice, vLLM's parser takes the last.
+
+    Raises:
+        ConfigError: --max-loras leaves no slot empty on a CPU.
+    """
+    typed, is_cpu = config.server_options, is_cpu_build()
+    ours = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    ours += ["--max-num-seqs", str(seqs)]
+    if tokens:
+        ours += ["--max-num-batched-tokens", str(tokens)]
+    if config.is_pooling:
+        ours += ["--runner", "pooling"]
+    elif not any(name.partition(".")[0] == "structured_outputs_config" for name in typed):
+        ours += ["--structured-outputs-config", json.dumps(CONSTRAINTS)]
+    if typed.get("tool_call_parser"):
+        ours += ["--enable-auto-tool-choice"]
+    if is_cpu:
+        # vLLM's own default of the cache takes nearly all memory, so that a second server could not start. With chunked
+        # prefill, a prompt may be split over two steps, and the CPU engine then dies if the request has a seed.
+        ours += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+        ours += ["--no-enable-chunked-prefill", "--enforce-eager"]
+    ours += write_options(adapters, is_cpu=is_cpu, asked_slots=typed.get("max_loras"))
+    fixed = ["--served-model-name", *config.served_names, "--seed", str(config.seed)]
+    fixed += ["--tensor-parallel-size", str(config.tensor_parallel_size or 1)]
+    fixed += ["--pipeline-parallel-size", str(config.pipeline_parallel_size)]
+    if config.revision:
+        fixed += ["--revision", config.revision]
+    if config.nnodes > 1:
+        fixed += ["--nnodes", str(config.nnodes), "--node-rank", str(config.node_rank)]
+        fixed += ["--master-addr", config.master_addr, "--master-port", str(config.master_port)]
+        fixed += ["--distributed-executor-backend", "mp"]
+    fixed += write_modules(adapters)
+    listen = ["--headless"] if config.node_rank else ["--uds", "{socket}"]
+    program = [sys.executable, "-m", "batchinfer.engines.vllm_serve", model]
+    return [*program, *ours, *config.server_args, *fixed, *listen]
+
+
+# --------------------------------------------------------------------------- its process
+
+
+class ServerProcess:
+    """The process of a server, under its guard. May be started again after it has ended.
+
+    Args:
+        launch: What to start.
+        log: File for what the server writes.
+    """
+
+    def __init__(self, launch: Launch, log: Path) -> None:
+        self.launch = launch
+        self._log = log
+        self._read_bytes = 0
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server. Returns at once."""
+        Path(self.launch.socket or self._log.with_suffix(".none")).unlink(missing_ok=True)
+        additions = {
+            **self.launch.environment,
+            ENGINE_VARIABLE: "1",
+            # An idle connection that the server closes would break the next call on it.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        guarded = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS)]
+        with self._log.open("ab") as log:
+            self._start_bytes = log.tell()
+            self._guard = subprocess.Popen(
+                [*guarded, *self.launch.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # the signals of a terminal are for the worker
+                env=child_environment(additions),
+            )
+
+    def exit_status(self) -> int | None:
+        """Return the server's exit status, negative for a signal; None while it runs."""
+        assert self._guard is not None
+        status = self._guard.poll()
+        return status if status is None or status <= 128 else 128 - status
+
+    def reason(self) -> str:
+        """Return how the server ended, with the lines of its log that say why."""
+        return describe_exit(self.exit_status()) + self.last_lines()
+
+    def last_lines(self) -> str:
+        """Return the lines that say why the server failed, or its last ones, as a text to append; empty if there is none."""
+        lines = [
+            _PREFIX.sub("", _PREFIX.sub("", line)).strip() for line in self._last().splitlines()
+        ]
+        errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
+        chosen = (errors or [line for line in lines if line])[-_REASON_LINES:]
+        return "; its log says:\n  " + "\n  ".join(chosen) if chosen else ""
+
+    def _last(self) -> str:
+        with self._log.open("rb") as log:
+            log.seek(max(self._start_bytes, self._log.stat().st_size - _LAST_BYTES))
+            return printable(log.read().decode("utf-8", "replace"))
+
+    def load_error(self) -> BatchinferError:
+        """Return the error for a server that ended before it was ready.
+
+        Raises nothing. vLLM ends with status 2 if its options, its model or an adapter are wrong; see `vllm_serve`.
+        """
+        message = f"{self.launch.name}: {self.reason()}"
+        if self.exit_status() in (2, 127):
+            return ConfigError(
+                f"the server does not start: {message}", hint="see the options after --model"
+            )
+        if _NO_MEMORY.search(self._last()):
+            return ConfigError(
+                f"the model does not fit into memory: {message}", hint=_MEMORY_ADVICE
+            )
+        return EngineLoadError(
+            message, hint=f"the server's log is {self._log} while the worker runs"
+        )
+
+    def copy_log(self) -> None:
+        """Write what the server has written since the last call to our log, at debug level."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        with self._log.open("rb") as log:
+            log.seek(self._read_bytes)
+            data = log.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            logger.debug("%s: %s", self.launch.name, line)
+
+    def end(self, *, is_kill: bool = False) -> None:
+        """End the server and all that it has started, after `GRACE_SECONDS` or at once. Waits for it. May be repeated."""
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            if is_kill and self._guard.poll() is None:
+                self._guard.stdin.write(b"k")
+            self._guard.stdin.close()
+        self._guard.wait()
+        self.copy_log()
+        self._guard = None
