@@ -1,4 +1,4 @@
-"""Turns the rows of a chunk into calls for the engine: a row becomes the body of a request, in the server's own words."""
+"""Turns the rows of a chunk into calls for the engine: a row becomes the body of a request, in the server's words."""
 
 from __future__ import annotations
 

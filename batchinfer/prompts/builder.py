@@ -14,9 +14,9 @@ from batchinfer.core import codec
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
-from batchinfer.core.tasks import is_pooling
 from batchinfer.prompts.checks import check_config
-from batchinfer.prompts.media import bytes_of, multipart, put_contents, take_links
+from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, check_place, decode_object
+from batchinfer.prompts.media import multipart, put_contents, take_links
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.types import (
@@ -25,7 +25,6 @@ from batchinfer.prompts.types import (
     SPEECH_URLS,
     TASK_PATHS,
     BestOf,
-    Draft,
     EngineRules,
     MediaRef,
     Prepared,
@@ -52,7 +51,9 @@ _EXCLUSIVE = (
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 _API_MAX_TOKENS = 16
 """Length of an answer to a request for a completion that does not state it."""
+
 _encode = msgspec.json.Encoder().encode
+_Seed = Callable[[int], int] | None
 
 
 class PromptBuilder:
@@ -76,16 +77,17 @@ class PromptBuilder:
         self._config = config
         self._run_seed = run_seed
         self._rules = rules
-        self._is_pooling = is_pooling(config.task)
-        self._rows = RowsReader(config, rules) if config.request_format == "rows" else None
-        self._reader = self._rows or RequestsReader(config, rules)
+        reader_of: Any = RowsReader if config.request_format == "rows" else RequestsReader
+        self._reader: RowsReader | RequestsReader = reader_of(config, rules)
+        self._task_path = TASK_PATHS.get(config.task, CHAT_URL)
         self._fields: dict[str, dict[str, Any]] = {}
         self._check_names()
 
     @property
     def needed_columns(self) -> dict[str, list[str]]:
         """Columns that every row needs to become the request that the options ask for. Keys name the options."""
-        return self._reader.needed_columns
+        needed = {**self._reader.needed_columns, "--id-column": [self._config.id_column]}
+        return {option: names for option, names in needed.items() if any(names)}
 
     def build(self, chunk_name: str, first_row: int, rows: Sequence[RawRow]) -> list[Prepared]:
         """Return one result for each row, in the order of `rows`. The result of a bad row holds a failure.
@@ -109,151 +111,132 @@ class PromptBuilder:
 
         None if the run has no fields, or if the rows themselves say what kind of requests they are.
         """
-        if self._rows is None or not self._config.body or self._rows.path in SPEECH_URLS:
+        path, text = self._reader.path, "Hello"
+        if not path or not self._config.body or path in SPEECH_URLS:
             return None
-        path, text = self._rows.path, "Hello"
         prompts: dict[str, dict[str, Any]] = {
             CHAT_URL: {"messages": [{"role": "user", "content": text}]},
             COMPLETIONS_URL: {"prompt": text},
             TASK_PATHS["score"]: {"text_1": text, "text_2": text},
             TASK_PATHS["rerank"]: {"query": text, "documents": [text]},
         }
-        draft = Draft(0, path=path, body={**prompts.get(path, {"input": text})})
-        draft.body["model"] = self._rules.model
-        prepared = self._finish(("", 0), draft, None)
-        return prepared.call
+        body = {**prompts.get(path, {"input": text}), "model": self._rules.model}
+        fields = self._fields_for(path)
+        if path in (CHAT_URL, COMPLETIONS_URL):
+            body["max_tokens"] = max(1, fields.get("min_tokens") or 1)
+        return self._finish(Prepared(key=("", 0), row=0, id=""), path, body, None).call
 
     # ------------------------------------------------------------------ a row
 
-    def _build(
-        self, key: tuple[str, int], row: int, data: bytes, seed_of: Callable[[int], int] | None
-    ) -> Prepared:
-        draft = Draft(row)
+    def _build(self, key: tuple[str, int], row: int, data: bytes, seed_of: _Seed) -> Prepared:
+        prepared = Prepared(key=key, row=row, id=str(row))
         try:
-            self._reader.read(draft, data)
-            return self._finish(key, draft, seed_of)
+            columns = decode_object(data)
+            place, own_id = columns.pop(ROW_FIELD, None), columns.pop(ID_FIELD, None)
+            if column := self._config.id_column:
+                own_id = columns.get(column)
+            if self._config.request_format == "openai-batch":
+                own_id = columns.get("custom_id") or own_id
+            if own_id is not None:
+                prepared = msgspec.structs.replace(prepared, id=as_id(own_id))
+            check_place(place, row)
+            return self._finish(prepared, *self._reader.read(columns), seed_of)
         except RowProblem as problem:
-            failure = problem.as_failure()
+            return msgspec.structs.replace(prepared, failure=problem.as_failure())
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
-            failure = internal_failure(error)
-        row_id = draft.id or str(row)
-        return Prepared(key=key, row=row, id=row_id, path=draft.path, failure=failure)
+            return msgspec.structs.replace(prepared, failure=internal_failure(error))
 
     def _finish(
-        self, key: tuple[str, int], draft: Draft, seed_of: Callable[[int], int] | None
+        self, prepared: Prepared, path: str, body: dict[str, Any], seed_of: _Seed
     ) -> Prepared:
-        path, body = draft.path, draft.body
-        self._fill(path, body)
+        """Complete a body with what the run says, and take out of it what the engine does not get."""
+        taken = {name for name, value in body.items() if value is not None}
+        for group in _EXCLUSIVE:
+            taken |= group if taken & group else set()
+        body |= {name: x for name, x in self._fields_for(path).items() if name not in taken}
+        body["model"] = body.get("model") or self._rules.model
         best_of = _take_best_of(path, body)
-        media: list[MediaRef] = []
-        if path not in SPEECH_URLS:
+        if path in SPEECH_URLS:
+            place = str(body["file"])
+            media = [] if place.startswith("data:") else [MediaRef(place=place, kind="audio")]
+        else:
             media = take_links(body, fetches_links=self._rules.fetches_links)
-        elif not draft.sound.startswith("data:"):
-            media = [MediaRef(place=draft.sound, kind="audio")]
         if self._config.truncate_prompt != "error" and not media:
             self._truncate(path, body)
         if seed_of is not None and self._is_sampled(path, body):
-            body["seed"] = seed_of(key[1])
-        prepared = Prepared(
-            key=key,
-            row=draft.row,
-            id=draft.id or str(draft.row),
-            path=path,
-            media=media,
-            draft=body,
-            best_of=best_of,
+            body["seed"] = seed_of(prepared.key[1])
+        found = msgspec.structs.replace(
+            prepared, path=path, media=media, draft=body, best_of=best_of
         )
-        return prepared if media else _with_call(prepared, draft.sound)
-
-    def _fill(self, path: str, body: dict[str, Any]) -> None:
-        """Add the run's fields that a body leaves open."""
-        taken = {name for name, value in body.items() if value is not None}
-        for group in _EXCLUSIVE:
-            if taken & group:
-                taken |= group
-        body |= {name: x for name, x in self._fields_for(path).items() if name not in taken}
-        if body.get("model") is None:
-            body["model"] = self._rules.model
+        return found if media else _with_call(found)
 
     def _fields_for(self, path: str) -> dict[str, Any]:
         """Return the run's fields for bodies of a path, in the form that they have there."""
-        found = self._fields.get(path)
-        if found is None:
-            found = self._fields[path] = self._make_fields(path)
-        return found
+        if path not in self._fields:
+            self._fields[path] = self._make_fields(path)
+        return self._fields[path]
 
     def _make_fields(self, path: str) -> dict[str, Any]:
-        config = self._config
-        task_path = TASK_PATHS.get(config.task)
-        fields = {**(_TASK_FIELDS.get(config.task, {}) if path == task_path else {}), **config.body}
+        implied = _TASK_FIELDS.get(self._config.task, {}) if path == self._task_path else {}
+        fields = {**implied, **self._config.body}
         if path == CHAT_URL and type(fields.get("logprobs")) is int:
             fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
         if path in SPEECH_URLS and "max_tokens" in fields:
             fields["max_completion_tokens"] = fields.pop("max_tokens")
-        if self._rows is not None:
+        if self._reader.path:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             return {"max_tokens": None, **fields} if path == COMPLETIONS_URL else fields
-        known = self._rules.parameters(path) | {"best_of"}
-        if len(known) > 1:
-            return {name: value for name, value in fields.items() if name in known}
-        if path == COMPLETIONS_URL:
-            return {name: value for name, value in fields.items() if name not in _CHAT_ONLY}
-        return fields if path in (CHAT_URL, task_path) else {}
+        known = self._rules.parameters(path)
+        if not known and path == COMPLETIONS_URL:
+            known = frozenset(fields).difference(_CHAT_ONLY)
+        elif not known and path in (CHAT_URL, self._task_path):
+            known = frozenset(fields)
+        return {name: value for name, value in fields.items() if name in known | {"best_of"}}
 
     def _check_names(self) -> None:
-        """Refuse fields of the run that the server does not know.
+        """Refuse fields of the run that the server knows for none of the paths.
 
         Raises:
             ConfigError: the message names the field.
         """
-        task_path = TASK_PATHS.get(self._config.task)
-        paths = (
-            [self._rows.path]
-            if self._rows
-            else [CHAT_URL, COMPLETIONS_URL, *filter(None, [task_path])]
-        )
-        known = [self._rules.parameters(path) for path in paths]
-        if not all(known):
-            return
-        names = frozenset({"best_of"}).union(*known)
-        if SPEECH_URLS[0] in paths or SPEECH_URLS[1] in paths:
-            names |= {"max_tokens"}
-        for name in self._config.body:
-            if name not in names:
+        own = self._reader.path
+        paths = [own] if own else [CHAT_URL, COMPLETIONS_URL, self._task_path]
+        known = frozenset[str]().union(*map(self._rules.parameters, paths))
+        for name in self._config.body if known else ():
+            if name not in known | {"best_of", "max_tokens"}:
                 raise ConfigError(
-                    f"{name}: {' and '.join(paths)} of the server have no such parameter{near(name, names)}",
-                    hint="leave the option out (--sampling sets fields by their names)",
+                    f"{name}: the server has no such parameter for {paths[0]}{near(name, known)}",
+                    hint="leave the option out; --sampling sets parameters by their names",
                 )
 
     def _truncate(self, path: str, body: dict[str, Any]) -> None:
         """Let the server cut a prompt so that the wanted answer fits as well, but not below half of the length."""
         known, name = self._rules.parameters(path), "truncate_prompt_tokens"
-        is_known = name in known if known else path in (CHAT_URL, COMPLETIONS_URL)
-        if not (is_known or (not known and self._is_pooling)) or name in body:
+        is_generating = path in (CHAT_URL, COMPLETIONS_URL)
+        may_cut = name in known if known else is_generating or path == self._task_path
+        if name in body or not may_cut or path in SPEECH_URLS:
             return
-        length = self._rules.max_model_len
+        length, side = self._rules.max_model_len, self._config.truncate_prompt
         if length is None:
             raise ConfigError(
                 "--truncate-prompt: the engine does not say how many tokens a prompt may have",
                 hint="leave it out; prompts that are too long become error rows",
             )
-        side = self._config.truncate_prompt
-        if path in (CHAT_URL, COMPLETIONS_URL):
+        if is_generating:
             default = _API_MAX_TOKENS if path == COMPLETIONS_URL and "max_tokens" not in body else 1
-            wanted = body.get("max_completion_tokens") or body.get("max_tokens") or default
-            room = length - wanted if type(wanted) is int else length - 1
+            wanted = body.get("max_completion_tokens") or body.get("max_tokens")
+            room = length - (wanted if type(wanted) is int else default)
             body |= {name: max(min(room, length - 1), length // 2, 1), "truncation_side": side}
         else:  # without a side, the server's tokenizer cuts on the right and keeps its special tokens
             body |= {name: length, **({"truncation_side": side} if side == "left" else {})}
 
     def _is_sampled(self, path: str, body: dict[str, Any]) -> bool:
         """Whether the answer is drawn by chance, and the row has no seed of its own."""
-        if body.get("seed") is not None:
-            return False
         temperature = body.get("temperature", 0 if path in SPEECH_URLS else None)
-        if isinstance(temperature, int | float) and temperature <= 0:
+        is_greedy = isinstance(temperature, int | float) and temperature <= 0
+        if is_greedy or body.get("seed") is not None:
             return False
         is_generating = path in (CHAT_URL, COMPLETIONS_URL, *SPEECH_URLS)
         return is_generating or {"seed", "temperature"} <= self._rules.parameters(path)
@@ -265,8 +248,7 @@ def _take_best_of(path: str, body: dict[str, Any]) -> BestOf | None:
     Raises:
         RowProblem: `best_of` is no number, or smaller than `n`.
     """
-    best = body.pop("best_of", None)
-    n = body.get("n") or 1
+    best, n = body.pop("best_of", None), body.get("n") or 1
     if best is None or type(n) is not int:
         return None
     if type(best) is not int or best < n:
@@ -290,28 +272,21 @@ def finish_call(prepared: Prepared, contents: Sequence[bytes | None]) -> Prepare
     """
     assert prepared.draft is not None, "the row has its call already"
     try:
-        if prepared.path not in SPEECH_URLS:
-            places = [ref.place for ref in prepared.media]
-            put_contents(prepared.draft, list(zip(contents, places, strict=True)))
-            return _with_call(prepared, "")
-        [content] = contents
-        return _with_call(prepared, "", content or b"")
-    except Exception as error:  # noqa: BLE001 -- as in `PromptBuilder.build`
+        if prepared.path in SPEECH_URLS:
+            prepared.draft["file"] = contents[0]
+        else:
+            put_contents(prepared.draft, contents, prepared.media)
+        return _with_call(prepared)
+    except Exception as error:  # noqa: BLE001 -- a fault of any class must not concern other rows
         failure = internal_failure(error)
         return msgspec.structs.replace(prepared, failure=failure, draft=None, media=[])
 
 
-def _with_call(prepared: Prepared, sound: str, content: bytes | None = None) -> Prepared:
-    """Return a row with its call.
-
-    Args:
-        prepared: A row with a whole draft, in which only the sound may be missing.
-        sound: Data URL of the sound to transcribe; empty if `content` is it, or if there is none.
-        content: Content of the sound.
-    """
+def _with_call(prepared: Prepared) -> Prepared:
+    """Return a row whose draft is complete with its call."""
     body, content_type = prepared.draft or {}, "application/json"
     if prepared.path in SPEECH_URLS:
-        data, content_type = multipart(body, bytes_of(sound) if content is None else content)
+        data, content_type = multipart(body, body.pop("file"))
     else:
         data = _encode(body)
     call = Call(key=prepared.key, path=prepared.path, body=data, content_type=content_type)

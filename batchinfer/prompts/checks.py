@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from batchinfer.core.errors import ConfigError, near
@@ -14,122 +15,117 @@ from batchinfer.prompts.types import (
     PromptConfig,
 )
 
+_OF_TEXTS = ("--continue-final", "--constraint-column", "--tools-column")
+"""Options that say something about texts that the model writes."""
+_OF_CHATS = ("--system-prompt", "--tools-column", "--image-column", "--video-column")
+
 
 def check_config(config: PromptConfig) -> None:
-    """Check the options that need neither a template nor an engine.
+    """Check the options against each other.
 
     Raises:
         ConfigError: the message names the option.
     """
-    for option, value, known in (
+    for message, hint in _complaints(config):
+        raise ConfigError(message, hint=hint)
+
+
+def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong, and what to do. Later complaints may follow from the first."""
+    for option, text, known in (
         ("--request-format", config.request_format, REQUEST_FORMATS),
         ("--truncate-prompt", config.truncate_prompt, TRUNCATIONS),
     ):
-        if value not in known:
-            raise ConfigError(
-                f"{option} {value}: expected one of {', '.join(known)}{near(value, known)}",
-                hint=f"`{option} {known[0]}` is the default",
+        if text not in known:
+            expected = f"expected one of {', '.join(known)}{near(text, known)}"
+            yield f"{option} {text}: {expected}", f"`{option} {known[0]}` is the default"
+    if any(
+        "\ud800" <= char <= "\udfff" for char in f"{config.system_prompt}{config.continue_final}"
+    ):
+        yield "--system-prompt or --continue-final: holds bytes that are no text", "expected UTF-8"
+    prompts, others = _prompts(config), _others(config)
+    if config.request_format != "rows":
+        for option in prompts | others:
+            yield (
+                f"{option} with --request-format {config.request_format}: such rows hold their prompts",
+                f"leave out {option}, or use --request-format rows",
             )
-    for option, text in {
-        "--system-prompt": config.system_prompt,
-        "--continue-final": config.continue_final,
-    }.items():
-        try:
-            str(text).encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{option}: holds bytes that are no text, expected UTF-8") from error
-    if config.request_format == "rows":
-        _check_rows(config)
-    elif option := _first_given(_prompts(config) | _of_rows(config)):
-        raise ConfigError(
-            f"{option} with --request-format {config.request_format}: such rows hold their prompts",
-            hint=f"leave out {option}, or use --request-format rows",
-        )
-
-
-def _check_rows(config: PromptConfig) -> None:
-    try:
-        check_turns(config.turns)
-    except ValueError as error:
-        raise ConfigError(
-            f"--turns {config.turns}: expected first, all or a number from 1",
-            hint="`--turns all` answers the last user message of each conversation",
-        ) from error
-    given = [name for name, value in _prompts(config).items() if value]
-    task = f"--task {config.task}"
-    if TASK_PATHS.get(config.task) in SPEECH_URLS:
-        if given or len(config.audio_columns) != 1:
-            raise ConfigError(
-                f"{' and '.join(given) or task}: expected one column with sounds, and no other prompt",
-                hint="name it with --audio-column COLUMN",
-            )
-    elif len(given) != 1:
-        raise ConfigError(
-            f"{' and '.join(given) or 'no prompt option'}: expected one way to make prompts",
-            hint="--messages-column, --prompt-column, --prompt-template FILE or --template NAME "
-            "(`--template list` shows the names)",
-        )
-    is_pair_task = config.task in ("score", "rerank")
-    if len(config.pair_columns) != (2 if is_pair_task else 0):
-        raise ConfigError(
-            f"--pair-columns with {task}: {len(config.pair_columns)} columns, expected two for the tasks score and "
-            "rerank, and none for others",
-            hint="as in --task score --pair-columns query,document",
-        )
-    _check_meaningless(config)
-
-
-def _check_meaningless(config: PromptConfig) -> None:
-    if config.task != "generate":
-        of_texts = ("--continue-final", "--constraint-column", "--tools-column")
-        option = _first_given({name: _of_rows(config)[name] for name in of_texts})
-        if option:
-            raise ConfigError(
-                f"{option} with --task {config.task}: means nothing for this task",
-                hint=f"leave {option} out",
+        return
+    yield from _of_the_prompt(config, list(prompts))
+    for option in _OF_TEXTS if config.task != "generate" else ():
+        if option in others:
+            yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
+    for option in (*_OF_CHATS, "--tools" * ("tools" in config.body)):
+        is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
+        if not config.is_chat and not is_used and (option in others or option == "--tools"):
+            yield (
+                f"{option}: the prompt is plain text, expected a chat",
+                "add --as-chat, or use --messages-column",
             )
     if config.lora_column and not config.adapters:
-        raise ConfigError("--lora-column: the run has no adapter", hint="add --lora NAME=PATH")
+        yield "--lora-column: the run has no adapter", "add --lora NAME=PATH"
     if "tool_choice" in config.body and not (config.body.get("tools") or config.tools_column):
-        raise ConfigError(
-            "--tool-choice: the run has no tools", hint="add --tools FILE or --tools-column COLUMN"
+        yield "--tool-choice: the run has no tools", "add --tools FILE or --tools-column COLUMN"
+
+
+def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:
+    task = f"--task {config.task}"
+    is_speech = TASK_PATHS.get(config.task) in SPEECH_URLS
+    if is_speech and (given or len(config.audio_columns) != 1):
+        found = " and ".join(given) or f"{len(config.audio_columns)} columns of sounds"
+        yield f"{task}: {found}, expected one column of sounds", "name it with --audio-column"
+    elif not is_speech and len(given) != 1:
+        yield (
+            f"{' and '.join(given) or 'no prompt option'}: expected one way to make prompts",
+            "--messages-column, --prompt-column, --prompt-template FILE, or --template NAME",
+        )
+    num_columns = 2 if config.task in ("score", "rerank") else 0
+    if len(config.pair_columns) != num_columns:
+        found = f"{len(config.pair_columns)} columns, expected {num_columns}"
+        yield f"--pair-columns with {task}: {found}", "as in --task score --pair-columns query,text"
+    if config.pair_columns and config.truncate_prompt == "left":
+        yield "--truncate-prompt left with --pair-columns", "a pair can only lose its end: right"
+    try:
+        check_turns(config.turns)
+    except ValueError:
+        yield (
+            f"--turns {config.turns}: expected first, all or a number from 1",
+            "`--turns all` answers the last user message of each conversation",
+        )
+    if config.as_chat and (config.messages_column or config.template_name == "sharegpt"):
+        yield "--as-chat with a messages column: it is a chat already", "leave out --as-chat"
+    if config.continue_final is True and (config.as_chat or not config.is_chat):
+        yield (
+            "--continue-final without a text: needs answers in a messages column",
+            "give the beginning of the answer: --continue-final 'Sure, '",
         )
     if config.few_shot and config.prompt_column:
-        raise ConfigError(
+        yield (
             "--few-shot with --prompt-column: a plain column has no answers to show",
-            hint="use --template NAME, or a --prompt-template that loops over `examples`",
-        )
-    if config.pair_columns and config.truncate_prompt == "left":
-        raise ConfigError(
-            "--truncate-prompt left with --pair-columns: a pair can only lose the end of its texts",
-            hint="use --truncate-prompt right",
+            "use --template NAME, or a --prompt-template that loops over `examples`",
         )
 
 
 def _prompts(config: PromptConfig) -> dict[str, Any]:
-    return {
+    """Return the options that say what the prompt is, if they are given."""
+    options = {
         "--messages-column": config.messages_column,
         "--prompt-column": config.prompt_column,
         "--prompt-template": config.prompt_template,
         "--template": config.template_name,
         "--pair-columns": config.pair_columns,
     }
+    return {option: value for option, value in options.items() if value}
 
 
-def _of_rows(config: PromptConfig) -> dict[str, Any]:
-    """Return the other options that only rows of columns have."""
-    return {
+def _others(config: PromptConfig) -> dict[str, Any]:
+    """Return the other options that only rows of columns have, if they are given."""
+    options = {
         "--as-chat": config.as_chat,
         "--system-prompt": config.system_prompt,
         "--continue-final": config.continue_final,
-        "--blank-columns": config.blank_columns,
         "--few-shot": config.few_shot,
-        "--constraint-column": config.constraint_column,
-        "--lora-column": config.lora_column,
-        "--tools-column": config.tools_column,
         **{f"--{kind}-column": names for kind, names in config.media_columns.items()},
+        **config.optional_columns,
     }
-
-
-def _first_given(options: dict[str, Any]) -> str:
-    return next((name for name, value in options.items() if value), "")
+    return {option: value for option, value in options.items() if value and value != [""]}

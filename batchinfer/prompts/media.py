@@ -7,7 +7,6 @@ it is. A part ``{"type": "image"}`` without more, as data sets have it, stands f
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import re
@@ -15,31 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import json_type
-from batchinfer.prompts.types import MEDIA_KINDS, MediaRef, RowProblem
+from batchinfer.prompts.json_lines import json_type, reading
+from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowProblem, Unfit
 
-_URL_FIELDS = {f"{kind}_url": kind for kind in MEDIA_KINDS}
-_PART_TYPES = {
-    **{kind: kind for kind in MEDIA_KINDS},
-    **_URL_FIELDS,
-    "input_image": "image",
-    "input_audio": "audio",
-}
+_URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS}
 _NO_CONTENT = frozenset({"tools", "response_format", "structured_outputs", "metadata"})
 """Fields of a body in which a server looks for no media."""
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+(=[=\s]*)?")
-_MAGIC = (
-    *((0, b"\x89PNG", "png"), (0, b"\xff\xd8\xff", "jpeg"), (0, b"GIF8", "gif"), (0, b"BM", "bmp")),
-    *((8, b"WEBP", "webp"), (0, b"II*\0", "tiff"), (0, b"MM\0*", "tiff"), (8, b"WAVE", "wav")),
-    *((0, b"fLaC", "flac"), (0, b"OggS", "ogg"), (0, b"ID3", "mp3"), (0, b"\xff\xfb", "mp3")),
-    *((0, b"\xff\xf3", "mp3"), (0, b"\xff\xf2", "mp3"), (4, b"ftyp", "mp4"), (8, b"AVI ", "avi")),
-    (0, b"\x1aE\xdf\xa3", "webm"),
+_FORMAT = re.compile(
+    rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<bmp>BM)|(?P<tiff>II\*\0|MM\0\*)"
+    rb"|RIFF....((?P<webp>WEBP)|(?P<wav>WAVE)|(?P<avi>AVI ))|(?P<flac>fLaC)|(?P<ogg>OggS)"
+    rb"|(?P<mp3>ID3|\xff[\xfb\xf3\xf2])|(?P<mp4>....ftyp)|(?P<webm>\x1aE\xdf\xa3)",
+    re.DOTALL,
 )
-"""Formats by the bytes that their files have at a place near the beginning."""
+"""Formats, by the bytes with which their files begin."""
 _LONGEST_PATH = 1024
-_LONGEST_LINK = 8192
-_SURELY_BASE64 = 100
+_SHORTEST_FILE = 100
 """Characters from which a text that looks like base64 of a known format is no path."""
 
 Message = dict[str, Any]
@@ -52,95 +43,75 @@ def read_media(value: Any, kind: str) -> list[str]:
     """Return the media that a column's value stands for: data URLs, or places at which they are.
 
     Args:
-        value: A URL, a path, a data URL or base64; an object with `bytes` (base64), `path` or `url`; a list of these; or
-            null, which stands for none.
+        value: A URL, a path, a data URL or base64; an object with `bytes` (base64), `path` or `url`; a list of these;
+            or null, which stands for none.
         kind: One of `MEDIA_KINDS`.
 
     Raises:
-        ValueError: the value has another form.
+        Unfit: the value has another form.
     """
-    if value is None:
-        return []
     if isinstance(value, list):
         return [each for item in value for each in read_media(item, kind)]
-    if isinstance(value, str):
-        return [_read_text(value.strip(), kind)]
     if isinstance(value, dict):
-        for name in ("bytes", "base64", "data"):
-            if isinstance(value.get(name), str) and value[name]:
-                return [data_url(value[name], kind)]
-        for name in ("url", "path"):
-            if value.get(name):
-                return read_media(value[name], kind)
-        raise ValueError("an object without bytes, path and url, expected one of these")
-    raise ValueError(
-        f"a JSON {json_type(value)}, expected a URL, a path, base64, or an object with bytes or path"
-    )
-
-
-def _read_text(text: str, kind: str) -> str:
-    is_link = _LINK.match(text)
-    if text[:5].lower() == "data:":
-        head, comma, content = text.partition(",")
-        if not head.endswith(";base64") or not content.strip():
-            raise ValueError("a data URL without base64, expected data:…;base64,…")
-        return "data:" + text[5:]
-    if not text or len(text) > (_LONGEST_LINK if is_link else _LONGEST_PATH):
-        if not text or is_link or not _BASE64.fullmatch(text):
-            raise ValueError(
-                f"a text of {len(text)} characters, expected a URL, a path or base64 of the medium"
-            )
-        return data_url(text, kind)
-    is_long = len(text) > _SURELY_BASE64 and not is_link
-    if is_long and _BASE64.fullmatch(text) and _format_of(_start_of(text)):
-        return data_url(text, kind)
-    return text
+        content = next((value[name] for name in ("bytes", "base64", "data") if value.get(name)), "")
+        if isinstance(content, str) and content:
+            return [data_url(content, kind)]
+        value = value.get("url") or value.get("path") or "an object"
+    if value is None:
+        return []
+    text = value.strip() if isinstance(value, str) else ""
+    if text[:5].lower() == "data:" and re.match(r"[^,]*;base64,.", text):
+        return ["data:" + text[5:]]
+    is_link = _LINK.match(text) is not None
+    is_base64 = len(text) > _SHORTEST_FILE and not is_link and _BASE64.fullmatch(text) is not None
+    if is_base64 and (len(text) > _LONGEST_PATH or _format_of(_start_of(text))):
+        return [data_url(text, kind)]
+    if not text or text[:5].lower() == "data:" or (len(text) > _LONGEST_PATH and not is_link):
+        what = "a text" if isinstance(value, str) else f"a JSON {json_type(value)}"
+        raise Unfit(f"{what}, expected a URL, a path, base64, or an object with bytes, path or url")
+    return [text]
 
 
 def data_url(content: str | bytes, kind: str) -> str:
-    """Return the data URL of a medium: its bytes, or their base64."""
-    is_text = isinstance(content, str)
-    start = _start_of(content) if isinstance(content, str) else content[:16]
-    text = "".join(content.split()) if is_text else base64.b64encode(content).decode()  # type: ignore[arg-type]
-    return f"data:{kind}/{_format_of(start) or 'unknown'};base64,{text}"
+    """Return the data URL of a medium, from its bytes or their base64."""
+    if isinstance(content, bytes):
+        content = base64.b64encode(content).decode()
+    content = "".join(content.split())
+    return f"data:{kind}/{_format_of(_start_of(content)) or 'unknown'};base64,{content}"
 
 
-def _start_of(text: str) -> bytes:
+def _start_of(content: str) -> bytes:
     try:
-        return base64.b64decode(text[:24])
-    except (binascii.Error, ValueError):
+        return base64.b64decode(content[:24])
+    except ValueError:
         return b""
 
 
 def _format_of(start: bytes) -> str:
-    matching = (name for place, mark, name in _MAGIC if start[place:].startswith(mark))
-    return next(matching, "")
+    found = _FORMAT.match(start)
+    names = found.groupdict().items() if found else ()
+    return next((name for name, mark in names if mark), "")
 
 
 def read_part(part: Mapping[str, Any], subject: str) -> list[dict[str, Any]]:
     """Return the parts of a message, in the form of the API, that stand for a part with media.
 
     Raises:
-        ValueError: the part is in no known form.
+        Unfit: the part is in no known form.
     """
-    kind = _PART_TYPES.get(str(part.get("type", next(filter(part.__contains__, _URL_FIELDS), ""))))
-    if kind is None:
-        raise ValueError(
-            f"{subject}: a part of type {str(part.get('type'))[:40]!r}, expected text, "
-            + ", ".join(MEDIA_KINDS)
-        )
+    named = str(part.get("type", next(filter(part.__contains__, _URL_FIELDS), "")))
+    kind = named.removeprefix("input_").removesuffix("_url")
+    if kind not in MEDIA_KINDS:
+        raise Unfit(f"{subject}: a part of type {named[:40]!r}, expected text or {MEDIA_KINDS}")
     names = (f"{kind}_url", kind, f"input_{kind}")
     value = next((part[name] for name in names if part.get(name)), None)
     if value is None:  # the part itself may say it; if not, a column does
-        value = {k: v for k, v in part.items() if k in ("bytes", "path", "url", "base64")} or None
-    try:
-        found = [_part(kind, url) for url in read_media(value, kind)]
-    except ValueError as error:
-        raise ValueError(f"{subject}: {error}") from error
-    detail = value.get("detail") if isinstance(value, dict) else part.get("detail")
-    for each in found if isinstance(detail, str) else []:
+        value = {name: item for name, item in part.items() if name in ("bytes", "path", "url")}
+    parts = [_part(kind, url) for url in read_media(value or None, kind)]
+    detail = part.get("detail") or (value.get("detail") if isinstance(value, dict) else None)
+    for each in parts if detail else ():
         each[f"{kind}_url"]["detail"] = detail
-    return found or [{"type": kind}]
+    return parts or [{"type": kind}]
 
 
 def _part(kind: str, url: str) -> dict[str, Any]:
@@ -150,76 +121,66 @@ def _part(kind: str, url: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------- media of columns in conversations
 
 
-def with_media(messages: list[Message], media: Mapping[str, Sequence[str]]) -> list[Message]:
+def with_media(messages: list[Message], kind: str, urls: Sequence[str]) -> list[Message]:
     """Return the messages with the media of columns in their places.
 
-    They take the place of parts that only name a kind; if there is none, of the marks ``<image>`` (``<audio>``,
+    They take the place of parts that only name their kind; if there is none, of the marks ``<image>`` (``<audio>``,
     ``<video>``) in the texts of user messages; and if there is none either, they stand before the text of the first
     user message.
 
     Raises:
         RowProblem: there are more places than media, or more media than places.
     """
-    for kind in MEDIA_KINDS:
-        urls = media.get(kind) or ()
-        if urls and not _num_open(messages, kind):
-            messages = _with_open_parts(messages, kind, len(urls))
-        if (num_open := _num_open(messages, kind)) != len(urls):
-            raise RowProblem(
-                Code.INVALID_MEDIA,
-                f"the conversation has {num_open} places for media of the kind {kind}, and the row's columns "
-                f"{len(urls)}; --{kind}-column names the column with them",
-            )
-        if urls:
-            waiting = iter(urls)
-            messages = [_filled(message, kind, waiting) for message in messages]
-    return messages
+    num_open = _num_open(messages, kind)
+    if urls and not num_open:
+        messages = [_with_marks_opened(message, kind) for message in messages]
+        num_open = _num_open(messages, kind)
+        asking = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not num_open and asking:
+            parts = [{"type": kind}] * len(urls) + _parts_of(messages[asking[0]])
+            messages[asking[0]] = {**messages[asking[0]], "content": parts}
+            num_open = len(urls)
+    if num_open != len(urls):
+        message = f"the conversation has {num_open} places for media of the kind {kind}, and the columns of the row "
+        message += f"{len(urls)} (--{kind}-column)"
+        raise RowProblem(Code.INVALID_MEDIA, message)
+    waiting = iter(urls)
+    return [_filled(message, kind, waiting) for message in messages] if urls else messages
+
+
+def _parts_of(message: Message) -> list[dict[str, Any]]:
+    content = message["content"] or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _num_open(messages: list[Message], kind: str) -> int:
-    contents = (each["content"] for each in messages if isinstance(each["content"], list))
-    return sum(part["type"] == kind for content in contents for part in content)
+    lists = [each["content"] for each in messages if isinstance(each["content"], list)]
+    return sum(part["type"] == kind for parts in lists for part in parts)
 
 
 def _filled(message: Message, kind: str, waiting: Iterator[str]) -> Message:
-    content = message["content"]
-    if not isinstance(content, list):
+    if not _num_open([message], kind):
         return message
-    parts = [_part(kind, next(waiting)) if part["type"] == kind else part for part in content]
-    return {**message, "content": parts}
+    parts = _parts_of(message)
+    content = [_part(kind, next(waiting)) if part["type"] == kind else part for part in parts]
+    return {**message, "content": content}
 
 
-def _with_open_parts(messages: list[Message], kind: str, number: int) -> list[Message]:
-    mark, is_marked, opened = f"<{kind}>", False, []
-    for message in messages:
-        if message["role"] == "user":
-            parts = message["content"] or []
-            if isinstance(parts, str):
-                parts = [{"type": "text", "text": parts}]
-            split = [each for part in parts for each in _split_at_marks(part, mark, kind)]
-            is_marked = is_marked or len(split) > len(parts)
-            message = {**message, "content": split}
-        opened.append(message)
-    first = next((message for message in opened if message["role"] == "user"), None)
-    if first is not None and not is_marked:
-        first["content"] = [{"type": kind} for _ in range(number)] + first["content"]
-    return opened
-
-
-def _split_at_marks(part: dict[str, Any], mark: str, kind: str) -> list[dict[str, Any]]:
-    pieces = part["text"].split(mark) if part["type"] == "text" else []
-    if len(pieces) < 2:
-        return [part]
+def _with_marks_opened(message: Message, kind: str) -> Message:
+    if message["role"] != "user":
+        return message
     parts: list[dict[str, Any]] = []
-    for index, piece in enumerate(pieces):
-        if index:
-            parts.append({"type": kind})
+    for part in _parts_of(message):
         # The mark stands on a line of its own in most data sets; the line break belongs to the mark.
-        text = piece.removeprefix("\n") if index else piece
-        text = text.removesuffix("\n") if index < len(pieces) - 1 else text
-        if text:
-            parts.append({"type": "text", "text": text})
-    return parts
+        pieces = re.split(f"\n?<{kind}>\n?", part["text"]) if part["type"] == "text" else []
+        if len(pieces) < 2:
+            parts.append(part)
+            continue
+        for piece in pieces:
+            parts += [{"type": "text", "text": piece}] if piece else []
+            parts.append({"type": kind})
+        parts.pop()
+    return {**message, "content": parts} if {"type": kind} in parts else message
 
 
 # --------------------------------------------------------------------------- media in bodies
@@ -237,27 +198,25 @@ def take_links(body: dict[str, Any], *, fetches_links: bool) -> list[MediaRef]:
     """
     found: list[MediaRef] = []
     for holder, name in _places(body):
-        kind = _URL_FIELDS[name]
-        try:
-            [url] = read_media(_url_of(holder, name), kind)
-        except ValueError as error:
-            raise RowProblem(Code.INVALID_MEDIA, f"{name}: {error}", param=name) from error
+        with reading(name, Code.INVALID_MEDIA):
+            [url] = read_media(_url_of(holder, name), _URL_FIELDS[name])
         is_link = url.lower().startswith(("http://", "https://"))
         if not url.startswith("data:") and not (is_link and fetches_links):
-            found.append(MediaRef(place=url, kind=kind))
+            found.append(MediaRef(place=url, kind=_URL_FIELDS[name]))
             url = ""
         _put(holder, name, url)
     return found
 
 
-def put_contents(body: dict[str, Any], contents: Sequence[tuple[bytes | None, str]]) -> None:
+def put_contents(
+    body: dict[str, Any], contents: Sequence[bytes | None], refs: Sequence[MediaRef]
+) -> None:
     """Put fetched media into the places that `take_links` has emptied, or their links where the content is None."""
-    waiting = iter(contents)
+    waiting = zip(contents, refs, strict=True)
     for holder, name in list(_places(body)):
         if not _url_of(holder, name):
-            content, place = next(waiting)
-            url = place if content is None else data_url(content, _URL_FIELDS[name])
-            _put(holder, name, url)
+            content, ref = next(waiting)
+            _put(holder, name, ref.place if content is None else data_url(content, ref.kind))
 
 
 def _places(value: Any, *, is_top: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
@@ -275,57 +234,52 @@ def _places(value: Any, *, is_top: bool = True) -> Iterator[tuple[dict[str, Any]
 
 
 def _url_of(holder: Mapping[str, Any], name: str) -> Any:
-    value = holder[name]
-    return value.get("url") if isinstance(value, dict) else value
+    return holder[name].get("url") if isinstance(holder[name], dict) else holder[name]
 
 
 def _put(holder: dict[str, Any], name: str, url: str) -> None:
     """Set the URL of a part. Sounds get the form that all servers know, which has no URL."""
-    head, _, content = url.partition(";base64,")
     if name == "audio_url" and url.startswith("data:"):
+        head, _, content = url.partition(";base64,")
+        sound = {"data": content, "format": re.split("[/;]", head)[-1]}
         del holder[name]
-        sound = {"data": content, "format": head.partition("/")[2].partition(";")[0]}
         holder |= {"type": "input_audio", "input_audio": sound}
-    elif isinstance(holder[name], dict):
-        holder[name] = {**holder[name], "url": url}
     else:
-        holder[name] = url
+        is_object = isinstance(holder[name], dict)
+        holder[name] = {**holder[name], "url": url} if is_object else url
 
 
 # --------------------------------------------------------------------------- speech
 
 
-def bytes_of(url: str) -> bytes:
-    """Return the content of a data URL.
-
-    Raises:
-        RowProblem: it is not base64.
-    """
-    try:
-        return base64.b64decode("".join(url.partition(",")[2].split()), validate=True)
-    except ValueError as error:
-        raise RowProblem(Code.INVALID_MEDIA, f"not base64 ({error})") from error
-
-
-def multipart(fields: Mapping[str, Any], sound: bytes) -> tuple[bytes, str]:
+def multipart(fields: Mapping[str, Any], sound: bytes | str) -> tuple[bytes, str]:
     """Return the body of a request to transcribe or translate a sound, and its content type.
 
     Equal requests have equal bytes.
+
+    Args:
+        fields: The fields beside the sound.
+        sound: Content of the sound, or its data URL.
+
+    Raises:
+        RowProblem: the data URL holds no base64.
     """
+    if isinstance(sound, str):
+        try:
+            sound = base64.b64decode("".join(sound.partition(",")[2].split()), validate=True)
+        except ValueError as error:
+            raise RowProblem(Code.INVALID_MEDIA, f"the sound is not base64 ({error})") from error
     mark = hashlib.sha256(sound).hexdigest()
-    pieces: list[bytes] = []
-
-    def add(name: str, value: bytes, rest: str = "") -> None:
-        name = re.sub(r'["\r\n]', "_", name)
-        head = f'--{mark}\r\nContent-Disposition: form-data; name="{name}"{rest}\r\n\r\n'
-        pieces.extend((head.encode(), value, b"\r\n"))
-
-    kind = _format_of(sound[:16]) or "bin"
-    add("file", sound, f'; filename="audio.{kind}"\r\nContent-Type: application/octet-stream')
-    for name, value in fields.items():
-        is_list = isinstance(value, list)
-        for each in value if is_list else [value]:
-            text = each if isinstance(each, str) else json.dumps(each)
-            add(f"{name.removesuffix('[]')}[]" if is_list else name, text.encode())
-    pieces.append(f"--{mark}--\r\n".encode())
-    return b"".join(pieces), f"multipart/form-data; boundary={mark}"
+    file = f'file"; filename="audio.{_format_of(sound[:16]) or "bin"}'
+    parts = [(file, sound)]
+    for field, value in fields.items():
+        values = value if isinstance(value, list) else [value]
+        texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
+        name = re.sub(r'["\r\n]', "_", field)
+        shown = f"{name.removesuffix('[]')}[]" if isinstance(value, list) else name
+        parts += [(shown, text.encode()) for text in texts]
+    head = '--{}\r\nContent-Disposition: form-data; name="{}"\r\n\r\n'
+    pieces = [head.format(mark, name).encode() + content for name, content in parts]
+    return b"\r\n".join(
+        [*pieces, f"--{mark}--\r\n".encode()]
+    ), f"multipart/form-data; boundary={mark}"

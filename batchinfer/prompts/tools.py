@@ -6,6 +6,7 @@ from typing import Any
 
 from batchinfer.core.errors import near
 from batchinfer.prompts.json_lines import decode_text, json_type
+from batchinfer.prompts.types import Unfit
 
 WORDS = ("auto", "required", "none")
 """Values of `tool_choice` that name no tool."""
@@ -18,39 +19,38 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         value: A list of tools, or JSON text of one. A tool may also be its function alone, as many data sets store it.
 
     Raises:
-        ValueError: the value is no list of tools, or is empty.
+        Unfit: the value is no list of tools, or is empty.
     """
     if isinstance(value, str):
         value = decode_text(value)
     if not isinstance(value, list) or not value:
-        what = "an empty list" if value == [] else f"a JSON {json_type(value)}"
-        raise ValueError(f"{what}, expected a list of tools")
+        raise Unfit(f"a JSON {json_type(value)}, expected a list of tools, not empty")
     return [_read_tool(item, index) for index, item in enumerate(value)]
 
 
 def _read_tool(item: Any, index: int) -> dict[str, Any]:
     if isinstance(item, dict) and "function" not in item and isinstance(item.get("name"), str):
-        item = {"type": "function", "function": {k: v for k, v in item.items() if k != "type"}}
+        item = {"function": {name: value for name, value in item.items() if name != "type"}}
     function = item.get("function") if isinstance(item, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"tool {index}: expected an object with a function that has a name")
+        raise Unfit(f"tool {index}: expected an object with a function that has a name")
     return {"type": "function", **item}
 
 
 def choice_of(choice: Any, tools: list[dict[str, Any]] | None) -> Any:
-    """Return ``--tool-choice`` as a body says it.
+    """Return the value of `tool_choice` in a body.
 
     Args:
-        choice: One of `WORDS`, or the name of a tool; or what a body says, which is returned as it is.
+        choice: One of `WORDS`, the name of a tool, or such a value, which is returned as it is.
         tools: The tools that it chooses from; None if they are not known yet.
 
     Raises:
-        ValueError: it names a tool that is not there.
+        Unfit: it names a tool that is not there.
     """
     name = choice["function"]["name"] if isinstance(choice, dict) else choice
     if name in WORDS:
-        return choice
+        return name
     names = [tool["function"]["name"] for tool in tools or []]
     if tools is not None and name not in names:
-        raise ValueError(f"no tool {name!r} among the tools{near(name, names)}")
+        raise Unfit(f"no tool {name!r} among the tools{near(name, names)}")
     return {"type": "function", "function": {"name": name}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +16,8 @@ REQUEST_FORMATS = ("rows", "openai-batch", "completions")
 """Values of ``--request-format``: rows of a data set, lines of an OpenAI batch file, bodies of completions."""
 TRUNCATIONS = ("error", "left", "right")
 """Values of ``--truncate-prompt``. A prompt too long makes its row fail (``error``) or loses tokens on that side."""
-MEDIA_KINDS = ("image", "audio", "video")
+MediaKind = Literal["image", "audio", "video"]
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -93,6 +94,11 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     """The run's own fields of request bodies, as `make_body` gives them. A row's own fields take precedence."""
 
     @property
+    def is_chat(self) -> bool:
+        """Whether rows of columns become conversations."""
+        return bool(self.messages_column) or self.as_chat or self.template_name == "sharegpt"
+
+    @property
     def media_columns(self) -> dict[str, list[str]]:
         """Columns with media, by their kind."""
         return {
@@ -103,12 +109,12 @@ class PromptConfig(Record, frozen=True, kw_only=True):
 
     @property
     def optional_columns(self) -> dict[str, list[str]]:
-        """Columns that the options name and that a row may lack. Keys are the options."""
+        """Columns that the options name and that a row may lack. Keys are the options; "" stands for no column."""
         return {
             "--blank-columns": self.blank_columns,
-            "--constraint-column": [self.constraint_column] if self.constraint_column else [],
-            "--lora-column": [self.lora_column] if self.lora_column else [],
-            "--tools-column": [self.tools_column] if self.tools_column else [],
+            "--constraint-column": [self.constraint_column],
+            "--lora-column": [self.lora_column],
+            "--tools-column": [self.tools_column],
         }
 
 
@@ -145,7 +151,7 @@ class MediaRef(Record, frozen=True, kw_only=True, gc=False):
 
     place: str
     """URL or path at which it is."""
-    kind: Literal["image", "audio", "video"] = "image"
+    kind: MediaKind = "image"
 
 
 class BestOf(Record, frozen=True, kw_only=True, gc=False):
@@ -178,17 +184,8 @@ class Prepared(Record, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     best_of: BestOf | None = None
 
 
-@dataclass(slots=True)
-class Draft:
-    """A row that is being read. If reading fails, the id and path read so far still go into the output."""
-
-    row: int
-    id: str = ""
-    path: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
-    """Fields that the row itself states. The prompt is the first one."""
-    sound: str = ""
-    """Data URL or place of the sound to transcribe or translate."""
+class Unfit(ValueError):
+    """A value that is not what a column or an option needs. The message does not say which."""
 
 
 class RowProblem(RowError):
