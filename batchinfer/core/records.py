@@ -402,11 +402,6 @@ class Worker(Record, frozen=True, kw_only=True):
     up_seconds: float = 0.0
     """Seconds that the worker's processes have run in all, as of this record. The time to set up machines and the time
     between two starts are not counted."""
-    rows_copied: int = 0
-    """Number of rows with a copy of another row's answer (--dedupe). Their tokens are not part of `prompt_tokens` and
-    `completion_tokens`."""
-    prompt_tokens_copied: int = 0
-    completion_tokens_copied: int = 0
     money: Money | None = None
     """Price and limits, if the worker was started with one of them."""
     rows_in_engine: int = 0

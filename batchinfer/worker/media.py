@@ -1,15 +1,11 @@
-"""Fetches and checks the images of rows, beside the engine: a few threads, each with one row at a time.
+"""Fetches what rows name by link or path (images, sounds, videos), beside the engine: a few threads, a row each.
 
-An image is decoded once here, so that a broken one becomes an error row before the engine sees it. An image that
-several rows name is fetched once, as long as the cache has room for it. `MediaFetcher` is used on the main thread.
+What several rows name is fetched once, as long as the cache has room for it. The server decodes it; here only its size
+counts, and whether rows may name its place. `MediaFetcher` is used on the main thread.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import io
 import math
 import threading
 import time
@@ -18,20 +14,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from batchinfer.core.errors import (
-    AccessDenied,
-    BatchinferError,
-    ConfigError,
-    ObjectNotFound,
-    RowError,
-    StorageError,
-)
-from batchinfer.core.records import Failure, Media
+from batchinfer.core.errors import BatchinferError, ConfigError, RowError
+from batchinfer.core.records import Failure
+from batchinfer.core.row_codes import Code
 from batchinfer.ledger.jobs import OpenStore
-from batchinfer.prompts import Code, MediaRef, PromptConfig
-from batchinfer.prompts.types import RowProblem, internal_failure
+from batchinfer.prompts import MediaRef, RowProblem, internal_failure
 from batchinfer.storage import Store, check_key, split_bucket, web
 from batchinfer.storage.opening import (
     GCS_SCHEMES,
@@ -45,31 +34,25 @@ from batchinfer.worker.background import Background, Pending
 from batchinfer.worker.config import Limits
 
 NUM_THREADS = 16
-"""Rows whose images are fetched at the same time."""
-MAX_PIXELS = 89_478_485
-"""Largest number of pixels of an image: the number from which Pillow warns of images made to fill memory."""
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
-"""Formats that are read, by Pillow's names, if it was built with them. Some others would run further programs."""
+"""Rows whose media are fetched at the same time."""
 _CACHE_BYTES = 128 << 20
 _ENTRY_BYTES = 1000
-"""Bytes of memory that an entry of the cache takes beside its image and its place."""
+"""Bytes of memory that an entry of the cache takes beside its content and its place."""
 UNAVAILABLE_SECONDS = 60.0
-"""Seconds after a fetch has failed, repetitions included, in which no row asks for the image again. Later the fault may
+"""Seconds after a fetch has failed, repetitions included, in which no row asks for the place again. Later the fault may
 have passed."""
 _MOST_STORES = 64
 """Most stores that are kept open. Each row may name another bucket."""
-_NUM_DECODERS = 4
-"""Images that are decoded at the same time. Each may take 4 bytes of memory a pixel."""
 _BUCKETS = (*S3_SCHEMES, *GCS_SCHEMES, "hf", "memory")
 
 
 class MediaFetcher:
-    """The images of a worker's rows.
+    """The images, sounds and videos of a worker's rows.
 
     Args:
         limits: Limits of the worker.
         open_store: Function that opens the store at a URL.
-        background: The worker's background, for `fetch`. Images are fetched on threads beside its own.
+        background: The worker's background, for `fetch`. Media are fetched on threads beside its own.
     """
 
     def __init__(
@@ -81,70 +64,47 @@ class MediaFetcher:
         self._threads: Background | None = None
         self._cache = MediaCache(_CACHE_BYTES)
         self._stores: dict[str, Store] = {}
-        self._decoding = threading.Semaphore(_NUM_DECODERS)
 
-    def fetch(self, refs: list[MediaRef]) -> Pending[list[Media] | Failure]:
-        """Begin to fetch the images of one row. The result is a failure if one of them cannot be used."""
+    def fetch(self, refs: list[MediaRef]) -> Pending[list[bytes] | Failure]:
+        """Begin to fetch the media of one row. The result is a failure if one of them cannot be used."""
         if self._threads is None:
             assert self._background is not None, "only fetch_now needs no background"
             self._threads = self._background.beside(NUM_THREADS)
         return self._threads.submit(partial(self.fetch_now, refs))
 
-    def fetch_now(self, refs: list[MediaRef]) -> list[Media] | Failure:
-        """Fetch the images of one row, one after the other. Safe for threads.
-
-        Raises:
-            ConfigError: Pillow is not installed.
-        """
-        found: list[Media] = []
+    def fetch_now(self, refs: list[MediaRef]) -> list[bytes] | Failure:
+        """Fetch the media of one row, one after the other. Safe for threads."""
+        found: list[bytes] = []
         num_bytes, limits = 0, self._limits
         most = max(limits.max_row_memory << 20, limits.max_media_bytes)
         try:
-            for index, ref in enumerate(refs):
-                found.append(self._fetch_one(ref, index))
-                num_bytes += len(found[-1].data)
+            for ref in refs:
+                found.append(self._fetch_one(ref))
+                num_bytes += len(found[-1])
                 if num_bytes > most:
                     raise RowProblem(
                         Code.MEDIA_TOO_LARGE,
-                        f"image {index}: the row's images have more than {most} bytes in all (--max-row-memory)",
+                        f"the row's media have more than {most} bytes in all (--max-row-memory)",
                     )
-        except RowError as error:
-            return Failure(code=error.code, message=error.message)
+        except RowProblem as problem:
+            return problem.as_failure()
         except BatchinferError:
             raise
         except Exception as error:  # noqa: BLE001 -- a fault of any class
             return internal_failure(error)
         return found
 
-    def fetch_all(
-        self, rows: Iterable[list[MediaRef] | None]
-    ) -> list[list[Media] | Failure | None]:
-        """Fetch the images of several rows at once, and wait for all. A row without images gets None."""
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images") as pool:
-            return list(pool.map(lambda refs: self.fetch_now(refs) if refs else None, rows))
+    def fetch_all(self, rows: Iterable[list[MediaRef]]) -> list[list[bytes] | Failure]:
+        """Fetch the media of several rows at once, and wait for all."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
+            return list(pool.map(self.fetch_now, rows))
 
-    def _fetch_one(self, ref: MediaRef, index: int) -> Media:
+    def _fetch_one(self, ref: MediaRef) -> bytes:
         try:
-            if ref.base64:
-                return self._checked(self._decoded(ref.base64))
-            if ref.is_passed_on:
-                return Media(url=ref.place)
-            return self._cache.get(ref.place, lambda: self._checked(self._at(ref.place)))
-        except RowError as error:
-            raise RowError(error.code, f"image {index}: {error.message}") from error
-
-    def _decoded(self, text: str) -> bytes:
-        most = self._limits.max_media_bytes
-        if len(text) // 4 * 3 > most + 3:
-            raise too_large(f"{len(text) // 4 * 3} bytes", most)
-        try:
-            return base64.b64decode("".join(text.split()), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise RowProblem(Code.INVALID_MEDIA, f"not base64 ({error})") from error
-
-    def _checked(self, data: bytes) -> Media:
-        with self._decoding:
-            return look_at_image(data)
+            return self._cache.get(ref.place, lambda: self._at(ref.place))
+        except RowProblem as problem:
+            message = f"{ref.kind}: {problem.message}"
+            raise RowProblem(Code(problem.code), message, param=problem.param) from problem
 
     # -- places
 
@@ -164,14 +124,10 @@ class MediaFetcher:
             raise RowProblem(Code.MEDIA_TOO_LARGE, error.message) from error
         except web.Forbidden as error:
             raise RowProblem(Code.MEDIA_FORBIDDEN, error.message) from error
-        except (ObjectNotFound, AccessDenied) as error:
-            raise RowProblem(Code.MEDIA_NOT_FOUND, error.message) from error
-        except StorageError as error:
-            raise RowProblem(Code.MEDIA_UNAVAILABLE, error.message) from error
+        except RowError:
+            raise
         except BatchinferError as error:
-            if isinstance(error, RowError):
-                raise
-            raise RowProblem(Code.MEDIA_NOT_FOUND, error.message) from error
+            raise RowProblem(Code.MEDIA_UNAVAILABLE, error.message) from error
         raise RowProblem(
             Code.MEDIA_FORBIDDEN,
             f"{place[:100]}: expected http://, https://, s3:// or another bucket",
@@ -202,7 +158,7 @@ class MediaFetcher:
         if not root:
             raise RowProblem(
                 Code.MEDIA_FORBIDDEN,
-                f"{place[:100]}: a path; --media-root says from which folder or bucket rows may name images",
+                f"{place[:100]}: a path; --media-root says from which folder or bucket rows may name media",
             )
         scheme, _ = split_url(root)
         if scheme == "file":
@@ -222,23 +178,20 @@ class MediaFetcher:
                     Code.MEDIA_FORBIDDEN, f"{path}: is not below --media-root {folder}"
                 )
             if not whole.is_file():
-                raise RowProblem(Code.MEDIA_NOT_FOUND, f"{path}: no such file below {folder}")
+                raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: no such file below {folder}")
             if (size := whole.stat().st_size) > most:
                 raise too_large(f"{size} bytes", most)
             return whole.read_bytes()
         except (OSError, ValueError, RuntimeError) as error:
-            raise RowProblem(Code.MEDIA_NOT_FOUND, f"{path}: {error}") from error
+            raise RowProblem(Code.MEDIA_UNAVAILABLE, f"{path}: {error}") from error
 
 
-def check_media(prompt: PromptConfig, limits: Limits) -> None:
-    """Refuse options with which no image could be taken.
+def check_media(limits: Limits) -> None:
+    """Refuse options with which no medium could be taken.
 
     Raises:
-        ConfigError: the run has columns with images and Pillow is not installed, or --media-root names no folder of
-            this machine and no store.
+        ConfigError: --media-root names no folder of this machine and no store.
     """
-    if prompt.image_columns:
-        _pillow()
     root = limits.media_root
     if not root:
         return
@@ -269,72 +222,16 @@ def split_object(url: str) -> tuple[str, str]:
 
 
 def too_large(found: str, most: int) -> RowProblem:
-    """Return the error for an image of too many bytes."""
+    """Return the error for a medium of too many bytes."""
     return RowProblem(
         Code.MEDIA_TOO_LARGE, f"has {found}, expected at most {most} (--max-media-bytes)"
     )
 
 
-# --------------------------------------------------------------------------- looking at images
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError(
-            "rows with images: the package pillow is not installed in this environment",
-            hint="pip install pillow, or in batchinfer's checkout: pip install '.[images]'",
-        ) from error
-    return Image
-
-
-def look_at_image(data: bytes) -> Media:
-    """Decode an image, and describe it.
-
-    Raises:
-        RowError: the bytes are no whole image of a known kind, or it has too many pixels.
-        ConfigError: Pillow is not installed.
-    """
-    library = _pillow()
-    if not data:
-        raise RowProblem(Code.INVALID_MEDIA, "has no bytes")
-    try:
-        library.init()
-        formats = [name for name in _FORMATS if name in library.OPEN]
-        image = library.open(io.BytesIO(data), formats=formats)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise RowProblem(
-                Code.MEDIA_TOO_LARGE,
-                f"has {width} x {height} pixels, expected at most {MAX_PIXELS} in all",
-            )
-        mime = library.MIME.get(image.format or "", "application/octet-stream")
-        # Only whether it can be decoded counts here, so a JPEG is decoded at an eighth of its size.
-        image.draft(None, (width // 8, height // 8))
-        image.load()
-    except RowError:
-        raise
-    except library.UnidentifiedImageError as error:
-        raise RowProblem(
-            Code.INVALID_MEDIA,
-            f"{len(data)} bytes that begin with {data[:12]!r}, expected an image",
-        ) from error
-    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
-        raise RowProblem(Code.MEDIA_TOO_LARGE, str(error)) from error
-    except Exception as error:  # Pillow's decoders raise errors of many types
-        raise RowProblem(
-            Code.INVALID_MEDIA, f"a broken image ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
-    return Media(
-        data=data, mime=mime, width=width, height=height, digest=hashlib.sha256(data).hexdigest()
-    )
-
-
 class MediaCache:
-    """Images by the place that rows name, those used last. Also why an image cannot be used. Safe for threads.
+    """Media by the place that rows name, those used last. Also why one cannot be used. Safe for threads.
 
-    An image that could not be fetched is asked for again after `UNAVAILABLE_SECONDS`.
+    What could not be fetched is asked for again after `UNAVAILABLE_SECONDS`.
 
     Args:
         max_bytes: Bytes of memory that the cache takes at most.
@@ -347,13 +244,13 @@ class MediaCache:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_bytes = 0
-        self._under_way: dict[str, Future[Media]] = {}
+        self._under_way: dict[str, Future[bytes]] = {}
 
-    def get(self, place: str, fetch: Callable[[], Media]) -> Media:
-        """Return the image at a place. If it is not kept, it is fetched once, however many threads ask for it.
+    def get(self, place: str, fetch: Callable[[], bytes]) -> bytes:
+        """Return what is at a place. If it is not kept, it is fetched once, however many threads ask for it.
 
         Raises:
-            RowError: the image cannot be used.
+            RowProblem: it cannot be used.
         """
         with self._lock:
             kept = self._kept.get(place)
@@ -361,8 +258,8 @@ class MediaCache:
                 self._drop(place)
             elif kept is not None:
                 self._kept.move_to_end(place)
-                if isinstance(kept.found, RowError):
-                    raise RowError(kept.found.code, kept.found.message)
+                if isinstance(kept.found, RowProblem):
+                    raise RowProblem(Code(kept.found.code), kept.found.message)
                 return kept.found
             future = self._under_way.get(place)
             is_first = future is None
@@ -372,13 +269,13 @@ class MediaCache:
             self._fill(place, future, fetch)
         return future.result()
 
-    def _fill(self, place: str, future: Future[Media], fetch: Callable[[], Media]) -> None:
+    def _fill(self, place: str, future: Future[bytes], fetch: Callable[[], bytes]) -> None:
         try:
             media = fetch()
         except BaseException as error:  # noqa: BLE001 - `result` raises it again, in every waiting thread
             with self._lock:
                 del self._under_way[place]
-                if isinstance(error, RowError):
+                if isinstance(error, RowProblem):
                     self._keep(place, error)
             future.set_exception(error)
         else:
@@ -387,12 +284,12 @@ class MediaCache:
                 self._keep(place, media)
             future.set_result(media)
 
-    def _keep(self, place: str, found: Media | RowError) -> None:
+    def _keep(self, place: str, found: bytes | RowProblem) -> None:
         size = _ENTRY_BYTES + len(place)
-        size += len(found.data) if isinstance(found, Media) else len(found.message)
+        size += len(found.message) if isinstance(found, RowProblem) else len(found)
         if size > self._max_bytes:
             return
-        is_passing = isinstance(found, RowError) and found.code == Code.MEDIA_UNAVAILABLE
+        is_passing = isinstance(found, RowProblem) and found.code == Code.MEDIA_UNAVAILABLE
         until = self._now() + UNAVAILABLE_SECONDS if is_passing else math.inf
         self._kept[place] = _Kept(found, size, until)
         self._num_bytes += size
@@ -404,9 +301,9 @@ class MediaCache:
 
 
 class _Kept(NamedTuple):
-    """An entry of the cache: an image, or why it cannot be used."""
+    """An entry of the cache: a medium, or why it cannot be used."""
 
-    found: Media | RowError
+    found: bytes | RowProblem
     num_bytes: int
     until: float
     """Time until which the entry is valid."""

@@ -215,18 +215,17 @@ class OpenChunks:
             self._clean_retired()
         return lost + complete
 
-    def finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
+    def finish(self, name: str, rows: list[FinishedRow]) -> None:
         """Keep finished rows of a chunk, and queue the chunk for publishing after its last row.
 
-        Rows of a chunk that is not open any more are dropped. `are_copies`: The rows have copies of other rows'
-        answers, so the engine generated nothing for them.
+        Rows of a chunk that is not open any more are dropped.
         """
         chunk = self.open.get(name)
         if chunk is None:
             return
         fresh = chunk.finish(rows)
         if fresh:
-            self._telemetry.rows_finished(fresh, are_copies=are_copies)
+            self._telemetry.rows_finished(fresh)
             if not chunk.num_left:
                 self._publish_queue.add(chunk)
 

@@ -8,14 +8,11 @@ the output lines does not depend on the order in which rows go to the engine.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
-from batchinfer.core.records import Request
+from batchinfer.core.records import Call
 from batchinfer.engines import share_out
 
 T = TypeVar("T")
@@ -73,32 +70,15 @@ class ReplicaQueues(Generic[T]):
         self._queues = [deque(filter(is_wanted, queue)) for queue in self._queues]
 
 
-def prefix_key(request: Request) -> bytes:
-    """Return bytes that sort requests with a common prefix next to each other.
-
-    Any sorting that brings common prefixes together will do. Token ids are therefore compared as the bytes that they
-    have in memory, because comparing bytes is fast. A request that cannot be written as bytes gets the empty key. Its
-    place in the order is then a bad one, but the worker does not fail.
-    """
-    try:
-        if request.token_ids is not None:
-            return array("I", request.token_ids).tobytes()
-        if request.text is not None:
-            return request.text.encode("utf-8", "surrogatepass")
-        return msgspec.json.encode(request.messages)
-    except (OverflowError, RecursionError, TypeError, ValueError):
-        return b""
-
-
 class PrefixWindow(Generic[T]):
-    """Collects rows, and releases all of them at once, sorted by their prefixes. It is full with `size` rows.
+    """Collects rows, and releases all of them at once, sorted by their bodies. It is full with `size` rows.
 
     With size 0, rows are released in the order in which they were added.
     """
 
-    def __init__(self, size: int, request_of: Callable[[T], Request]) -> None:
+    def __init__(self, size: int, call_of: Callable[[T], Call]) -> None:
         self.size = size
-        self._request_of = request_of
+        self._call_of = call_of
         self._rows: list[T] = []
 
     def __len__(self) -> int:
@@ -120,7 +100,7 @@ class PrefixWindow(Generic[T]):
         """Take all rows out and return them: sorted, or in the order of adding if the size is 0."""
         rows, self._rows = self._rows, []
         if self.size:
-            rows.sort(key=lambda row: prefix_key(self._request_of(row)))
+            rows.sort(key=lambda row: self._call_of(row).body)
         return rows
 
     def keep(self, is_wanted: Callable[[T], bool]) -> None:

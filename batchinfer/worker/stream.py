@@ -1,9 +1,6 @@
 """The way of rows from a worker's open chunks through its engine and back; a `RowStream` owns all rows on this way.
 
-    open chunks -> building (prompts, tokens) -> fetching (images) -> waiting -> in flight -> finished
-
-With --dedupe a row whose request equals another row's does not wait for the engine, but for that row's answer; see
-`repeats`. If the other row fails, or becomes a suspect, the row goes to the engine itself.
+    open chunks -> building (calls) -> fetching (media) -> waiting -> in flight -> finished
 
 A row that was in the engine at two of its deaths is a suspect. Suspects run when the open chunks have no other row
 left: in groups, one group after the other, without other rows. The groups get smaller with every death, until the row
@@ -14,7 +11,7 @@ Rows of many chunks are in the engine at once. A finished row goes back to its c
 called on the main thread, by two callers that take turns:
 
 * the engine calls `take`, which only hands out rows that are ready, and `wait`, the only method that blocks;
-* the worker's loop (start.py) gives completions back with `handle` and keeps the books, in this order:
+* the worker's loop (start.py) gives replies back with `handle` and keeps the books, in this order:
   `collect`, `demand`, `drop`, `prepare`.
 """
 
@@ -30,18 +27,18 @@ import msgspec
 
 from batchinfer.core import units
 from batchinfer.core.codec import raw
-from batchinfer.core.records import Completion, EngineInfo, Failure, Media, Request, RowKey
-from batchinfer.formats import Encoder
+from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
+from batchinfer.core.row_codes import Code
+from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
-from batchinfer.prompts import Code, Prepared, PromptBuilder
+from batchinfer.prompts import Prepared, PromptBuilder, finish_call
 from batchinfer.worker.background import Pending, Priority
-from batchinfer.worker.building import BuiltRows, build, build_suspects
+from batchinfer.worker.building import BuiltRows, build, build_suspects, num_bytes_of
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.config import Environment, Limits
 from batchinfer.worker.media import NUM_THREADS, MediaFetcher
 from batchinfer.worker.open_chunks import Demand, OpenChunks
 from batchinfer.worker.ordering import PrefixWindow, ReplicaQueues
-from batchinfer.worker.repeats import Repeats
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -50,15 +47,12 @@ _RATE_SECONDS = 5.0
 
 
 class _Flight(msgspec.Struct, frozen=True, gc=False):
-    """A row with its request, and the number of times that the engine has failed with the row."""
+    """A row with its call."""
 
     chunk: OpenChunk
     prepared: Prepared
     num_bytes: int
     """Bytes of memory that the row takes, about."""
-    attempts: int = 0
-    repeat_key: bytes | None = None
-    """The row's key by `repeats.repeat_key`; None for a row that neither leads nor follows."""
 
     @property
     def is_suspect(self) -> bool:
@@ -66,20 +60,20 @@ class _Flight(msgspec.Struct, frozen=True, gc=False):
         return self.chunk.is_suspect(self.prepared.key[1])
 
 
-def _request_of(flight: _Flight) -> Request:
-    request = flight.prepared.request
-    assert request is not None, "a row without a request is finished when it is built"
-    return request
+def _call_of(flight: _Flight) -> Call:
+    call = flight.prepared.call
+    assert call is not None, "a row without a call is finished when it is built"
+    return call
 
 
 class _Fetching(NamedTuple):
-    """A row whose images are being fetched. `pending` is None until its turn comes."""
+    """A row whose media are being fetched. `pending` is None until its turn comes."""
 
     flight: _Flight
-    pending: Pending[list[Media] | Failure] | None
+    pending: Pending[list[bytes] | Failure] | None
 
     def is_done(self) -> bool:
-        """Whether the images were fetched, or cannot be."""
+        """Whether the media were fetched, or cannot be."""
         return self.pending is not None and self.pending.is_done()
 
 
@@ -91,7 +85,6 @@ class RowStream:
         environment: Environment,
         open_chunks: OpenChunks,
         builder: PromptBuilder,
-        encoder: Encoder,
         telemetry: Telemetry,
         limits: Limits,
         *,
@@ -101,31 +94,27 @@ class RowStream:
         self._background = environment.background
         self._open_chunks = open_chunks
         self._builder = builder
-        self._encoder = encoder
         self._telemetry = telemetry
         self._limits = limits
         self._max_in_flight = info.max_in_flight
         self._max_bytes = (limits.max_row_memory * info.num_replicas) << 20
         self._num_bytes = 0
-        """Bytes of memory of all rows that wait, follow another row or are in flight, about."""
+        """Bytes of memory of all rows that wait or are in flight, about."""
         self._building: Pending[list[BuiltRows]] | None = None
         self._is_building_suspects = False
         self._num_building = 0
         self._media = MediaFetcher(limits, environment.open_store, environment.background)
         self._fetching: list[_Fetching] = []
-        """Rows with images that are not fetched yet, in order."""
+        """Rows with media that are not fetched yet, in order."""
         self._ready: ReplicaQueues[_Flight] = ReplicaQueues()
-        self._window = PrefixWindow(limits.prefix_window, _request_of)
+        self._window = PrefixWindow(limits.prefix_window, _call_of)
         self._in_flight: dict[RowKey, _Flight] = {}
         self._dropped: set[RowKey] = set()
         """Keys of rows that the engine still has although another worker has published their chunk."""
         self._suspects: ReplicaQueues[_Flight] = ReplicaQueues()
-        """Waiting rows of the group of suspects that runs now. Rows with images come once these are fetched."""
+        """Waiting rows of the group of suspects that runs now. Rows with media come once these are fetched."""
         self._is_isolating = False
         """Whether a group of suspects runs. Then all rows in the engine are of this group, and others wait."""
-        self._repeats: Repeats[_Flight] = Repeats(self._max_bytes)
-        self._without_leader: list[_Flight] = []
-        """Rows that followed a row whose chunk was closed before the engine got the row."""
         self._num_finished = 0
         self._rate = 0.0
         self._rate_since: tuple[float, int] | None = None
@@ -134,8 +123,8 @@ class RowStream:
 
     # -- the engine
 
-    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """Hand out the requests of rows that are ready; see engines.RequestSource.
+    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Call] | None:
+        """Hand out the calls of rows that are ready; see engines.RequestSource.
 
         Without a prefix window, `free_slots` is ignored.
         """
@@ -148,22 +137,21 @@ class RowStream:
             queues.set_number(len(free_slots))
         else:
             self._release(free_slots)
-        requests: list[Request] = []
+        calls: list[Call] = []
         for index, num_free in enumerate(free_slots):
-            most = min(max_requests, len(requests) + num_free)
-            while queues and len(requests) < most:
+            most = min(max_requests, len(calls) + num_free)
+            while queues and len(calls) < most:
                 flight = queues.pop(index)
                 chunk, line = flight.chunk, flight.prepared.key[1]
                 # Another worker may have finished the row, or published its chunk, since the row was built.
                 if self._open_chunks.open.get(chunk.name) is chunk and not chunk.is_done(line):
-                    requests.append(self._send(flight))
+                    calls.append(self._send(flight))
                 else:
                     self._num_bytes -= flight.num_bytes
-                    self._without_leader += self._abandon(flight)
-        return requests
+        return calls
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until a request may be ready, or the time is up; see engines.RequestSource.
+        """Wait until a call may be ready, or the time is up; see engines.RequestSource.
 
         Returns at once if rows wait for the engine already, or if no more rows will come.
         """
@@ -172,68 +160,39 @@ class RowStream:
 
     # -- the worker's loop
 
-    def handle(self, completions: Iterable[Completion]) -> None:
-        """Take in completions from the engine: finish their rows, or try rows again whose failure is transient."""
+    def handle(self, replies: Iterable[Reply]) -> None:
+        """Take in replies from the engine: finish their rows, or let rows wait again that were in it when it died."""
         finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         killed: list[_Flight] = []
         at_death: list[RowKey] = []
-        copies: list[tuple[_Flight, Completion]] = []
-        for completion in completions:
-            key, failure = completion.key, completion.failure
-            is_death = failure is not None and failure.is_engine_death
-            flight = self._in_flight.pop(key, None)
-            if is_death:
-                at_death += [key, *self._keys_behind(flight)]
+        for reply in replies:
+            if reply.is_engine_death:
+                at_death.append(reply.key)
+            flight = self._in_flight.pop(reply.key, None)
             if flight is None:
-                self._dropped.discard(key)
+                self._dropped.discard(reply.key)
                 continue
             self._num_bytes -= flight.num_bytes
-            if is_death:
+            if reply.is_engine_death:
                 killed.append(flight)
-                continue
-            if (
-                failure is not None
-                and failure.transient
-                and flight.attempts + 1 < self._limits.row_attempts
-            ):
-                logger.info("%s line %d: %s; trying again", *key, failure.message)
-                self._put_back(msgspec.structs.replace(flight, attempts=flight.attempts + 1))
-                continue
-            finished[key[0]].append(self._encode(flight.prepared, completion))
-            if flight.repeat_key is None:
-                continue
-            if failure is None:
-                copied, followers = self._repeats.answer(flight.repeat_key, completion)
-                copies += [(follower, copied) for follower in followers]
             else:
-                self._ask_followers(flight)
+                finished[reply.key[0]].append(self._encode(flight.prepared, reply))
         for name, rows in finished.items():
             self._finish(name, rows)
-        self._copy(copies)
         if at_death:
             self._open_chunks.note_death(at_death)
-            self._drop_suspects_behind()
         for flight in killed:
-            # A suspect's prompt is built again when its group runs.
-            if flight.is_suspect:
-                self._ask_followers(flight)
-            else:
+            # A suspect's call is built again when its group runs.
+            if not flight.is_suspect:
                 self._put_back(flight)
 
     def note_death(self, keys: Sequence[RowKey]) -> None:
-        """Note that the worker's engine ended while it worked on the rows of these keys.
-
-        The rows that follow them count as well, since their requests are the same. Otherwise each of several equal rows
-        that kill the engine would go to it, and would kill it, after the one before it became a suspect.
-        """
-        behind = [each for key in keys for each in self._keys_behind(self._in_flight.get(key))]
+        """Note that the worker's engine ended while it worked on the rows of these keys."""
         if keys:
-            self._open_chunks.note_death([*keys, *behind])
+            self._open_chunks.note_death(list(keys))
 
     def collect(self) -> None:
-        """Take in the prompts that the background has built, and update the rates of finished rows."""
-        rows, self._without_leader = self._without_leader, []
-        self._take(self._without_repeats(rows))
+        """Take in the calls that the background has built, and update the rates of finished rows."""
         self._collect_built()
         self._collect_fetched()
         self._update_rate()
@@ -256,15 +215,6 @@ class RowStream:
         """Drop all rows of the chunks with these names, because other workers have done their last rows."""
         if not names:
             return
-        self._repeats.keep(lambda flight: flight.chunk.name not in names)
-        fetching = [each.flight for each in self._fetching]
-        under_way = itertools.chain(self._ready, self._window, fetching, self._in_flight.values())
-        without_leader = [
-            follower
-            for flight in under_way
-            if flight.chunk.name in names
-            for follower in self._abandon(flight)
-        ]
         self._dropped.update(key for key in self._in_flight if key[0] in names)
         self._in_flight = {
             key: flight for key, flight in self._in_flight.items() if key[0] not in names
@@ -272,16 +222,15 @@ class RowStream:
         for waiting in (self._ready, self._suspects, self._window):
             waiting.keep(lambda flight: flight.chunk.name not in names)
         self._fetching = [each for each in self._fetching if each.flight.chunk.name not in names]
-        self._take(self._without_repeats(without_leader))
         fetching = [each.flight for each in self._fetching]
         rows = itertools.chain(
-            *(self._ready, self._suspects, self._window, self._repeats, fetching),
+            *(self._ready, self._suspects, self._window, fetching),
             self._in_flight.values(),
         )
         self._num_bytes = sum(flight.num_bytes for flight in rows)
 
     def prepare(self) -> None:
-        """Begin to build the prompts of the next rows.
+        """Begin to build the calls of the next rows.
 
         When no other row is left, prepare the next group of suspects. When no suspect is left and no chunk can be
         opened any more, end the stream.
@@ -311,9 +260,8 @@ class RowStream:
 
     @property
     def num_pending(self) -> int:
-        """Number of rows that have a prompt and have not finished."""
-        waiting = self._num_waiting + len(self._fetching)
-        return len(self._in_flight) + waiting + len(self._repeats)
+        """Number of rows that have a call and have not finished."""
+        return len(self._in_flight) + self._num_waiting + len(self._fetching)
 
     @property
     def is_complete(self) -> bool:
@@ -324,7 +272,7 @@ class RowStream:
 
     @property
     def _num_waiting(self) -> int:
-        """Number of rows that have a request and wait until the engine takes them."""
+        """Number of rows that have a call and wait until the engine takes them."""
         return len(self._ready) + len(self._window) + len(self._suspects)
 
     @property
@@ -348,99 +296,30 @@ class RowStream:
         self._num_bytes += flight.num_bytes
         (self._suspects if self._is_isolating else self._ready).put_back(flight)
 
-    def _without_repeats(self, flights: list[_Flight]) -> list[_Flight]:
-        """Return the rows that the engine must answer.
+    def _send(self, flight: _Flight) -> Call:
+        call = _call_of(flight)
+        self._in_flight[call.key] = flight
+        return call
 
-        A row whose request was answered before is finished with a copy of the answer. A row whose request is under way
-        follows the row with that request.
-        """
-        asked: list[_Flight] = []
-        copies: list[tuple[_Flight, Completion]] = []
-        for flight in flights:
-            key = flight.repeat_key
-            answer = None if key is None else self._repeats.find(key)
-            if answer is not None:
-                copies.append((flight, answer))
-            elif key is None or not self._repeats.follow(key, flight):
-                asked.append(flight)
-        self._copy(copies)
-        return asked
-
-    def _copy(self, copies: list[tuple[_Flight, Completion]]) -> None:
-        """Finish rows with copies of other rows' answers."""
-        finished: defaultdict[str, list[FinishedRow]] = defaultdict(list)
-        for flight, answer in copies:
-            self._num_bytes -= flight.num_bytes
-            own = msgspec.structs.replace(answer, key=flight.prepared.key)
-            finished[flight.chunk.name].append(self._encode(flight.prepared, own))
-        for name, rows in finished.items():
-            self._finish(name, rows, are_copies=True)
-
-    def _keys_behind(self, flight: _Flight | None) -> list[RowKey]:
-        """Return the keys of the rows that follow this row."""
-        if flight is None or flight.repeat_key is None:
-            return []
-        return [each.prepared.key for each in self._repeats.followers(flight.repeat_key)]
-
-    def _drop_suspects_behind(self) -> None:
-        """Drop the followers that are suspects now. Their prompts are built again when their group runs."""
-        before = sum(flight.num_bytes for flight in self._repeats)
-        self._repeats.keep(lambda flight: not flight.is_suspect)
-        self._num_bytes -= before - sum(flight.num_bytes for flight in self._repeats)
-
-    def _abandon(self, flight: _Flight) -> list[_Flight]:
-        """Forget this row as a leader. Returns the rows that followed it."""
-        return [] if flight.repeat_key is None else self._repeats.give_up(flight.repeat_key)
-
-    def _ask_followers(self, flight: _Flight) -> None:
-        """Send the rows that follow this row to the engine, since there is no answer of this row to copy.
-
-        They do not follow each other. So if they kill the engine, they do it together, as without --dedupe.
-        """
-        self._take(
-            [
-                msgspec.structs.replace(follower, repeat_key=None)
-                for follower in self._abandon(flight)
-            ]
-        )
-
-    def _send(self, flight: _Flight) -> Request:
-        request = _request_of(flight)
-        self._in_flight[request.key] = flight
-        return request
-
-    def _encode(self, prepared: Prepared, completion: Completion) -> FinishedRow:
-        try:
-            line = self._encoder.encode(prepared, completion)
-        except RecursionError:
-            # The output line cannot be encoded. It repeats a part of the input row, and this part is nested too deeply
-            # for the JSON encoder, although the decoder could read it. The row becomes an error row.
-            message = "JSON of the row is nested too deep to be written"
-            completion = Completion(
-                key=prepared.key, failure=Failure(code=Code.INVALID_JSON.value, message=message)
-            )
-            prepared = Prepared(
-                key=prepared.key, row=prepared.row, id=prepared.id, url=prepared.url
-            )
-            line = self._encoder.encode(prepared, completion)
-        failure = completion.failure
-        if failure is not None:
-            self._telemetry.row_failed(*prepared.key, failure)
+    def _encode(self, prepared: Prepared, result: Reply | Failure) -> FinishedRow:
+        row = encode_row(prepared, result)
+        if row.failure is not None:
+            self._telemetry.row_failed(*prepared.key, row.failure)
         return FinishedRow(
             line=prepared.key[1],
-            ok=failure is None,
-            code="" if failure is None else failure.code,
-            finish_reason=completion.choices[0].finish_reason if completion.choices else "",
-            prompt_tokens=completion.prompt_tokens,
-            cached_tokens=completion.cached_tokens,
-            completion_tokens=completion.completion_tokens,
-            reasoning_tokens=completion.reasoning_tokens or msgspec.UNSET,
-            output=raw(line),
+            ok=row.ok,
+            code=row.code,
+            finish_reason=row.finish_reason,
+            prompt_tokens=row.usage.prompt_tokens,
+            cached_tokens=row.usage.cached_tokens,
+            completion_tokens=row.usage.completion_tokens,
+            reasoning_tokens=row.usage.reasoning_tokens or msgspec.UNSET,
+            output=raw(row.line),
         )
 
-    def _finish(self, name: str, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
+    def _finish(self, name: str, rows: list[FinishedRow]) -> None:
         self._num_finished += len(rows)
-        self._open_chunks.finish(name, rows, are_copies=are_copies)
+        self._open_chunks.finish(name, rows)
 
     def _build_more(self) -> None:
         if self._building is not None or self._open_chunks.is_closing:
@@ -461,12 +340,12 @@ class RowStream:
         self._num_building = min(num_rows, sum(chunk.num_unread for chunk in chunks))
         max_bytes = min(limits.max_build_bytes, num_bytes_left)
         self._building = self._background.submit(
-            lambda: build(builder, chunks, num_rows, max_bytes, dedupe=limits.dedupe),
+            lambda: build(builder, chunks, num_rows, max_bytes),
             priority=Priority.URGENT,
         )
 
     def _build_suspects(self) -> bool:
-        """Begin to build the prompts of the next group of suspects, once the engine has no row at all.
+        """Begin to build the calls of the next group of suspects, once the engine has no row at all.
 
         Rows that count as the cause of engine deaths come before all groups; they become error rows once they are
         built. Returns False if no suspect is left.
@@ -485,7 +364,6 @@ class RowStream:
             return False
         if self._dropped:
             return True  # such a row may be the one that kills the engine
-        # With --dedupe a group may have many rows that have followed others, more than the engine holds.
         most = min(self._limits.max_build_bytes, self._max_bytes)
         sizes = itertools.accumulate(chunk.bytes_per_line for chunk, _ in group)
         group = group[: max(1, sum(size <= most for size in sizes))]
@@ -517,44 +395,44 @@ class RowStream:
         self._num_building = 0
         is_isolating, self._is_building_suspects = self._is_building_suspects, False
         suspects: list[_Flight] = []
-        for chunk, prepared_rows, num_bytes, keys in building.result():
-            flights = [
-                _Flight(chunk, prepared, size, repeat_key=key)
-                for prepared, size, key in zip(prepared_rows, num_bytes, keys, strict=True)
-                if prepared.request is not None and not chunk.is_culprit(prepared.key[1])
+        for chunk, prepared_rows in building.result():
+            good = [
+                prepared
+                for prepared in prepared_rows
+                if prepared.failure is None and not chunk.is_culprit(prepared.key[1])
             ]
+            flights = [_Flight(chunk, prepared, num_bytes_of(prepared)) for prepared in good]
             self._num_bytes += sum([flight.num_bytes for flight in flights])
             if is_isolating:
                 suspects += flights
             else:
-                self._take(self._without_repeats(flights))
-            failed = [
-                self._encode_failed(chunk, prepared)
-                for prepared in prepared_rows
-                if prepared.request is None or chunk.is_culprit(prepared.key[1])
-            ]
-            if failed:
+                self._take(flights)
+            if len(good) < len(prepared_rows):
+                failed = [
+                    self._encode(prepared, self._failure_of(chunk, prepared))
+                    for prepared in prepared_rows
+                    if prepared.failure is not None or chunk.is_culprit(prepared.key[1])
+                ]
                 self._finish(chunk.name, failed)
         if suspects:
             self._is_isolating = True
-            self._suspects.extend(self._queue_for_images(suspects))
+            self._suspects.extend(self._queue_for_media(suspects))
 
     def _take(self, flights: list[_Flight]) -> None:
-        """Let rows wait for the engine. Those with images that are not fetched yet wait for these first."""
-        self._window.extend(self._queue_for_images(flights))
+        """Let rows wait for the engine. Those with media that are not fetched yet wait for these first."""
+        self._window.extend(self._queue_for_media(flights))
 
-    def _queue_for_images(self, flights: list[_Flight]) -> list[_Flight]:
-        """Queue the rows with images that are not fetched yet. Return the other rows."""
-        with_media = [flight for flight in flights if flight.prepared.media]
-        if not with_media:
+    def _queue_for_media(self, flights: list[_Flight]) -> list[_Flight]:
+        """Queue the rows with media that are not fetched yet. Return the other rows."""
+        if not any(flight.prepared.media for flight in flights):
             return flights
-        self._fetching += [_Fetching(flight, None) for flight in with_media]
+        self._fetching += [_Fetching(flight, None) for flight in flights if flight.prepared.media]
         return [flight for flight in flights if not flight.prepared.media]
 
     def _fetch_more(self) -> None:
-        """Begin to fetch images of the next rows.
+        """Begin to fetch media of the next rows.
 
-        An image that is not in its row takes memory that is not counted before. So none is fetched while rows take all
+        What is not in its row takes memory that is not counted before. So none is fetched while rows take all
         the memory that they may, unless the engine would have nothing to do.
         """
         if self._open_chunks.is_closing:
@@ -566,56 +444,44 @@ class RowStream:
                 break
             if pending is not None:
                 continue
-            refs = flight.prepared.media or []
-            if (
-                self._num_bytes >= self._max_bytes
-                and not is_idle
-                and any(ref.place for ref in refs)
-            ):
+            if self._num_bytes >= self._max_bytes and not is_idle:
                 break
-            self._fetching[index] = _Fetching(flight, self._media.fetch(refs))
+            self._fetching[index] = _Fetching(flight, self._media.fetch(flight.prepared.media))
             num_free -= 1
             is_idle = False
 
     def _collect_fetched(self) -> None:
-        """Take in images that were fetched. A row with an image that cannot be used becomes an error row."""
+        """Take in media that were fetched. A row with one that cannot be used becomes an error row."""
         if not self._fetching:
             return
         done: list[_Fetching] = []
         left: list[_Fetching] = []
-        for each in self._fetching:  # each is asked once, since its image may arrive meanwhile
+        for each in self._fetching:  # each is asked once, since its media may arrive meanwhile
             (done if each.is_done() else left).append(each)
         self._fetching = left
         fetched: list[_Flight] = []
         failed: defaultdict[str, list[FinishedRow]] = defaultdict(list)
         for flight, pending in done:
             assert pending is not None
-            found = pending.result()
-            if isinstance(found, Failure):
-                self._num_bytes -= flight.num_bytes
-                self._ask_followers(flight)
-                completion = Completion(key=flight.prepared.key, failure=found)
-                failed[flight.chunk.name].append(self._encode(flight.prepared, completion))
-            else:
-                fetched.append(_with_media(flight, found))
-                self._num_bytes += fetched[-1].num_bytes - flight.num_bytes
+            self._num_bytes -= flight.num_bytes
+            prepared, failure = _with_media(flight.prepared, pending.result())
+            if failure is not None:
+                failed[flight.chunk.name].append(self._encode(prepared, failure))
+                continue
+            fetched.append(_Flight(flight.chunk, prepared, num_bytes_of(prepared)))
+            self._num_bytes += fetched[-1].num_bytes
         for name, rows in failed.items():
             self._finish(name, rows)
         self._suspects.extend([flight for flight in fetched if flight.is_suspect])
         self._window.extend(flight for flight in fetched if not flight.is_suspect)
 
-    def _encode_failed(self, chunk: OpenChunk, prepared: Prepared) -> FinishedRow:
-        """Encode a row that does not go to the engine: its request cannot be built, or it kills engines."""
-        failure = prepared.failure
-        if failure is None and prepared.request is not None:
-            num_deaths = chunk.deaths[prepared.key[1]].number
-            failure = Failure(
-                code="engine_crash",
-                message=f"the engine died {num_deaths} times with this row in flight, at least once with it alone",
-            )
-        if failure is None:
-            failure = Failure(code="internal_error", message="the row was not built")
-        return self._encode(prepared, Completion(key=prepared.key, failure=failure))
+    def _failure_of(self, chunk: OpenChunk, prepared: Prepared) -> Failure:
+        """Return why a row does not go to the engine: its call cannot be built, or it kills engines."""
+        if prepared.failure is not None:
+            return prepared.failure
+        num_deaths = chunk.deaths[prepared.key[1]].number
+        message = f"the engine died {num_deaths} times with this row in flight, at least once with it alone"
+        return Failure(code=Code.ENGINE_CRASH, message=message, status=500)
 
     def _update_rate(self) -> None:
         """Update the recent and the average rate of finished rows. Time without a row in the engine does not count."""
@@ -634,12 +500,11 @@ class RowStream:
             self._rate_since = (now, self._num_finished)
 
 
-def _with_media(flight: _Flight, media: list[Media]) -> _Flight:
-    """Return a row with its images in the request, in place of what the row says about them."""
-    before = flight.prepared
-    request = msgspec.structs.replace(_request_of(flight), media=media or None)
-    num_bytes = flight.num_bytes + sum(len(each.data) for each in media)
-    if before.body is None and before.source is None:  # else they hold the row's text
-        num_bytes -= sum(len(ref.base64) for ref in before.media or ())
-    prepared = msgspec.structs.replace(before, request=request, media=None)
-    return msgspec.structs.replace(flight, prepared=prepared, num_bytes=num_bytes)
+def _with_media(
+    prepared: Prepared, found: list[bytes] | Failure
+) -> tuple[Prepared, Failure | None]:
+    """Return a row with the fetched media in its call, and why it has none."""
+    if isinstance(found, Failure):
+        return prepared, found
+    prepared = finish_call(prepared, found)
+    return prepared, prepared.failure

@@ -55,14 +55,9 @@ class Tally:
     def __init__(self) -> None:
         self.rows = 0
         self.prompt_tokens = 0
-        """Tokens of prompts that the engine was given. The tokens of copied rows are counted apart."""
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens = 0
-        self.rows_copied = 0
-        """Number of rows that have a copy of another row's answer."""
-        self.prompt_tokens_copied = 0
-        self.completion_tokens_copied = 0
         self.errors: Counter[str] = Counter()
         """Number of failed rows for each error code."""
         self.examples: dict[str, ErrorExample] = {}
@@ -78,24 +73,17 @@ class Tally:
         """Number of failed rows."""
         return self.errors.total()
 
-    def add(self, rows: list[FinishedRow], minute: int, *, are_copies: bool = False) -> None:
+    def add(self, rows: list[FinishedRow], minute: int) -> None:
         """Count finished rows.
 
         Args:
             rows: The rows.
             minute: The time at which they finished, in whole minutes since 1970.
-            are_copies: Whether they have copies of other rows' answers, so that the engine saw none of their tokens.
         """
         prompt_tokens = sum([row.prompt_tokens for row in rows])
         completion_tokens = sum([row.completion_tokens for row in rows])
-        if are_copies:
-            self.rows_copied += len(rows)
-            self.prompt_tokens_copied += prompt_tokens
-            self.completion_tokens_copied += completion_tokens
-            prompt_tokens = completion_tokens = 0
-        else:
-            self.cached_tokens += sum([row.cached_tokens for row in rows])
-            self.reasoning_tokens += num_reasoning_tokens(rows)
+        self.cached_tokens += sum([row.cached_tokens for row in rows])
+        self.reasoning_tokens += num_reasoning_tokens(rows)
         self.rows += len(rows)
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
@@ -139,9 +127,6 @@ class Tally:
             cached_tokens=base.cached_tokens + self.cached_tokens,
             completion_tokens=base.completion_tokens + self.completion_tokens,
             reasoning_tokens=(base.reasoning_tokens or 0) + self.reasoning_tokens or msgspec.UNSET,
-            rows_copied=base.rows_copied + self.rows_copied,
-            prompt_tokens_copied=base.prompt_tokens_copied + self.prompt_tokens_copied,
-            completion_tokens_copied=base.completion_tokens_copied + self.completion_tokens_copied,
             errors=_sum(base.errors, self.errors),
             examples=_first_examples(base.examples, self.examples),
             finish_reasons=_sum(base.finish_reasons, self._finish_reasons),

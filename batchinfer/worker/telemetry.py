@@ -312,13 +312,10 @@ class Telemetry:
         self.workload.done(name)
         logger.info("chunk %s: already done", name, extra=event("chunk_skipped", chunk=name))
 
-    def rows_finished(self, rows: list[FinishedRow], *, are_copies: bool = False) -> None:
-        """Count rows that this start finished. Rows taken over from storage must not be among them.
-
-        `are_copies`: Whether the rows have copies of other rows' answers.
-        """
+    def rows_finished(self, rows: list[FinishedRow]) -> None:
+        """Count rows that this start finished. Rows taken over from storage must not be among them."""
         self.attempts = 0
-        self.tally.add(rows, int(self._clock.now() // 60), are_copies=are_copies)
+        self.tally.add(rows, int(self._clock.now() // 60))
 
     def row_failed(self, chunk: str, line: int, failure: Failure) -> None:
         """Keep the failure of an error row as an example, and log it, if it is the first with its error code."""
