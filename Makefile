@@ -49,7 +49,6 @@ else
 	$(PY) benchmarks/pipeline.py --quick
 	$(PY) benchmarks/startup.py --quick
 	$(PY) benchmarks/prefix.py --quick
-	$(PY) benchmarks/replicas.py --quick
 	$(PY) benchmarks/throughput.py --quick
 	$(PY) benchmarks/bookkeeping.py --quick
 	$(PY) benchmarks/recovery.py --quick

@@ -123,15 +123,14 @@ class Runs:
         self, job: str, model: Path, engine: dict[str, Any], *options: str, **how: Any
     ) -> Measured:
         before = s3_stub.read_counts(self._endpoint)
-        env = harness.environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        env = harness.environment()
         output = f"s3://stub/run-{next(self._numbers)}"
         result, ended = workload.run_worker(
             job, output, model, engine, *COMPLETIONS, *options, env=env, **how
         )
         came = s3_stub.read_counts(self._endpoint) - before
-        cpu = sum(seconds for name, seconds in ended.cpu.items() if name != "engine host")
         return Measured(
-            1e6 * cpu / result["request_count"],
+            1e6 * ended.cpu["worker"] / result["request_count"],
             result["engine_steps"],
             result["generate_time_sec"],
             came[f"PUT {layout.CHECKPOINTS}"],

@@ -174,15 +174,11 @@ def num_lines(path: Path) -> int | None:
 # --------------------------------------------------------------------------- run_batch
 
 
-def engine_options(style: str) -> list[str]:
-    """Return the options of one small engine, as batchinfer or vLLM spells them."""
-    if style == "batchinfer":
-        memory = "kv_cache_memory_bytes=67108864,block_size=32"
-        return ["--max-model-len", "256", "--max-num-seqs", "16", "--engine-arg", memory]
-    return [
-        "--max-model-len", "256", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "67108864",
-        "--block-size", "32", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048", "--enforce-eager",
-    ]  # fmt: skip
+ENGINE = (
+    "--max-model-len", "256", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "67108864", "--block-size", "32",
+    "--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048", "--enforce-eager",
+)  # fmt: skip
+"""Options of one small engine, the same for both: batchinfer hands on those of vLLM."""
 
 
 def run_batch(requests: Path, work: Path, name: str, *, kill: bool = False) -> dict[str, Any]:
@@ -190,7 +186,7 @@ def run_batch(requests: Path, work: Path, name: str, *, kill: bool = False) -> d
     output, log = work / f"{name}.jsonl", work / f"{name}.log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(requests), "-o", str(output),
-        "--model", MODEL, *engine_options("vllm"),
+        "--model", MODEL, *ENGINE,
     ]  # fmt: skip
 
     began: list[float] = []
@@ -232,8 +228,7 @@ def batchinfer(requests: Path, work: Path, num_rows: int) -> dict[str, Any]:
     print("rows:", split["rows"], " custom_ids given twice:", split.get("duplicate_ids", 0))
     worker = [
         *module, "worker", "--job", str(job), "--model", MODEL, "--request-format", "openai-batch",
-        "--output-format", "openai-batch", "--checkpoint-seconds", "1", "--worker-id", "w0",
-        *engine_options("batchinfer"),
+        "--checkpoint-seconds", "1", "--worker-id", "w0", *ENGINE,
     ]  # fmt: skip
     store = open_store(str(out))
 
@@ -281,26 +276,23 @@ def check(requests: Path, codes: list[str], found: list[dict[str, Any]]) -> dict
     if len(found) != len(lines):
         problems.append(f"{len(found)} output lines for {len(lines)} requests")
     for index, (line, code, answer) in enumerate(zip(lines, codes, found, strict=False)):
-        if answer["response"] is None:
-            problems.append(f"line {index}: {answer['error']}")
-            continue
-        statuses[str(answer["response"]["status_code"])] += 1
-        body = answer["response"]["body"]
-        if (body.get("error") or {}).get("code", "") != code:
-            problems.append(f"line {index}: {str(body)[:200]}, expected {code or 'an answer'}")
+        statuses["answers" if answer["status"] == 200 else "errors"] += 1
+        body = answer.get("body") or {}
+        if answer.get("error", {}).get("code", "") != code:
+            problems.append(f"line {index}: {str(answer)[:200]}, expected {code or 'an answer'}")
         if code:
             continue
         given = json.loads(line)
-        if answer["custom_id"] != given["custom_id"]:
-            problems.append(f"line {index}: {answer['custom_id']} instead of {given['custom_id']}")
+        if answer["_id"] != given["custom_id"]:
+            problems.append(f"line {index}: {answer['_id']} instead of {given['custom_id']}")
         if given["url"] == CHAT and given["body"]["temperature"] == 0 and "choices" in body:
             text = body["choices"][0]["message"]["content"]
             asked += 1
             right += text.strip() == expected_answer(given["body"]["messages"][-1]["content"])
     return {
         "requests": len(lines),
-        "answers": statuses["200"],
-        "errors": statuses["400"],
+        "answers": statuses["answers"],
+        "errors": statuses["errors"],
         "greedy_chats": asked,
         "greedy_chats_right": right,
         "problems": problems[:20],

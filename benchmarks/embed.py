@@ -17,7 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Spread, alternate, as_line, entries, print_table, run, spread, write_job
+from harness import (
+    Spread,
+    alternate,
+    as_line,
+    entries,
+    environment,
+    print_table,
+    run,
+    spread,
+    write_job,
+)
+from workload import engine_options
 
 LONGEST = 512
 MAX_NUM_SEQS = 64
@@ -101,27 +112,18 @@ def embed_all(path: str, model: str, *, is_sorted: bool) -> dict[str, Any]:
 
 def measure_all(folder: Path, way: str) -> Measured:
     """Run `embed_all` in a process of its own."""
-    done = run([sys.executable, __file__, "--way", way, "--folder", str(folder)], env=_variables())
+    env = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done = run([sys.executable, __file__, "--way", way, "--folder", str(folder)], env=env)
     return Measured(**done.last_object, peak_bytes=done.usage.peak_bytes)
 
 
 def measure_worker(folder: Path, job: str) -> Measured:
     """Run the worker over a job, with checkpoints and claims."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
-        arguments = {**ARGUMENTS, "kv_cache_memory_bytes": 64 << 20}
-        flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS if name != "enforce_eager"]
-        values = [str(value) for name, value in ARGUMENTS.items() if name != "enforce_eager"]
-        done = run(
-            [
-                *(sys.executable, "-m", "batchinfer", "worker", "--job", str(folder / job)),
-                *("--output", output, "--model", str(folder / "model"), "--task", "embed"),
-                *("--prompt-column", "text", "--embedding-format", "base64"),
-                *("--engine-arg", f"kv_cache_memory_bytes={arguments['kv_cache_memory_bytes']}"),
-                *(word for pair in zip(flags, values, strict=True) for word in pair),
-                "--enforce-eager",
-            ],
-            env=_variables(),
-        )
+        command = [sys.executable, "-m", "batchinfer", "worker", "--job", str(folder / job)]
+        command += ["--output", output, "--model", str(folder / "model"), "--task", "embed"]
+        command += ["--prompt-column", "text", "--kv-cache-memory-bytes", str(64 << 20)]
+        done = run([*command, *engine_options(ARGUMENTS)], env=environment())
     result = done.last_object
     return Measured(
         steps=result["engine_steps"],
@@ -129,12 +131,6 @@ def measure_worker(folder: Path, job: str) -> Measured:
         tokens=result["total_prompt_tokens"],
         peak_bytes=done.usage.peak_bytes,
     )
-
-
-def _variables() -> dict[str, str]:
-    from harness import environment
-
-    return environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
 def main() -> None:

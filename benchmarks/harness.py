@@ -239,11 +239,12 @@ class Watch:
 def _name(command: list[str]) -> str:
     text = " ".join(command)
     for part, name in (
-        ("batchinfer.engines.host", "engine host"),
-        ("batchinfer", "worker"),
+        ("guard.py", "guard"),
+        ("vllm_serve", "server"),
         ("EngineCore", "engine core"),
-        ("Worker", "engine worker"),
+        ("VLLM::Worker", "engine worker"),
         ("spawn_main", "engine core"),
+        ("batchinfer", "worker"),
     ):
         if part in text:
             return name

@@ -210,7 +210,7 @@ def time_to_first_row(folder: Path, *, engine: str) -> dict[str, Any]:
             "--model", str(ROOT / "examples/demo-model"), "--prompt-column", "prompt", "--as-chat",
             "--max-tokens", "32", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0",
             "--lease-seconds", "4", "--checkpoint-seconds", "0.5",
-            "--engine-arg", "kv_cache_memory_bytes=67108864", "--engine-arg", "block_size=32",
+            "--kv-cache-memory-bytes", "67108864", "--block-size", "32",
         )  # fmt: skip
     first = start(job, run, "w0", "all.txt", *options)
     wait_for_segments(run, 1)

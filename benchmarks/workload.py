@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-
-from batchinfer.engines.config import EngineConfig
 
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 64
@@ -125,13 +122,11 @@ def write_job(url: str, requests: Sequence[Request], *, per_chunk: int) -> str:
 
 
 def engine_options(engine: Mapping[str, Any]) -> list[str]:
-    """Return engine arguments as options of the worker."""
+    """Return engine arguments as options of the worker, which hands on those of vLLM."""
     options: list[str] = []
     for name, value in engine.items():
         option = name.replace("_", "-")
-        if name not in EngineConfig.__struct_fields__:
-            options += ["--engine-arg", f"{name}={json.dumps(value)}"]
-        elif isinstance(value, bool):
+        if isinstance(value, bool):
             options.append(f"--{option}" if value else f"--no-{option}")
         else:
             options += [f"--{option}", str(value)]

@@ -177,9 +177,9 @@ def _check_row(findings: Findings, line: dict[str, Any], row: int, prompts: list
             f"row {row}: its place holds _row {line.get('_row')!r}, _id {line.get('_id')!r}"
         )
         return
-    if line.get("status") != "ok":
+    if line.get("status") != 200:
         findings.problems.append(f"row {row}: {line.get('error')}")
         return
     example = example_of(prompts[row])
-    if line["choices"][0]["text"] == example.answer:
+    if line["body"]["choices"][0]["message"]["content"] == example.answer:
         findings.right[example.task] += 1

@@ -100,7 +100,7 @@ def test_throughput_reports_medians_per_1000_requests_and_ratios(
     from throughput import Measured, report
 
     def run(wall: float, steps: int) -> Measured:
-        return Measured(wall, 9.0, 500, steps, engine_seconds=wall, driver_seconds=0.05)
+        return Measured(wall, 9.0, 500, steps, driver_seconds=0.05, server_seconds=0.1)
 
     report(
         {
@@ -118,24 +118,20 @@ def test_throughput_reports_medians_per_1000_requests_and_ratios(
     assert found["ways"]["batchinfer"]["wall_seconds"] == 24
     assert found["ways"]["batchinfer"]["wall_seconds_max"] == 80
     assert found["ways"]["batchinfer"]["driver_us"] == 100
-    assert found["ratios"]["steps_of_one_generate"] == 1.01
-    assert found["ratios"]["wall_of_one_generate"] == 1.0
+    assert found["ways"]["batchinfer"]["server_us"] == 200
+    assert found["ratios"] == {"steps_of_one_generate": 1.01, "wall_of_one_generate": 1.0}
 
 
 def test_throughput_refuses_an_unknown_way() -> None:
-    from throughput import DEFAULT_GPU_WAYS, DEFAULT_WAYS, TITLES, Bench
+    from throughput import DEFAULT_WAYS, TITLES, Bench
 
     bench = Bench.__new__(Bench)
-    bench.is_gpu, bench.ray_python = False, None
-    bench.all = bench.few = bench.batch = Path()
+    bench.all = bench.batch = Path()
 
-    assert list(bench.chosen("batchinfer,loop-own")) == ["batchinfer", "bare loop, own process"]
-    assert len(bench.chosen("all")) == len(TITLES) - 1, "all but Ray, which needs its Python"
+    assert list(bench.chosen("batchinfer,chunks")) == [TITLES["batchinfer"], TITLES["chunks"]]
     assert list(bench.chosen(None)) == [TITLES[name] for name in DEFAULT_WAYS.split(",")]
     with pytest.raises(SystemExit, match="no way bachinfer; expected some of generate"):
         bench.chosen("bachinfer")
-    bench.is_gpu = True
-    assert list(bench.chosen(None)) == [TITLES[name] for name in DEFAULT_GPU_WAYS.split(",")]
 
 
 def test_the_stub_counts_by_place_and_forgets_what_was_deleted(
