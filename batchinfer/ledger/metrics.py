@@ -74,7 +74,7 @@ def _errors(sample: WorkerSample) -> dict[str, float]:
 METRICS = (
     Metric(
         "batchinfer_rows_total",
-        "Rows finished, failed ones and copies (--dedupe) included.",
+        "Rows finished, failed ones included.",
         _of(lambda w: w.rows_done),
     ),
     Metric(

@@ -280,10 +280,6 @@ class Overview(Record, frozen=True, kw_only=True):
     completion_tokens: int
     reasoning_tokens: int = 0
     """Number of those tokens of `completion_tokens` that are reasoning."""
-    rows_copied: int = 0
-    """Number of rows with a copy of another row's answer (--dedupe). Their tokens are in no other number."""
-    prompt_tokens_copied: int = 0
-    completion_tokens_copied: int = 0
     rows_error: int
     errors: dict[str, int]
     finish_reasons: dict[str, int]
@@ -350,9 +346,6 @@ def overview(snapshot: Snapshot, prices: Prices, *, is_spot: bool | None = None)
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         reasoning_tokens=sum(record.reasoning_tokens or 0 for record in records),
-        rows_copied=sum(record.rows_copied for record in records),
-        prompt_tokens_copied=sum(record.prompt_tokens_copied for record in records),
-        completion_tokens_copied=sum(record.completion_tokens_copied for record in records),
         rows_error=sum(record.rows_error for record in records),
         errors=add_up(_by_code(record.errors) for record in records),
         finish_reasons=add_up(record.finish_reasons for record in records),

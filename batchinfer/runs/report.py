@@ -208,12 +208,6 @@ def _tiles(seen: Overview) -> list[tuple[str, str, str]]:
         ),
         ("rows failed", units.count(seen.rows_error), units.percent(seen.rows_error, rows)),
     ]
-    if seen.rows_copied:
-        small = (
-            f"{units.short(seen.prompt_tokens_copied)} input and {units.short(seen.completion_tokens_copied)} output "
-            "tokens saved"
-        )
-        tiles.append(("rows copied", units.count(seen.rows_copied), small))
     if is_over:
         from_when = f"from {units.moment(seen.started)}"
         tiles.insert(3, ("took", units.duration(seen.overall.seconds), from_when))

@@ -167,18 +167,9 @@ def summary(seen: Overview) -> dict[str, Any]:
         "max_cost": seen.cost.limit,
         "hours": round(seen.hours, 4),
         "max_hours": seen.max_hours,
-        **_copied(seen),
         "workers": len(seen.workers),
         "workers_expected": sum(launch.expected for launch in seen.launches) or None,
     }
-
-
-def _copied(seen: Overview) -> dict[str, Any]:
-    """The rows and tokens that --dedupe saved; nothing if there are none."""
-    if not seen.rows_copied:
-        return {}
-    tokens = {"input": seen.prompt_tokens_copied, "output": seen.completion_tokens_copied}
-    return {"rows_copied": seen.rows_copied, "tokens_copied": tokens}
 
 
 # --------------------------------------------------------------------------- the screen
@@ -225,8 +216,6 @@ def _head(seen: Overview) -> Group:
         f"{units.count(chunks.done)} of {units.count(chunks.total)} done, "
         f"{units.count(chunks.in_progress)} in progress, {units.count(chunks.waiting)} waiting",
     )
-    if seen.rows_copied:
-        add("copied", _copied_text(seen))
     if seen.reasoning_tokens:
         share = seen.reasoning_tokens / max(seen.completion_tokens, 1)
         add("reasoning", f"{units.count(seen.reasoning_tokens)} tokens, {share:.0%} of the output")
@@ -252,15 +241,6 @@ def _head(seen: Overview) -> Group:
             )
         )
     return Group(title, bar, grid)
-
-
-def _copied_text(seen: Overview) -> str:
-    """Say how many rows and tokens --dedupe saved."""
-    return (
-        f"{units.count(seen.rows_copied)} rows had a request that was answered already: "
-        f"{units.count(seen.prompt_tokens_copied)} input and {units.count(seen.completion_tokens_copied)} output "
-        "tokens saved"
-    )
 
 
 def _rates(rate: Rate) -> str:
