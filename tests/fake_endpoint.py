@@ -6,19 +6,15 @@ import contextlib
 import json
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from batchinfer.core.records import Request, Sampling
+from batchinfer.core.records import Call
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.echo import WORDS, EchoEngine, prompt_text
-from batchinfer.engines.echo_pooling import pooled_of
+from batchinfer.engines.echo import answer, chat_text, stream_of, texts_of
 
-PROBE = "Hello"
-"""Prompt of the engine's own short requests."""
 Reply = Callable[["Handler"], None]
 """What becomes of one request."""
 
@@ -73,27 +69,16 @@ def slow_bytes(handler: Handler) -> None:
     handler.close_connection = True
 
 
-def send_stream(handler: Handler, answer: dict[str, Any], body: dict[str, Any]) -> None:
-    """An answer in parts: a word each, then how each choice ended, then the usage."""
-    assert body["stream_options"] == {"include_usage": True}
+def send_stream(handler: Handler, found: Any) -> None:
+    """An answer in parts."""
     handler.send_response(200)
     handler.send_header("content-type", "text/event-stream")
     handler.send_header("connection", "close")
     handler.end_headers()
     handler.close_connection = True
-    parts: list[dict[str, Any]] = []
-    for choice in answer["choices"]:
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        for word in WORDS.findall(text):
-            part = {"delta": {"content": word}} if "message" in choice else {"text": word}
-            parts.append({"choices": [{"index": choice["index"], "finish_reason": None, **part}]})
-        end = {"index": choice["index"], "finish_reason": choice["finish_reason"], "text": ""}
-        parts.append({"choices": [end]})
-    parts.append({"choices": [], "usage": answer["usage"]})
-    for part in parts:
-        handler.wfile.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+    for part in [*stream_of(found), b"[DONE]"]:
+        handler.wfile.write(b"data: " + part + b"\n\n")
         handler.wfile.flush()
-    handler.wfile.write(b"data: [DONE]\n\n")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -129,10 +114,11 @@ class Handler(BaseHTTPRequestHandler):
                 endpoint.seen[text] += 1
                 chosen = chosen[number] if number < len(chosen) else None
             with contextlib.suppress(OSError):
+                found = endpoint.answer(self.path, body)
                 if chosen is None and body.get("stream"):
-                    send_stream(self, endpoint.answer(self.path, body), body)
+                    send_stream(self, found)
                 else:
-                    (chosen or reply(200, endpoint.answer(self.path, body)))(self)
+                    (chosen or reply(found.status, found.body.decode()))(self)
 
 
 class Server(ThreadingHTTPServer):
@@ -160,7 +146,9 @@ class FakeEndpoint:
         self.most_at_once = self._at_once = 0
         self.is_closed = False
         self._lock = threading.Lock()
-        self._echo = EchoEngine(EngineConfig(engine="echo", max_model_len=512))
+        self.config = EngineConfig(
+            engine="echo", model="echo-model", server_args=["--max-model-len", "512"]
+        )
         self._server = Server(("127.0.0.1", port), Handler)
         self._server.endpoint = self
         self.port = self._server.server_address[1]
@@ -197,107 +185,18 @@ class FakeEndpoint:
 
     @property
     def texts(self) -> list[str]:
-        """Prompts of the requests so far, but for the engine's own short ones."""
-        return [text for text in map(self.text_of, self.bodies) if text != PROBE]
+        """Prompts of the requests so far."""
+        return list(map(self.text_of, self.bodies))
 
     @staticmethod
     def text_of(body: dict[str, Any]) -> str:
-        prompt = body.get("prompt", body.get("input"))
-        if isinstance(prompt, list):
-            return " ".join(map(str, prompt))
-        if prompt is not None:
-            return prompt
-        return prompt_text(Request(key=("", 0), sampling=Sampling(), messages=body["messages"]))
+        if "messages" in body:
+            return chat_text(body["messages"])
+        return " ".join(texts_of(body.get("prompt", body.get("input", "-"))))
 
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What an endpoint that works answers."""
-        if path.endswith("/embeddings"):
-            return self.embeddings(body)
-        is_chat = path.endswith("/chat/completions")
-        num_logprobs = body.get("top_logprobs") if is_chat else body.get("logprobs")
-        sampling = Sampling(
-            max_tokens=body.get("max_tokens") or body.get("max_completion_tokens"),
-            n=body.get("n", 1),
-            logprobs=num_logprobs,
-            prompt_logprobs=body.get("prompt_logprobs"),
-        )
-        done = self._echo._answer(Request(key=("", 0), sampling=sampling, text=self.text_of(body)))
-        usage = {
-            "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": done.completion_tokens,
-            "total_tokens": done.prompt_tokens + done.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 1},
-        }
-        found: dict[str, Any] = {"id": "x", "model": body["model"], "usage": usage}
-        positions = None
-        if done.prompt_logprobs is not None:
-            positions = [
-                None
-                if each is None
-                else {"7": {"logprob": -1.0, "rank": 1, "decoded_token": each.token}}
-                for each in done.prompt_logprobs
-            ]
-        found["choices"] = []
-        for each in reversed(done.choices):  # an API promises no order
-            choice: dict[str, Any] = {"index": each.index, "finish_reason": each.finish_reason}
-            tops = [{each.token: each.logprob} for each in each.logprobs or ()]
-            if is_chat:
-                choice["message"] = {"role": "assistant", "content": each.text}
-                if each.logprobs is not None:
-                    content = [
-                        {
-                            "token": one.token,
-                            "logprob": one.logprob,
-                            "top_logprobs": [{"token": one.token, "logprob": one.logprob}],
-                        }
-                        for one in each.logprobs
-                    ]
-                    choice["logprobs"] = {"content": content}
-            else:
-                choice["text"] = each.text
-                choice["prompt_logprobs"] = positions
-                if each.logprobs is not None:
-                    choice["logprobs"] = {
-                        "tokens": [one.token for one in each.logprobs],
-                        "token_logprobs": [one.logprob for one in each.logprobs],
-                        "top_logprobs": tops,
-                    }
-            found["choices"].append(choice)
-        return found
-
-    def embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request for embeddings, its vectors in no order."""
-        given = body.get("input")
-        several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        texts = [
-            text if isinstance(text, str) else self.text_of({**body, "prompt": text})
-            for text in several
-        ]
-        found = pooled_of(
-            texts,
-            "embed",
-            num_queries=0,
-            dimensions=body.get("dimensions"),
-            normalize=body.get("use_activation"),
-        )
-        data = [
-            {"object": "embedding", "index": index, "embedding": array("f", each.data).tolist()}
-            for index, each in enumerate(found)
-        ]
-        num_tokens = sum(len(text.split(" ")) for text in texts)
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "model": body["model"], "data": data[::-1], "usage": usage}
-
-
-def without_certificates() -> type:
-    """The official client's HTTP client, but without the certificates of the web: to read them takes longest."""
-    import openai
-
-    class PlainClient(openai.DefaultAsyncHttpxClient):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options, verify=False)
-
-    return PlainClient
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """What an endpoint that works answers: a `core.records.Reply`."""
+        return answer(Call(key=("", 0), path=path, body=json.dumps(body).encode()), self.config)
 
 
 @contextlib.contextmanager

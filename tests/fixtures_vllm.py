@@ -1,81 +1,95 @@
-"""Real vLLM on the CPU: one model and one engine for all tests that can share them."""
+"""Real vLLM on the CPU: one server for all tests of a session that can share it, since it takes half a minute to load."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
+import urllib.error
+import urllib.request
 
 import msgspec
 import pytest
 
+from peft_adapter import write_adapter
 from tiny_model import DEMO_MODEL, write_tiny_model
+
+SMALL = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "16"]
+"""Options with which several servers fit beside each other."""
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Folder of a tiny random model with 512 positions. Its two attention heads can be split over two processes."""
+    """Folder of a tiny random model with 512 positions. Its four attention heads can be split over two processes."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def vllm_config(tiny_model):
-    """Options with which vLLM starts fastest. Tests replace those that they are about."""
-    from batchinfer.engines.config import EngineConfig
-
-    return EngineConfig(
-        engine="vllm",
-        model=str(tiny_model),
-        max_model_len=512,
-        max_num_seqs=16,
-        dtype="float32",
-        engine_args={"kv_cache_memory_bytes": 64 << 20, "block_size": 32},
-    )
+def demo_adapters(tmp_path_factory):
+    """Folders of two adapters for the demo's model, which `demo_url` serves too, by their names."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: str(write_adapter(folder / name, seed=seed, rank=seed + 3))
+        for name, seed in (("first", 1), ("second", 2))
+    }
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(vllm_config):
-    """An open engine in a process of its own, as a worker would have it."""
-    from batchinfer.engines import create_engine
-
-    engine = create_engine(vllm_config)
-    engine.open(threading.Event())
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="session")
-def demo_config():
-    """Options of `demo_engine`."""
+def demo_config(demo_adapters):
+    """Options of the server behind `demo_url`: the demo's model of 256 tokens, two adapters, a parser of calls."""
     from batchinfer.engines.config import EngineConfig
 
+    parser = ["--tool-call-parser", "hermes"]
     return EngineConfig(
         model=str(DEMO_MODEL),
-        max_model_len=256,
-        max_num_seqs=16,
-        engine_args={"kv_cache_memory_bytes": 64 << 20, "block_size": 32},
+        loras=demo_adapters,
+        server_args=["--max-model-len", "256", *SMALL, *parser],
     )
 
 
 @pytest.fixture(scope="session")
-def demo_engine(demo_config):
-    """An open engine with the demo's model, for the workers of all tests that can share it.
+def demo_url(demo_config, tmp_path_factory):
+    """URL of vLLM's own server with the demo's model, as for --base-url. The model's name there is its folder's path."""
+    from batchinfer.engines.server import ServerProcess, plan
 
-    It knows where reasoning ends. That changes nothing for runs without reasoning.
-    """
-    from batchinfer.engines.config import CONSTRAINTS
+    folder = tmp_path_factory.mktemp("server")
+    [launch] = plan(demo_config, folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = launch.command.index("--uds")
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [*launch.command[:place], *listen, *launch.command[place + 2 :]]
+    process = ServerProcess(msgspec.structs.replace(launch, command=command), folder / "log")
+    process.start()
+    while True:
+        assert process.exit_status() is None, process.reason()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    yield f"http://127.0.0.1:{port}/v1"
+    process.end(is_kill=True)
+
+
+@pytest.fixture(scope="session")
+def demo_engine(demo_url):
+    """An open engine behind which the server of `demo_url` is. Workers may close it; it stays open."""
+    from batchinfer.engines.config import EngineConfig
     from shared_engine import opened
 
-    # Constraints hold from the first token on, although the engine knows where reasoning ends.
-    constraints = {"structured_outputs_config": {**CONSTRAINTS, "enable_in_reasoning": True}}
-    config = msgspec.structs.replace(
-        demo_config,
-        reasoning_parser="qwen3",
-        engine_args={**demo_config.engine_args, **constraints},
-    )
+    config = EngineConfig(engine="openai", model=str(DEMO_MODEL), base_urls=[demo_url])
     with opened(config) as engine:
         yield engine
 
 
 @pytest.fixture
 def workers_share_demo_engine(demo_engine, monkeypatch):
-    """Workers that run in this process use `demo_engine` instead of an engine of their own."""
+    """Workers that run in this process with --engine vllm use `demo_engine` instead of a server of their own."""
     monkeypatch.setattr("batchinfer.worker.config.create_engine", lambda _: demo_engine)
+
+
+@pytest.fixture
+def stop():
+    """A stop signal that is not set."""
+    return threading.Event()

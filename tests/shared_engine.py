@@ -31,7 +31,7 @@ class SharedEngine:
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[SharedEngine]:
-    """Open an engine until the end of the context. Its process ends with the thread that opens it."""
+    """Open an engine until the end of the context."""
     engine = create_engine(config)
     try:
         yield SharedEngine(engine, engine.open(threading.Event()))
