@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchinfer.cli.options import SectionCommand
-from batchinfer.cli.run_options import fields_of, run_options, value_of
+from batchinfer.cli.run_options import BODY_OPTIONS, fields_of, run_options, value_of
+from batchinfer.cli.server_args import check_server_args
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.core.tasks import is_pooling
-from batchinfer.engines.config import NAMED_ARGUMENTS, EngineConfig
+from batchinfer.engines.config import EchoOptions, EngineConfig
 
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
-    from batchinfer.core.records import Sampling
     from batchinfer.prompts import PromptConfig
     from batchinfer.worker.config import Environment, WorkerConfig
 
@@ -54,23 +53,14 @@ def command(**options: Any) -> dict[str, Any]:
 
         return show_templates()
     if options["show_config"]:
-        parts = {
-            "engine": engine_config(options),
-            "prompt": prompt_config(options),
-            "sampling": sampling_config(options),
-        }
+        parts = {"engine": engine_config(options), "prompt": prompt_config(options)}
         return show_config(click.get_current_context(), parts)
     if options["preview"]:
-        from batchinfer.engines.tokenizers import tokenizer_for
         from batchinfer.storage.opening import open_store
         from batchinfer.worker.preview import run_preview
 
-        return run_preview(
-            make_config(options, dict(os.environ)),
-            options["preview"],
-            open_store=open_store,
-            load_tokenizer=tokenizer_for,
-        )
+        config = make_config(options, dict(os.environ))
+        return run_preview(config, options["preview"], open_store=open_store)
     return work(options, dict(os.environ))
 
 
@@ -100,8 +90,6 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         stack.callback(outside.background.close)
         stack.callback(show_progress.close)
         configure = partial(make_config, options, variables)
-        if (engine := engine_config(options)).nnodes > 1:
-            outside = stack.enter_context(_with_nodes(engine, outside))
         config = unless_stopped(outside.background, outside.stopper, configure)
         service = find_service(config.host, variables) if options["notices"] else None
         if service is not None:
@@ -119,32 +107,6 @@ def _follow(options: dict[str, Any]) -> dict[str, Any]:
     stopper = Stopper(SystemClock(), grace_seconds=options["grace_seconds"])
     install_signal_handlers(stopper)
     return follow(engine_config(options), loading=WhileLoading(stopper), stop=stopper)
-
-
-@contextlib.contextmanager
-def _with_nodes(engine: EngineConfig, outside: Environment) -> Iterator[Environment]:
-    """Give the environment of a worker whose model runs on several machines. At the end tell them how it ended."""
-    from batchinfer.engines import check_engine
-    from batchinfer.engines.nodes import Leader
-
-    if engine.node_rank:
-        raise ConfigError(
-            f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
-            hint="add --headless on the other nodes",
-        )
-    check_engine(engine)
-    nodes = Leader(engine)
-    status = 1
-    try:
-        yield dataclasses.replace(
-            outside, create_engine=partial(outside.create_engine, nodes=nodes)
-        )
-        status = 0
-    except BatchinferError as error:
-        status = error.exit_status
-        raise
-    finally:
-        nodes.tell(status)
 
 
 def _raise_file_limit() -> None:
@@ -187,7 +149,6 @@ def make_config(options: dict[str, Any], environment: dict[str, str]) -> WorkerC
         },
         engine=engine,
         prompt=prompt_config(options),
-        sampling=sampling_config(options),
         limits=Limits(**fields_of("Limits", options)),
         host=host,
     )
@@ -345,64 +306,34 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     """Make the configuration of the engine from the options.
 
     Raises:
-        ConfigError: a value cannot be read, or an engine argument is given by its option and by --engine-arg.
+        ConfigError: a value cannot be read, or an option of the server is one that the worker sets itself.
     """
     fields = fields_of("EngineConfig", options)
-    arguments = dict(fields["engine_args"])
-    for name, flag in NAMED_ARGUMENTS.items():
-        value = value_of(name, options)
-        if not value:
-            continue
-        if name in arguments:
-            raise ConfigError(
-                f"{flag} with --engine-arg {name}: are the same", hint=f"keep {flag} alone"
-            )
-        arguments[name] = value
-    return EngineConfig(**{**fields, "engine_args": arguments}, task=value_of("task", options))
+    echo = fields_of("EchoOptions", options)
+    server_args = list(options.get("server_args") or ())
+    check_server_args(server_args, fields["engine"])
+    return EngineConfig(
+        **fields,
+        echo=EchoOptions(**echo),
+        server_args=server_args,
+        seed=value_of("seed", options) or 0,
+        task=value_of("task", options),
+        scratch_dir=value_of("scratch_dir", options),
+    )
 
 
 def prompt_config(options: dict[str, Any]) -> PromptConfig:
-    """Make the configuration that decides how rows become prompts and outputs. Reads the files that options name."""
-    from batchinfer.prompts import PromptConfig
-
-    fields = fields_of("PromptConfig", options)
-    if adapters := sorted(value_of("lora", options)):
-        fields["adapters"] = adapters
-    return PromptConfig(**fields)
-
-
-def _budget(options: dict[str, Any]) -> dict[str, Any]:
-    tokens = value_of("thinking_budget", options)
-    return {} if tokens is None else {"thinking_token_budget": tokens}
-
-
-def sampling_config(options: dict[str, Any]) -> Sampling:
-    """Make the run's sampling parameters from the options.
+    """Make the configuration that decides how rows become requests. Reads the files that options name.
 
     Raises:
-        ConfigError: a value cannot work, or --dedupe is given although every row has an answer of its own.
+        ConfigError: a value cannot work.
     """
-    from batchinfer.prompts import find_request_format, is_repeatable, make_sampling
-    from batchinfer.prompts.constraints import read_options
+    from batchinfer.prompts import PromptConfig, make_body
 
-    names = ("json_schema", "regex", "grammar", "structural_tag")
-    sampling = make_sampling(
-        fields_of("Sampling", options),
-        {**value_of("sampling", options), **_budget(options)},
-        read_options(
-            choices=value_of("choices", options) or [],
-            **{name: value_of(name, options) or "" for name in names},
-        ),
+    body = make_body({option: value_of(option, options) for option in BODY_OPTIONS})
+    return PromptConfig(
+        **fields_of("PromptConfig", options),
+        adapters=sorted(value_of("lora", options)),
+        task=value_of("task", options),
+        body=body,
     )
-    if (
-        options.get("dedupe")
-        and not is_pooling(options["task"])
-        and not find_request_format(options["request_format"]).has_own_parameters
-        and not is_repeatable(sampling)
-    ):
-        raise ConfigError(
-            "--dedupe: rows with equal requests may have different answers at this temperature, since every row draws "
-            "its own",
-            hint="add --temperature 0, or leave --dedupe out",
-        )
-    return sampling

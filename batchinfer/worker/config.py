@@ -8,32 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.core.clock import Clock, SystemClock
-from batchinfer.core.errors import ConfigError
-from batchinfer.core.records import EngineInfo, Money, Record, Sampling
-from batchinfer.core.tasks import SCORE, PairForm
-from batchinfer.engines import (
-    Engine,
-    create_engine,
-    find_engine,
-    has_model,
-    identify_model,
-    is_remote,
-    own_parameters_of,
-    pair_form_of,
-)
+from batchinfer.core.records import EngineInfo, Money, Record
+from batchinfer.engines import Engine, create_engine, identify_model, is_remote
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger.claims import Claims, Lease
 from batchinfer.ledger.publishing import Publisher
-from batchinfer.prompts import (
-    ANY_NAME,
-    CONSTRAINT_BACKEND,
-    ConstraintChecker,
-    EngineRules,
-    PromptConfig,
-    Tokenizer,
-    check_run_constraint,
-    check_run_tools,
-)
+from batchinfer.prompts import EngineRules, PromptConfig
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Background, Stopper, ThreadBackground
@@ -59,27 +39,22 @@ class Limits(Record, frozen=True, kw_only=True):
     prefix_window: int = 0
     """Rows that are sorted together, so that prompts with equal beginnings follow each other; 0 keeps the order."""
     max_build_rows: int = 512
-    """Most rows whose prompts one background job builds."""
+    """Most rows whose calls one background job builds."""
     max_build_bytes: int = 8 << 20
-    """Bytes of input rows after which a background job that builds prompts reads no further rows."""
+    """Bytes of input rows after which a background job that builds calls reads no further rows."""
     max_row_memory: int = 256
     """MiB of memory for each replica that rows take which wait for the engine or are in it.
 
-    No further prompts are built above it. At least one row is always built. With `dedupe`, kept answers may take as
-    much once more.
+    No further calls are built above it. At least one row is always built.
     """
     max_media_bytes: int = 20 << 20
-    """Largest image, in bytes as it is stored or sent. A row with a larger one fails."""
+    """Largest image, sound or video, in bytes as it is stored. A row with a larger one fails."""
     media_timeout_seconds: float = 30.0
-    """Seconds that one attempt to fetch an image from a web server may take."""
+    """Seconds that one attempt to fetch from a web server may take."""
     media_root: str = ""
-    """Folder or URL from which paths of images in rows count; empty if rows must not name paths."""
+    """Folder or URL from which paths of media in rows count; empty if rows must not name paths."""
     allow_private_urls: bool = False
-    """Whether rows may name images at addresses of a private network."""
-    dedupe: bool = False
-    """Whether rows with equal requests are answered once."""
-    row_attempts: int = 3
-    """Attempts to generate a row that fails for a passing reason."""
+    """Whether rows may name media at addresses of a private network."""
     storage_attempts: int = 4
     """Failed attempts to open or publish a chunk after which it is given up.
 
@@ -101,7 +76,6 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     output: str
     engine: EngineConfig
     prompt: PromptConfig
-    sampling: Sampling
     job: str | None = None
     run_seed: int | None = 0
     worker_id: str = ""
@@ -149,11 +123,8 @@ class Environment:
     background: Background
     open_store: Callable[[str], Store]
     probe: Callable[[Store], Preconditions]
-    create_engine: Callable[..., Engine]
-    """Function that creates the engine from its configuration; `nodes` may be given, as in `engines.create_engine`."""
-    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
+    create_engine: Callable[[EngineConfig], Engine]
     identify_model: Callable[[EngineConfig], str]
-    check_sampling: Callable[[WorkerConfig], None]
     stopper: Stopper
     new_nonce: Callable[[], str]
     show_progress: Callable[[Telemetry], None]
@@ -175,7 +146,6 @@ def real_environment(
     *, grace_seconds: float, show_progress: Callable[[Telemetry], None]
 ) -> Environment:
     """Make the environment of a real worker: real threads, the system's clock, and storage that is opened by URL."""
-    from batchinfer.engines.tokenizers import tokenizer_for
     from batchinfer.storage.opening import open_store, probe
 
     clock = SystemClock()
@@ -185,113 +155,29 @@ def real_environment(
         open_store=open_store,
         probe=probe,
         create_engine=create_engine,
-        load_tokenizer=tokenizer_for,
         identify_model=identify_model,
-        check_sampling=check_sampling,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
         new_nonce=lambda: secrets.token_hex(8),
         show_progress=show_progress,
     )
 
 
-def check_sampling(config: WorkerConfig) -> None:
-    """Check the options of prompts and sampling against the engine; see `check_together`."""
-    check_adapters_are_asked_for(config.prompt)
-    check_together(config.engine, config.prompt, config.sampling)
+def rules_of(
+    engine: EngineConfig, *, opened: Engine | None = None, info: EngineInfo | None = None
+) -> EngineRules:
+    """Return what the run's engine takes.
 
-
-def check_adapters_are_asked_for(prompt: PromptConfig) -> None:
-    """Refuse several adapters if rows cannot say which of them answers.
-
-    Raises:
-        ConfigError: rows are no requests, and no column names their adapters.
+    Args:
+        engine: Its configuration.
+        opened: The engine, once it is open. It knows the names of its parameters.
+        info: Facts about it, once it is open.
     """
-    adapters = prompt.adapters or []
-    if len(adapters) > 1 and not prompt.rows_say_adapter:
-        raise ConfigError(
-            f"--lora: is given {len(adapters)} times, and nothing says which adapter answers a row",
-            hint="name the column that says it: --lora-column COLUMN; one adapter alone answers every row",
-        )
-
-
-def check_together(engine: EngineConfig, prompt: PromptConfig, sampling: Sampling) -> None:
-    """Refuse options of prompts and sampling that the engine cannot do.
-
-    Does not start the engine, and imports no large library.
-
-    Raises:
-        ConfigError: the engine does not know one of the additional sampling parameters, the constraint does not
-            compile, nor do the schemas of forced calls, a parameter does not go with speculative decoding, or prompts
-            should be cut and only another program has the tokenizer.
-    """
-    kind = find_engine(engine.engine)
-    if sampling.extra:
-        kind.check_parameters("--sampling", sampling.extra)
-    is_cut = bool(sampling.min_p) and sampling.temperature != 0
-    if engine.speculation and (is_cut or sampling.logit_bias):
-        name = "min_p" if is_cut else "logit_bias"
-        raise ConfigError(
-            f"--speculative-config: vLLM does not speculate with {name}", hint=f"leave out {name}"
-        )
-    if kind.is_remote and prompt.truncate_prompt != PromptConfig().truncate_prompt:
-        raise ConfigError(
-            f"--truncate-prompt {prompt.truncate_prompt}: needs the model's tokenizer, which only the endpoint has",
-            hint="a vLLM server cuts prompts itself: --sampling truncate_prompt_tokens=N",
-        )
-    check_run_tools(prompt, sampling, checker_for(engine))
-    check_run_constraint(sampling.structured, checker_for(engine))
-    if prompt.task == SCORE and prompt.request_format == PromptConfig().request_format:
-        is_apart = has_model(engine) and pair_form_of(engine) is PairForm.APART
-        if is_apart and not prompt.pair_columns:
-            raise ConfigError(
-                "--task score: the model embeds texts, so it scores pairs of them",
-                hint="name both columns: --pair-columns query,document",
-            )
-    if has_budget(sampling) and not (kind.is_remote or may_end_reasoning(engine)):
-        raise ConfigError(
-            "--thinking-budget: without --reasoning-parser the engine does not know what reasoning is",
-            hint="add --reasoning-parser with the parser for your model (docs/tools.md)",
-        )
-
-
-def has_budget(sampling: Sampling) -> bool:
-    """Whether the run limits the tokens of reasoning."""
-    return (sampling.extra or {}).get("thinking_token_budget") is not None
-
-
-def may_end_reasoning(engine: EngineConfig) -> bool:
-    """Whether an option tells the engine with which tokens reasoning ends."""
-    return bool(engine.reasoning_parser or engine.engine_args.get("reasoning_config"))
-
-
-def rules_of(engine: EngineConfig, assumed_name: str = "") -> EngineRules:
-    """Return what this engine takes. `assumed_name` is a further name of the model; see `adapters.assumed_name`."""
+    has_parameters = {} if opened is None else {"parameters": opened.parameters}
     return EngineRules(
-        own_parameters=own_parameters_of(engine),
-        checker=checker_for(engine),
-        pairs=pair_form_of(engine),
-        max_images=engine.max_images,
-        fetches_links=is_remote(engine),
-        finds_calls=bool(engine.tool_call_parser) or is_remote(engine),
-        finds_reasoning=bool(engine.reasoning_parser),
-        own_names=[ANY_NAME] if is_remote(engine) else [*own_names(engine), assumed_name],
+        model=engine.served_names[0],
+        adapters=tuple(sorted(engine.loras)),
+        max_model_len=None if info is None else info.max_model_len,
+        fetches_links=is_remote(engine) or "allowed_media_domains" in engine.server_options,
+        is_vllm=not is_remote(engine),
+        **has_parameters,
     )
-
-
-def shown_name(config: WorkerConfig, info: EngineInfo) -> str:
-    """Return the model's name for output lines: the first of --served-model-name, as vLLM's server does."""
-    served = config.prompt.served_model_name or []
-    return next((name for name in served if name != ANY_NAME), config.engine.model or info.model)
-
-
-def own_names(engine: EngineConfig) -> list[str]:
-    """Return the names that a run's model has without options: the value of --model, and its last part."""
-    if not engine.model:
-        return [engine.engine]
-    return [engine.model, engine.model.rstrip("/").rpartition("/")[2]]
-
-
-def checker_for(engine: EngineConfig) -> ConstraintChecker | None:
-    """Return a checker of constraints for this engine; None if the engine compiles them in another way."""
-    is_same = engine.constraint_backend == CONSTRAINT_BACKEND and not is_remote(engine)
-    return ConstraintChecker() if is_same else None

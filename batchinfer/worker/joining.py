@@ -13,11 +13,11 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
-from batchinfer.core.records import Completion, EngineInfo, Run
+from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact
+from batchinfer.engines import Engine
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.parser_process import check_parsers
-from batchinfer.formats import find_format
+from batchinfer.engines.replies import failure_of
 from batchinfer.ledger.jobs import Assignment, ChunkRef, check_columns, job_chunks, read_assignment
 from batchinfer.ledger.runs import (
     UNKNOWN,
@@ -27,16 +27,14 @@ from batchinfer.ledger.runs import (
     read_run,
     refuse_foreign,
 )
-from batchinfer.prompts import Code, PromptBuilder, Tokenizer, find_request_format
+from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
-from batchinfer.worker.adapters import assumed_name, identify_adapters
-from batchinfer.worker.config import Environment, WorkerConfig, has_budget, rules_of
+from batchinfer.worker.config import Environment, WorkerConfig, rules_of
 from batchinfer.worker.media import check_media
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-_ANY_NUMBER = 2**31
 _ROWS_TO_JUDGE = 100
 """Least number of finished rows by which a start of the worker is judged. It ends if nearly all of them failed."""
 _NEARLY_ALL = 0.95
@@ -60,8 +58,6 @@ class Membership:
         self.assignment = assignment
         self._model_identity = ""
         self._adapters: list[dict[str, str]] = []
-        self._assumed_name = ""
-        """Name that all requests give to the model, if no option says its name; else empty."""
         self.config = config
         """The worker's configuration. If it names no revision of the model, `check` adds the one in run.json."""
         self.run: Run | None = None
@@ -82,13 +78,8 @@ class Membership:
         self._adapters = identify_adapters(self.config.engine)
         if self.run is not None:
             check_same(self.run, self._run_config(None), url=self._store.url)
-        self._environment.check_sampling(self.config)
-        check_media(self.config.prompt, self.config.limits)
-        check_parsers(self.config.engine, has_budget=has_budget(self.config.sampling))
-        self._assumed_name = assumed_name(
-            self.config, self.assignment, self._environment.open_store
-        )
-        builder = self.make_builder(None, None)
+        check_media(self.config.limits)
+        builder = self.make_builder()
         if self.assignment.job is not None:
             prompt = self.config.prompt
             check_columns(
@@ -132,31 +123,30 @@ class Membership:
         self.compare({})
         return self.run
 
-    def make_builder(self, tokenizer: Tokenizer | None, info: EngineInfo | None) -> PromptBuilder:
-        """Make the object that builds requests from rows. Raises ConfigError if no row's request could be built.
+    def make_builder(
+        self, engine: Engine | None = None, info: EngineInfo | None = None
+    ) -> PromptBuilder:
+        """Make the object that builds calls from rows. An open engine is also asked whether it takes the run's fields.
 
         Args:
-            tokenizer: The model's tokenizer; None before it is known.
-            info: Properties of the loaded engine; None before it has loaded.
+            engine: The engine; None before it is open.
+            info: Facts about the open engine; None before.
+
+        Raises:
+            ConfigError: no row's call could be built, or the engine refuses the run's own fields.
         """
         config = self.config
-        # `most` is the highest number of log-probabilities that a request may ask for. A loaded engine tells it. Before
-        # that it is taken from the engine arguments. If neither names a number, the default of PromptConfig holds.
-        most = config.engine.engine_args.get("max_logprobs") if info is None else info.max_logprobs
-        prompt = config.prompt
-        if isinstance(most, int):
-            prompt = msgspec.structs.replace(
-                prompt, max_logprobs=most if most >= 0 else _ANY_NUMBER
-            )
-        return PromptBuilder(
-            prompt,
-            config.sampling,
-            config.run_seed,
-            tokenizer,
-            None if info is None else info.max_model_len,
-            needs_prompt=find_format(prompt.output_format).repeats_request,
-            rules=rules_of(config.engine, self._assumed_name),
-        )
+        rules = rules_of(config.engine, opened=engine, info=info)
+        builder = PromptBuilder(config.prompt, config.run_seed, rules=rules)
+        if engine is not None and (call := builder.probe()) is not None:
+            reply = engine.ask(call, self._environment.stopper)
+            failure = failure_of(reply)
+            if failure is not None and 400 <= reply.status < 500 and reply.status != 429:
+                raise ConfigError(
+                    f"the server refuses the run's options: {failure.message}",
+                    hint="correct the option; no row was asked yet",
+                )
+        return builder
 
     def chunks_left(self, done: dict[str, int], goal: int) -> list[ChunkRef]:
         """Return the chunks of this worker's manifests that are left to do, in order. Sends no request.
@@ -198,38 +188,21 @@ class Membership:
         Without `info`, UNKNOWN stands for the values that only a loaded engine knows.
         """
         config, assignment = self.config, self.assignment
-        trusts = config.engine.trust_remote_code
-        # Earlier versions had trust_remote_code only among the recorded values, not in the fingerprint.
-        is_old = self.run is not None and "trust_remote_code" not in self.run.config
-        trusted = is_old and bool(self.run and self.run.recorded.get("trust_remote_code"))
+        engine = config.engine
         return {
-            # Most runs trust no remote code. They lack this key, so their fingerprints are those of earlier versions.
-            **({"trust_remote_code": trusts} if trusts != trusted else {}),
-            **config.engine.pooling_options,
-            **parsers_in(config.engine),
             "job_sha256": assignment.job_sha256,
-            "model": config.engine.model or config.engine.engine,
+            "task": engine.task,
+            "model": engine.model or engine.engine,
             "model_identity": self._model_identity,
-            "tokenizer": config.engine.tokenizer or "",
-            "hf_config_path": config.engine.hf_config_path or "",
-            "engine_args": config.engine.answer_arguments,
+            "adapters": self._adapters,
+            "server_command": engine.server_command,
+            "server_options": engine.answer_options,
             # Without a job.json there is no checksum of the data, so the chunks' folders tell two data sets apart.
             "folders": []
             if assignment.job
             else sorted({redact(ref.root) for ref in assignment.chunks}),
-            "dtype": info.dtype if info else UNKNOWN,
-            "quantization": info.quantization if info else UNKNOWN,
             "max_model_len": info.max_model_len if info else UNKNOWN,
-            "adapters": self._adapters,
-            # In runs of earlier versions the model itself answered such rows.
-            **({"adapter_of_all": only} if (only := config.prompt.adapter_of_all) else {}),
-            **(
-                {"limit_mm_per_prompt": limits}
-                if (limits := config.engine.limit_mm_per_prompt)
-                else {}
-            ),
             "prompt": msgspec.to_builtins(config.prompt),
-            "sampling": msgspec.to_builtins(config.sampling),
             "seed": config.run_seed,
             "limit": config.limit,
         }
@@ -247,24 +220,28 @@ class Membership:
             "pipeline_parallel_size": engine.pipeline_parallel_size,
             "replicas": info.num_replicas,
             "max_num_seqs": info.max_num_seqs,
-            "trust_remote_code": engine.trust_remote_code,
+            "server_args": [redact(argument) for argument in engine.server_args],
             **({"lora": {k: redact(v) for k, v in engine.loras.items()}} if engine.loras else {}),
-            **({"dedupe": True} if limits.dedupe else {}),
             **({"media_root": redact(limits.media_root)} if limits.media_root else {}),
             **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
-            **({"base_url": redact(engine.base_url)} if engine.base_url else {}),
+            **({"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}),
         }
 
 
-def parsers_in(engine: EngineConfig) -> dict[str, str]:
-    """Return the names of the parsers, as far as there are any, for the run's configuration."""
-    names = {
-        "tool_call_parser": engine.tool_call_parser,
-        "reasoning_parser": engine.reasoning_parser,
-    }
-    return {key: name for key, name in names.items() if name}
+def identify_adapters(engine: EngineConfig) -> list[dict[str, str]]:
+    """Return the name and the identity of each of the run's adapters. Those on the Hub or in a bucket are fetched.
+
+    Raises:
+        ConfigError: an adapter is not there, or is damaged; the message has its name.
+        BatchinferError: the Hub or a bucket refuses access, or cannot be reached.
+    """
+    if not engine.loras:
+        return []
+    from batchinfer.engines.adapters import describe_adapters
+
+    return [{"name": each.name, "identity": each.identity} for each in describe_adapters(engine)]
 
 
 def read_work(config: WorkerConfig, environment: Environment, store: Store) -> Assignment:
@@ -336,13 +313,6 @@ def make_result(
             "output": round(telemetry.tally.completion_tokens / seconds, 3),
         },
     }
-    if config.limits.dedupe:
-        tally = telemetry.tally
-        result["rows_copied"] = tally.rows_copied
-        result["tokens_copied"] = {
-            "input": tally.prompt_tokens_copied,
-            "output": tally.completion_tokens_copied,
-        }
     if error is not None:
         result["exit_status"] = error.exit_status
         result["reason"] = error.message
@@ -369,7 +339,7 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending:
     Args:
         config: The worker's configuration.
         telemetry: The worker's counters.
-        num_pending: Number of rows that have a prompt and have not finished.
+        num_pending: Number of rows that have a call and have not finished.
     """
     if config.max_error_rate is None:
         _check_first_rows(config, telemetry, num_pending)
@@ -391,7 +361,7 @@ def check_error_rate(config: WorkerConfig, telemetry: Telemetry, *, num_pending:
 def _check_first_rows(config: WorkerConfig, telemetry: Telemetry, num_pending: int) -> None:
     """Raise ErrorRateExceeded if nearly all rows of this start failed with one code, as with a wrong prompt option.
 
-    Rows that have a prompt and have not finished count as good ones. Rows without a prompt fail at once, so they are
+    Rows that have a call and have not finished count as good ones. Rows without one fail at once, so they are
     the first to finish even if they are few.
     """
     tally = telemetry.tally
@@ -425,21 +395,3 @@ def refuse_only_errors(config: WorkerConfig, telemetry: Telemetry) -> None:
 def _example(telemetry: Telemetry, code: str) -> str:
     example = telemetry.tally.examples.get(code)
     return f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
-
-
-def check_parameters(config: WorkerConfig, completions: list[Completion]) -> None:
-    """Raise ConfigError if the engine refused the sampling parameters of the run.
-
-    All rows share the run's parameters, so one refused row means that every row would be refused. Does nothing if the
-    request format lets each row have its own parameters.
-    """
-    prompt = config.prompt
-    if find_request_format(prompt.request_format).has_own_parameters or prompt.constraint_column:
-        return
-    for completion in completions:
-        failure = completion.failure
-        if failure is not None and failure.code == Code.INVALID_PARAMETER:
-            raise ConfigError(
-                f"sampling options: {config.engine.engine} refuses them: {failure.message}",
-                hint="see the sampling options in docs/cli.md; no row was lost",
-            )

@@ -25,10 +25,8 @@ from batchinfer.core.errors import (
     StorageError,
     Superseded,
 )
-from batchinfer.core.records import EngineInfo, Run
+from batchinfer.core.records import EngineInfo
 from batchinfer.engines import Engine
-from batchinfer.engines.answers import AnswerReader
-from batchinfer.formats import encoder_for
 from batchinfer.ledger.claims import LEASES_WITHOUT_STORAGE, Claims, Lease
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import (
@@ -40,12 +38,11 @@ from batchinfer.prompts import PromptBuilder
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import Pending, WhileLoading, unless_stopped
-from batchinfer.worker.config import Environment, RunAccess, WorkerConfig, shown_name
+from batchinfer.worker.config import Environment, RunAccess, WorkerConfig
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
 from batchinfer.worker.joining import (
     Membership,
     check_error_rate,
-    check_parameters,
     make_result,
     read_work,
     refuse_only_errors,
@@ -132,9 +129,7 @@ class _Start:
             )
             self.limits.watch(self.environment.background, stack, self.environment.stopper)
             try:
-                engine = AnswerReader(
-                    self.environment.create_engine(self.config.engine), self.config.engine
-                )
+                engine = self.environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
                 self._look_for_answers()
@@ -204,9 +199,6 @@ class _Start:
             partial(chunks_with_checkpoints, self.store)
         )
         loading = self._begin_loading(engine, stack)
-        tokenizer = environment.background.submit(
-            partial(environment.load_tokenizer, config.engine)
-        )
         markers = self._await(listed)
         self.looks.compare(membership, markers)
         done = {name: marker.generation for name, marker in markers.items()}
@@ -227,10 +219,11 @@ class _Start:
             self.looks.confirm(membership, markers, open_chunks.published)
             return
         self.info = info
-        run = self._join(membership, info, opener, open_chunks)
+        # Before run.json is written: a run whose options the server refuses must leave nothing that forbids better ones.
+        builder = self._unless_stopped(partial(membership.make_builder, engine, info))
+        self._join(membership, info, opener, open_chunks)
         environment.background.submit(heartbeat.beat)  # so that `status` says running
-        builder = membership.make_builder(self._await(tokenizer, open_chunks), info)
-        stream = self._make_stream(builder, open_chunks, info, run)
+        stream = self._make_stream(builder, open_chunks, info)
         self._answer(engine, stream, open_chunks)
         self._raise_failures(open_chunks)
         self.looks.confirm(membership, markers, open_chunks.published)
@@ -277,7 +270,7 @@ class _Start:
         info: EngineInfo,
         opener: Opener,
         open_chunks: OpenChunks,
-    ) -> Run:
+    ) -> None:
         """Agree with the other workers on the run's configuration. Afterwards this worker may publish chunks."""
         join = partial(membership.join, info, nonce=self.nonce, is_safe=self.is_safe)
         run = self._unless_stopped(join, may_finish=True)
@@ -292,21 +285,14 @@ class _Start:
             info.load_seconds,
             extra=event("engine_ready", **msgspec.to_builtins(info)),
         )
-        return run
 
     def _make_stream(
-        self, builder: PromptBuilder, open_chunks: OpenChunks, info: EngineInfo, run: Run
+        self, builder: PromptBuilder, open_chunks: OpenChunks, info: EngineInfo
     ) -> RowStream:
-        encoder = encoder_for(
-            self.config.prompt,
-            model=shown_name(self.config, info),
-            created=int(run.recorded.get("created", 0)),
-        )
         return RowStream(
             self.environment,
             open_chunks,
             builder,
-            encoder,
             self.telemetry,
             self.config.limits,
             info=info,
@@ -400,7 +386,7 @@ class _Start:
             if open_chunks is not None:
                 if open_chunks.is_drained:
                     return None
-                wanted = self.config.engine.max_num_seqs or _ROWS_WHILE_LOADING
+                wanted = _ROWS_WHILE_LOADING
                 open_chunks.tick(Demand(rows_ahead=open_chunks.num_unread, rows_wanted=wanted))
             self.environment.show_progress(self.telemetry)
             self.environment.background.wait(_POLL_SECONDS)
@@ -425,10 +411,9 @@ class _Start:
         batches = engine.generate(stream, stopper)
         self._keep_books(stream, open_chunks)
         try:
-            for completions in batches:
+            for replies in batches:
                 self.telemetry.rows_in_engine(stream.num_in_flight, stream.num_pending)
-                check_parameters(self.config, completions)
-                stream.handle(completions)
+                stream.handle(replies)
                 self._keep_books(stream, open_chunks)
                 self._round(engine, stream, open_chunks)
                 if stopper.is_requested:
@@ -453,7 +438,7 @@ class _Start:
     def _keep_books(self, stream: RowStream, open_chunks: OpenChunks) -> None:
         """Take in finished background work, and begin what is due next.
 
-        Background work builds prompts, opens chunks, and writes checkpoints and outputs.
+        Background work builds calls, opens chunks, and writes checkpoints and outputs.
         """
         stream.collect()
         published_by_others = open_chunks.tick(stream.demand)
@@ -577,7 +562,7 @@ def _num_rows(ref: ChunkRef) -> int | None:
 
 
 def _close(batches: Iterator[object]) -> None:
-    """Close the engine's generator of completions, so that its clean-up code runs now."""
+    """Close the engine's generator of replies, so that its clean-up code runs now."""
     close = getattr(batches, "close", None)
     if close is not None:
         close()
