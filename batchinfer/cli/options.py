@@ -17,7 +17,7 @@ from batchinfer.cli.values import FromFile, Kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECTIONS = ("input", "model", "engine", "prompt", "images", "sampling", "output", "behaviour")
+SECTIONS = ("input", "model", "engine", "prompt", "media", "sampling", "output", "behaviour")
 """Sections of a run's options, in help and in settings files."""
 FIRST = "what a first run needs"
 LOOK = "a look before working"

@@ -12,36 +12,31 @@ from typing import Any
 from batchinfer.cli.options import ENDPOINT, LOOK, REHEARSAL, F, Option, group
 from batchinfer.cli.values import (
     ADAPTERS,
-    COUNTS,
     FILE,
     FILE_OF_OBJECTS,
     FILE_OF_ROWS,
     FLAG,
-    FLAG_OR_UNSET,
+    FLAG_OR_NONE,
     FOLDER,
     INTEGERS,
     JSON_OBJECT,
-    JSON_OBJECT_OR_FILE,
     NAMES,
     NAMES_OR_NONE,
     NUMBER,
     PAIRS,
     REPEATED,
-    REPEATED_OR_UNSET,
-    TEMPLATE,
+    REPEATED_LIST,
     TEXT,
     TEXT_OR_FILE,
-    TEXT_OR_UNSET,
     TWO_INTEGERS,
     WHOLE,
     Kind,
     at_least,
     number_from,
     one_of,
-    or_unset,
     whole_or,
 )
-from batchinfer.core.tasks import GENERATE, POOLINGS, TASKS
+from batchinfer.core.tasks import GENERATE, TASKS
 
 _CONTINUED = Kind(
     {"type": str},
@@ -49,6 +44,16 @@ _CONTINUED = Kind(
     lambda value: ["row"] if value is True else [value] if value else [],
 )
 """A text, or the word "row". The configuration has the text, True for the word "row", or False for no text."""
+
+TRUNCATIONS = ("error", "left", "right")
+
+BODY_OPTIONS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "n", "stop_token_ids"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "dimensions"),
+    *("normalize", "thinking_budget", "chat_template_kwargs", "tools", "tool_choice", "sampling"),
+    *("json_schema", "choices", "regex", "grammar", "structural_tag"),
+)
+"""Options that become fields of request bodies, by their parameters."""
 
 OPTIONS: tuple[Option, ...] = (
     *group(
@@ -102,33 +107,28 @@ OPTIONS: tuple[Option, ...] = (
             "--task",
             one_of(*TASKS),
             "What the model makes of a row: a text (generate), a vector (embed, token-embed), the probabilities of "
-            "classes (classify), or a number (score, reward); see docs/embeddings.md.",
+            "classes (classify), a number (score, reward), an order (rerank), or the text of a sound (transcribe, "
+            "translate); see docs/embeddings.md.",
             default=GENERATE,
-            struct="PromptConfig",
+            struct="",
+            recorded="config",
             section="model",
             metavar="TASK",
-        ),
-        Option(
-            "--pooling",
-            one_of(*POOLINGS),
-            "How the vectors of a text's tokens become one. Default: as the model says.",
-            section="model",
-            recorded="config",
         ),
         Option(
             "--dimensions",
             at_least(1),
             "Numbers to keep of each embedding, for models made for it (Matryoshka).",
             section="model",
-            recorded="config",
+            struct="",
         ),
         Option(
             "--normalize/--no-normalize",
-            FLAG_OR_UNSET,
+            FLAG_OR_NONE,
             "Scale embeddings to length 1, and make classes and scores probabilities. Default: as the model says; raw "
             "numbers for rewards.",
             section="model",
-            recorded="config",
+            struct="",
         ),
         Option(
             "--revision",
@@ -137,24 +137,10 @@ OPTIONS: tuple[Option, ...] = (
             section="model",
         ),
         Option(
-            "--tokenizer",
-            TEXT,
-            "Tokenizer, where it is not the model's own.",
-            section="model",
-            recorded="config",
-        ),
-        Option(
             "--model-cache",
             FOLDER,
             "Where this machine keeps models from s3:// and gs://. Default: in HF_HOME, else ~/.cache/batchinfer.",
             section="model",
-        ),
-        Option(
-            "--hf-config-path",
-            TEXT,
-            "Folder or Hub name with config.json, if it is not with the model.",
-            section="model",
-            recorded="config",
         ),
         Option(
             "--lora",
@@ -164,24 +150,6 @@ OPTIONS: tuple[Option, ...] = (
             section="model",
             metavar="NAME=PATH",
             recorded="recorded",
-        ),
-        Option(
-            "--tool-call-parser",
-            TEXT,
-            "vLLM's parser that finds calls of tools in answers, e.g. hermes; see docs/tools.md.",
-            default="",
-            section="model",
-            metavar="NAME",
-            recorded="config",
-        ),
-        Option(
-            "--reasoning-parser",
-            TEXT,
-            "vLLM's parser that takes reasoning out of answers, e.g. qwen3; see docs/tools.md.",
-            default="",
-            section="model",
-            metavar="NAME",
-            recorded="config",
         ),
         Option(
             "--tensor-parallel-size",
@@ -199,7 +167,7 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--nnodes",
             at_least(1),
-            "Machines that run one model together; see docs/features.md.",
+            "Machines that run one model together; see docs/engine.md.",
             default=1,
         ),
         Option("--node-rank", at_least(0), "Number of this machine among them, from 0.", default=0),
@@ -219,81 +187,19 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--replicas",
             whole_or("auto", "auto"),
-            "Engine processes, or auto: as many as fit.",
+            "Servers, each on its own GPUs, or auto: as many as fit.",
             default="auto",
+        ),
+        Option(
+            "--server-command",
+            TEXT,
+            "Start another server in vLLM's place, with {model} and {socket} or {port} where it takes them; see "
+            "docs/engine.md.",
+            default="",
+            metavar="COMMAND",
+            recorded="config",
         ),
         Option("--gpus", NAMES_OR_NONE, "GPUs to use, e.g. 2,5. Default: all that are visible."),
-        Option(
-            "--dtype",
-            TEXT,
-            "Type of the weights and activations, e.g. bfloat16; auto: the model's own.",
-            default="auto",
-            section="model",
-            recorded="config",
-        ),
-        Option(
-            "--quantization",
-            TEXT,
-            "How weights are quantized, e.g. fp8. Default: as the model says.",
-            section="model",
-            recorded="config",
-        ),
-        Option(
-            "--max-model-len",
-            at_least(1),
-            "Longest prompt plus answer, in tokens. Default: the model's own.",
-            recorded="config",
-        ),
-        Option(
-            "--kv-cache-dtype",
-            TEXT,
-            "Type of the KV cache, e.g. fp8: half the memory of 16 bits. Default: as the model says.",
-            struct="",
-        ),
-        Option(
-            "--speculative-config",
-            JSON_OBJECT_OR_FILE,
-            "Speculative decoding: vLLM's speculative_config as JSON, or @FILE.",
-            default="{}",
-            struct="",
-            metavar="JSON",
-        ),
-        Option("--max-num-seqs", at_least(1), "Rows that the engine runs at once."),
-        Option("--max-num-batched-tokens", at_least(1), "Tokens that the engine takes in a step."),
-        Option("--gpu-memory-utilization", NUMBER, "Share of GPU memory that the engine may use."),
-        Option(
-            "--cpu-offload-gb",
-            NUMBER,
-            "GiB of weights for each GPU that stay in the machine's own memory.",
-            default=0.0,
-        ),
-        Option(
-            "--enforce-eager/--no-enforce-eager",
-            FLAG_OR_UNSET,
-            "Run without CUDA graphs and compilation: starts sooner, answers slower.",
-        ),
-        Option(
-            "--limit-mm-per-prompt",
-            COUNTS,
-            "Most images in a prompt; rows with more are error rows. Default: the engine's limit.",
-            section="images",
-            metavar="image=N",
-            recorded="config",
-        ),
-        Option(
-            "--trust-remote-code",
-            FLAG,
-            "Run code that comes with the model. Recorded in run.json.",
-            section="model",
-        ),
-        Option(
-            "--engine-arg",
-            PAIRS,
-            "Any other vLLM engine argument.",
-            name="engine_args",
-            metavar="KEY=VALUE",
-            recorded="config",
-        ),
         Option(
             "--stall-seconds",
             NUMBER,
@@ -312,13 +218,19 @@ OPTIONS: tuple[Option, ...] = (
         "EngineConfig",
         Option(
             "--base-url",
-            TEXT,
-            "URL of an endpoint that speaks the OpenAI API, e.g. http://127.0.0.1:8000/v1. Its key comes from "
-            "OPENAI_API_KEY.",
-            default="",
+            REPEATED_LIST,
+            "URL of an endpoint that speaks the OpenAI API, e.g. http://127.0.0.1:8000/v1; may be repeated, to share "
+            "the rows. Its key comes from OPENAI_API_KEY.",
+            name="base_urls",
+            metavar="URL",
             recorded="recorded",
         ),
-        Option("--max-concurrency", at_least(1), "Requests under way at once.", default=100),
+        Option(
+            "--max-concurrency",
+            at_least(1),
+            "Requests under way at once, at each endpoint.",
+            default=100,
+        ),
         Option("--requests-per-minute", at_least(1), "Most requests that are sent in a minute."),
         Option(
             "--tokens-per-minute",
@@ -334,16 +246,35 @@ OPTIONS: tuple[Option, ...] = (
     ),
     *group(
         REHEARSAL,
-        "EngineConfig",
-        Option("--echo-latency-seconds", NUMBER, "Mean latency of a row.", default=0.0),
+        "EchoOptions",
+        Option(
+            "--echo-latency-seconds",
+            NUMBER,
+            "Mean latency of a row.",
+            default=0.0,
+            field="latency_seconds",
+        ),
         Option(
             "--echo-tokens",
             TWO_INTEGERS,
             "Tokens of an answer: a random number from LEAST to MOST. Default: those of the prompt.",
             metavar="LEAST,MOST",
+            field="tokens",
         ),
-        Option("--echo-seed", WHOLE, "Seed of the random latencies and lengths.", default=0),
-        Option("--echo-load-seconds", NUMBER, "Seconds that loading takes.", default=0.0),
+        Option(
+            "--echo-seed",
+            WHOLE,
+            "Seed of the random latencies and lengths.",
+            default=0,
+            field="seed",
+        ),
+        Option(
+            "--echo-load-seconds",
+            NUMBER,
+            "Seconds that loading takes.",
+            default=0.0,
+            field="load_seconds",
+        ),
     ),
     *group(
         "prompt",
@@ -361,34 +292,38 @@ OPTIONS: tuple[Option, ...] = (
             default="",
             is_first=True,
         ),
-        Option(
-            "--image-column",
-            REPEATED_OR_UNSET,
-            "Column with the row's image: a URL, a path, base64, the Hub's bytes and path, or a list of these; may be "
-            "repeated. See docs/images.md.",
-            name="image_columns",
-            section="images",
-            metavar="COLUMN",
+        *(
+            Option(
+                f"--{kind}-column",
+                REPEATED_LIST,
+                text,
+                name=f"{kind}_columns",
+                section="media",
+                metavar="COLUMN",
+            )
+            for kind, text in (
+                (
+                    "image",
+                    "Column with the row's images: URLs, paths, base64, or the Hub's bytes and path; may be repeated.",
+                ),
+                ("audio", "Column with the row's sounds, in the same forms."),
+                ("video", "Column with the row's videos, in the same forms."),
+            )
         ),
         Option(
             "--lora-column",
-            TEXT_OR_UNSET,
+            TEXT,
             "Column with the name of the row's adapter; empty: the model itself. Without this option a single --lora "
             "answers every row.",
-        ),
-        Option(
-            "--served-model-name",
-            REPEATED_OR_UNSET,
-            "Name by which requests mean the model, or * for any; may be repeated. Default: the model's own, and the "
-            "name that all requests give.",
-            section="prompt",
+            default="",
         ),
         Option("--turns", TEXT, "first, all, or how many user turns.", default="first"),
         Option("--prompt-column", TEXT, "Column with the prompt: text or token ids.", default=""),
         Option(
             "--pair-columns",
-            or_unset(NAMES),
-            "Columns with the two texts of a pair, for --task score: the query's and the document's.",
+            NAMES,
+            "Two columns: texts for --task score, a query and its documents for --task rerank.",
+            default="",
             metavar="A,B",
         ),
         Option("--prompt-template", FILE, "Jinja file over the row's columns."),
@@ -407,16 +342,11 @@ OPTIONS: tuple[Option, ...] = (
             default="",
         ),
         Option(
-            "--chat-template",
-            TEMPLATE,
-            "Jinja text or @FILE in place of the model's own.",
-            default="",
-        ),
-        Option(
             "--chat-template-kwargs",
             JSON_OBJECT,
             'Variables of the chat template, e.g. {"enable_thinking": false}.',
             default="{}",
+            struct="",
             metavar="JSON",
         ),
         Option(
@@ -436,29 +366,33 @@ OPTIONS: tuple[Option, ...] = (
             "--tools",
             FILE_OF_OBJECTS,
             "File with the tools that answers may call: a JSON list as in a request of the OpenAI API.",
+            struct="",
         ),
         Option(
             "--tools-column",
-            TEXT_OR_UNSET,
+            TEXT,
             "Column with the row's own tools, in place of the run's.",
+            default="",
         ),
         Option(
             "--tool-choice",
-            TEXT_OR_UNSET,
+            TEXT,
             "auto: the model decides whether to call; required: every answer is a call; none; or the tool that every "
             "answer calls.",
+            default="",
+            struct="",
             metavar="auto|required|none|NAME",
         ),
         Option(
             "--truncate-prompt",
-            one_of("error", "left", "right", "middle"),
+            one_of(*TRUNCATIONS),
             "What to do with prompts longer than the model takes: make them error rows, or cut there.",
             default="error",
         ),
     ),
     *group(
         "sampling",
-        "Sampling",
+        "",
         Option(
             "--max-tokens",
             at_least(1),
@@ -487,42 +421,34 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--thinking-budget",
             at_least(0),
-            "Most tokens of reasoning in an answer; needs --reasoning-parser.",
-            struct="",
+            "Most tokens of reasoning in an answer; needs vLLM's --reasoning-parser.",
             metavar="TOKENS",
         ),
         Option(
-            "--json-schema",
-            FILE,
-            "File with a JSON schema; every answer is JSON that fits it.",
-            struct="",
+            "--json-schema", FILE, "File with a JSON schema; every answer is JSON that fits it."
         ),
         Option(
             "--choices",
             REPEATED,
             "Every answer is one of these texts: with commas between, or the option once for each.",
-            struct="",
             metavar="A,B",
         ),
-        Option(
-            "--regex", TEXT, "Every answer matches this regular expression.", struct="", default=""
-        ),
+        Option("--regex", TEXT, "Every answer matches this regular expression.", default=""),
         Option(
             "--grammar",
             FILE,
             "File with a grammar in EBNF (GBNF) or Lark's notation; every answer follows it.",
-            struct="",
         ),
         Option(
             "--structural-tag",
             FILE,
             "File with a structural tag of xgrammar's, as JSON: free text with constrained parts.",
-            struct="",
         ),
         Option(
             "--constraint-column",
-            TEXT_OR_UNSET,
-            "Column with the row's own constraint, in place of the run's; see docs/features.md.",
+            TEXT,
+            "Column with the row's own constraint, in place of the run's; see docs/engine.md.",
+            default="",
             struct="PromptConfig",
         ),
         Option(
@@ -537,10 +463,9 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--sampling",
             PAIRS,
-            "Any other sampling parameter, by its name in vLLM or in transformers' GenerationConfig; several with "
+            "Any other field of requests, by its name in the API or in transformers' GenerationConfig; several with "
             "commas: top_k=20,num_return_sequences=3.",
-            struct="",
-            recorded="Sampling",
+            recorded="body",
             metavar="KEY=VALUE",
         ),
     ),
@@ -548,39 +473,11 @@ OPTIONS: tuple[Option, ...] = (
         "output",
         "PromptConfig",
         Option(
-            "--output-format",
-            one_of("native", "openai-batch", "completions"),
-            "Form of the output lines, see docs/format.md.",
-            default="native",
-        ),
-        Option(
-            "--keep",
-            NAMES,
-            "Columns to repeat in the output; * for all.",
-            default="",
-            metavar="A,B",
-        ),
-        Option(
             "--id-column",
             TEXT,
             "Column whose value is each row's _id, for chunks that split did not make.",
             default="",
         ),
-        Option(
-            "--timing/--no-timing",
-            FLAG,
-            "Write each row's seconds. Without them equal answers are equal bytes.",
-            default=True,
-            name="has_timing",
-        ),
-        Option(
-            "--embedding-format",
-            or_unset(one_of("float", "base64")),
-            "Vectors in output lines: lists of numbers, or base64 of their float32 bytes, which is half as long and "
-            "much faster. Default: float.",
-        ),
-        Option("--keep-prompt", FLAG, "Repeat the prompt in the output."),
-        Option("--strip", FLAG, "Remove white space around every answer."),
     ),
     *group(
         "behaviour",
@@ -694,13 +591,6 @@ OPTIONS: tuple[Option, ...] = (
             metavar="MIB",
         ),
         Option(
-            "--dedupe",
-            FLAG,
-            "Answer rows with equal requests once, at temperature 0. Every row still has its own line.",
-            struct="Limits",
-            recorded="recorded",
-        ),
-        Option(
             "--prefix-window",
             at_least(0),
             "Run rows whose prompts begin alike next to each other, within so many; 0: in input order.",
@@ -710,12 +600,12 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     *group(
-        "images",
+        "media",
         "Limits",
         Option(
             "--media-root",
             TEXT,
-            "Folder or URL that paths of images in rows count from. Without it, rows name images by URLs only.",
+            "Folder or URL that paths of media in rows count from. Without it, rows name media by URLs only.",
             default="",
             metavar="URL",
             recorded="recorded",
@@ -723,20 +613,20 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--max-media-bytes",
             at_least(1),
-            "Largest image that is taken; rows with a larger one are error rows.",
+            "Largest image, sound or video that is taken; rows with a larger one are error rows.",
             default=20 << 20,
             metavar="BYTES",
         ),
         Option(
             "--media-timeout-seconds",
             number_from(0, is_open=True),
-            "Longest time that one attempt to fetch an image may take.",
+            "Longest time that one attempt to fetch a link may take.",
             default=30.0,
         ),
         Option(
             "--allow-private-urls",
             FLAG,
-            "Fetch images of rows from addresses of a private network, too.",
+            "Fetch links of rows from addresses of a private network, too.",
             recorded="recorded",
         ),
     ),
@@ -751,7 +641,7 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             "--preview",
             at_least(1),
-            "Render the first N prompts with their token counts and stop; loads no engine.",
+            "Show the first N requests and stop; loads no engine.",
             metavar="N",
         ),
     ),

@@ -83,6 +83,10 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 """All commands by name. Modules are named, not imported, so that `batchinfer --help` answers at once."""
 
+SERVER_SECTION = "vllm"
+"""Section of settings files with options of the server that a run starts."""
+FROM_FILE = "batchinfer.server_args"
+"""Key of click's `Context.meta` under which the words of that section are kept."""
 RUN_COMMANDS = ("run", "worker", "check", "launch")
 """Names of commands that take the options of a run. Other commands skip the sections `SECTIONS` in settings files."""
 PARTIAL_COMMANDS = ("generate", "chat")
@@ -118,7 +122,9 @@ def common_options(function: F) -> F:
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
         context = click.get_current_context()
-        for name, near in unknown_variables(context, os.environ):
+        # Where a server is started, they are its options; see `server_args`.
+        is_server = "server_args" in context.params
+        for name, near in () if is_server else unknown_variables(context, os.environ):
             logger.warning(
                 "%s: sets no option%s", name, f", did you mean {near}?" if near else "; see --help"
             )
@@ -195,6 +201,7 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
     if path is None or context.resilient_parsing:
         return
     settings = read_settings(path, context.command)
+    context.meta[FROM_FILE] = server_settings(path)
     context.default_map = {
         **(context.default_map or {}),
         **{name: setting.value for name, setting in settings.items()},
@@ -222,6 +229,62 @@ def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue
     Raises:
         ConfigError: The file cannot be read as a YAML mapping, or a key is not an option.
     """
+    options = _options(command)
+    values: dict[str, SettingsValue] = {}
+    for key, value in _load(path).items():
+        name = str(key).replace("-", "_")
+        if isinstance(value, dict) and name in COMMANDS and name != command.name:
+            continue
+        if name == SERVER_SECTION:
+            continue  # see `server_settings`
+        is_section = isinstance(value, dict) and name in SECTIONS
+        if is_section and command.name not in (*RUN_COMMANDS, *PARTIAL_COMMANDS):
+            continue
+        if isinstance(value, dict) and (name in SECTIONS or name == command.name):
+            for inner, inner_value in value.items():
+                if is_section and _is_skipped(str(inner), options, command):
+                    continue
+                _put(values, options, path, str(inner), inner_value, f"{key}.{inner}")
+        else:
+            _put(values, options, path, str(key), value, str(key))
+    return values
+
+
+def server_settings(path: Path) -> list[str]:
+    """Return the words of a command line for the options of the server in a settings file's section ``vllm``.
+
+    Raises:
+        ConfigError: the file cannot be read, or the section is no mapping.
+    """
+    section = _load(path).get(SERVER_SECTION) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"--config {path}: {SERVER_SECTION} is no mapping",
+            hint="it holds options of `vllm serve`, as in max_model_len: 8192",
+        )
+    return [word for name, value in section.items() for word in write_option(str(name), value)]
+
+
+def write_option(name: str, value: Any) -> list[str]:
+    """Return the words of a command line that give an option of the server a value.
+
+    >>> write_option("max_model_len", 8192), write_option("--enable-x", False)
+    (['--max-model-len', '8192'], ['--no-enable-x'])
+    """
+    flag = "--" + name.lstrip("-").replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [flag, *map(_text, value if isinstance(value, list) else [value])]
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    """Read a settings file's mapping.
+
+    Raises:
+        ConfigError: the file cannot be read as one.
+    """
     import yaml
 
     try:
@@ -238,23 +301,7 @@ def read_settings(path: Path, command: click.Command) -> dict[str, SettingsValue
         raise ConfigError(
             f"--config {path}: a {type(loaded).__name__}, expected a mapping of options"
         )
-    options = _options(command)
-    values: dict[str, SettingsValue] = {}
-    for key, value in loaded.items():
-        name = str(key).replace("-", "_")
-        if isinstance(value, dict) and name in COMMANDS and name != command.name:
-            continue
-        is_section = isinstance(value, dict) and name in SECTIONS
-        if is_section and command.name not in (*RUN_COMMANDS, *PARTIAL_COMMANDS):
-            continue
-        if isinstance(value, dict) and (name in SECTIONS or name == command.name):
-            for inner, inner_value in value.items():
-                if is_section and _is_skipped(str(inner), options, command):
-                    continue
-                _put(values, options, path, str(inner), inner_value, f"{key}.{inner}")
-        else:
-            _put(values, options, path, str(key), value, str(key))
-    return values
+    return loaded
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import redact
@@ -52,19 +51,10 @@ def _plain(kind: click.ParamType[Any] | type) -> Kind:
 TEXT = _plain(str)
 
 
-def or_unset(kind: Kind) -> Kind:
-    """Return a kind like another one. The configuration has UNSET in place of a value that is not given."""
-    return kind._replace(
-        read=lambda flag, given: msgspec.UNSET if given is None else kind.read(flag, given)
-    )
-
-
-TEXT_OR_UNSET = TEXT._replace(read=lambda _flag, given: given or msgspec.UNSET)
-"""A text. The configuration has UNSET in place of an empty one."""
 WHOLE = _plain(int)
 NUMBER = _plain(float)
 FLAG = _plain(bool)._replace(click={"is_flag": True, "default": False})
-FLAG_OR_UNSET = _plain(bool)._replace(click={"is_flag": True, "default": None})
+FLAG_OR_NONE = _plain(bool)._replace(click={"is_flag": True, "default": None})
 
 
 class NumberRange(click.FloatRange):
@@ -148,8 +138,8 @@ REPEATED = Kind(
     lambda value: list(value or ()),
 )
 """Texts. The option is repeated for each text. The configuration has None in place of an empty list."""
-REPEATED_OR_UNSET = REPEATED._replace(read=lambda _flag, given: list(given or ()) or msgspec.UNSET)
-"""Texts. The option is repeated for each text. The configuration has UNSET in place of an empty list."""
+REPEATED_LIST = REPEATED._replace(read=lambda _flag, given: list(given or ()))
+"""Texts. The option is repeated for each text. The configuration has a list, which may be empty."""
 
 
 def _json(value: Any) -> str:
@@ -183,23 +173,13 @@ def _read_object(flag: str, given: str) -> dict[str, Any]:
 
 JSON_OBJECT = Kind({"type": str}, _read_object, lambda value: [_json(value)])
 
-JSON_OBJECT_OR_FILE = JSON_OBJECT._replace(
-    read=lambda flag, given: _read_object(flag, _read_text(flag, given))
-)
-"""A JSON object, or @ and the name of a file that holds one. The configuration has a mapping."""
-
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*")
 _NEXT = re.compile(r"\s*,(?=\s*[A-Za-z_][A-Za-z0-9_.-]*\s*=)")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
 _decode_json = json.JSONDecoder().raw_decode
 
 
-_PAIR_HINTS = {
-    "--sampling": "several pairs have commas between them: --sampling top_k=20,min_p=0.1",
-    "--limit-mm-per-prompt": "as in --limit-mm-per-prompt image=4",
-    "--engine-arg": "it takes engine arguments by their names in vLLM's EngineArgs, several with commas between them: "
-    "--engine-arg enable_lora=true,max_lora_rank=16",
-}
+_PAIR_HINT = "several pairs have commas between them: --sampling top_k=20,min_p=0.1"
 
 
 def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
@@ -223,7 +203,7 @@ def read_pairs(flag: str, arguments: Iterable[str]) -> dict[str, Any]:
             if match is None:
                 raise ConfigError(
                     f"{flag} {argument[position:]!r}: expected NAME=VALUE",
-                    hint=_PAIR_HINTS.get(flag, _PAIR_HINTS["--sampling"]),
+                    hint=_PAIR_HINT,
                 )
             value, position = _read_value(argument, match.end())
             found[match[1].replace("-", "_")] = value
@@ -254,22 +234,6 @@ PAIRS = Kind(
     lambda value: [f"{name}={_json(item)}" for name, item in value.items()],
 )
 """NAME=VALUE pairs. The configuration has a mapping."""
-
-
-def _read_counts(flag: str, given: Iterable[str] | None) -> dict[str, int]:
-    found: dict[str, Any] = {}
-    for argument in given or ():
-        is_object = argument.lstrip().startswith("{")
-        found |= _read_object(flag, argument) if is_object else read_pairs(flag, [argument])
-    return found
-
-
-COUNTS = Kind(
-    {"type": str, "multiple": True},
-    _read_counts,
-    lambda value: [f"{name}={item}" for name, item in value.items()],
-)
-"""NAME=NUMBER pairs, or a JSON object of them. The configuration has a mapping."""
 
 
 def _read_adapters(flag: str, given: Iterable[str] | None) -> dict[str, str]:
@@ -334,21 +298,6 @@ TEXT_OR_FILE = Kind({"type": str}, _read_text, _write_text)
 """A text, or @ and the name of a file. The configuration has the text."""
 
 
-def _read_template(flag: str, given: str) -> str:
-    template = _read_text(flag, given)
-    if template and "{{" not in template and "{%" not in template:
-        shown = given if len(given) <= 60 else f"{given[:59]}…"
-        raise ConfigError(
-            f"{flag} {shown}: holds neither {{{{ nor {{%, so every prompt would be the same; "
-            "expected a Jinja template",
-            hint=f"write {flag} @FILE to take it from a file",
-        )
-    return template
-
-
-TEMPLATE = TEXT_OR_FILE._replace(read=_read_template)
-"""A Jinja template, or @ and the name of a file. The configuration has the template."""
-
 _PATH = {"type": click.Path(path_type=Path)}
 FOLDER = Kind(_PATH, lambda _flag, given: str(given) if given else None, _write_plain)
 FILE = Kind(
@@ -369,20 +318,20 @@ def _read_rows(flag: str, path: Path | None) -> list[dict[str, Any]]:
 
 def _read_objects(flag: str, path: Path | None) -> Any:
     if not path:
-        return msgspec.UNSET
+        return []
     try:
         value = json.loads(_shallow(flag, _read_file(flag, path)))
     except ValueError as error:
         raise ConfigError(f"{flag} {path}: not JSON ({error})") from error
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ConfigError(f"{flag} {path}: expected a JSON list of objects")
-    return value or msgspec.UNSET
+    return value
 
 
 FILE_OF_OBJECTS = Kind(
     _PATH, _read_objects, lambda value: [FromFile(_json(value))] if value else []
 )
-"""The name of a file with a JSON list of objects. The configuration holds the list, or UNSET in place of none."""
+"""The name of a file with a JSON list of objects. The configuration holds the list."""
 
 
 def _write_rows(value: list[Any]) -> list[FromFile]:

@@ -6,35 +6,32 @@ The worker's other modules are imported only inside the functions that need them
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import resource
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.cli.options import SectionCommand
 from batchinfer.cli.run_options import BODY_OPTIONS, fields_of, run_options, value_of
-from batchinfer.cli.server_args import check_server_args
+from batchinfer.cli.server_args import ServerCommand, check_server_args
 from batchinfer.cli.settings import common_options, show_config
 from batchinfer.core import layout
-from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.errors import ConfigError
 from batchinfer.engines.config import EchoOptions, EngineConfig
 
 if TYPE_CHECKING:
     from batchinfer.core.prices import Price
     from batchinfer.prompts import PromptConfig
-    from batchinfer.worker.config import Environment, WorkerConfig
+    from batchinfer.worker.config import WorkerConfig
 
 _MAX_OPEN_FILES = 65_536
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
-@click.command("worker", cls=SectionCommand)
+@click.command("worker", cls=ServerCommand)
 @run_options(with_look=True)
 @common_options
 def command(**options: Any) -> dict[str, Any]:

@@ -226,7 +226,9 @@ class Membership:
             **({"allow_private_urls": True} if limits.allow_private_urls else {}),
             "job": redact(self.assignment.job_url),
             "created": int(self._environment.clock.now()),
-            **({"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}),
+            **(
+                {"base_urls": [redact(url) for url in engine.base_urls]} if engine.base_urls else {}
+            ),
         }
 
 

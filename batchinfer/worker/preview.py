@@ -78,7 +78,9 @@ def show_rows(rows: Iterable[ShownRow]) -> None:
         if row.code:
             say(f"error row: {row.code}: {row.message}")
         for name, value in (row.body or {}).items():
-            say(f"{name}: {_short(value if isinstance(value, str) else codec.encode(value).decode())}")
+            say(
+                f"{name}: {_short(value if isinstance(value, str) else codec.encode(value).decode())}"
+            )
         for place in row.media:
             say(f"media: {place}")
 

@@ -219,7 +219,7 @@ class _Start:
             self.looks.confirm(membership, markers, open_chunks.published)
             return
         self.info = info
-        # Before run.json is written: a run whose options the server refuses must leave nothing that forbids better ones.
+        # Before run.json is written: if the server refuses the options, nothing must be there that forbids better ones.
         builder = self._unless_stopped(partial(membership.make_builder, engine, info))
         self._join(membership, info, opener, open_chunks)
         environment.background.submit(heartbeat.beat)  # so that `status` says running

@@ -206,13 +206,11 @@ class Telemetry:
             "seconds": now - self._began,
             "reading_seconds": self._loading_since - self._began,
             "loading_seconds": self._running_since - self._loading_since,
-            "import_seconds": self._engine["import_seconds"],
-            "model_seconds": self._engine["model_seconds"],
             "building_seconds": now - self._running_since,
         }
         logger.info(
             "first rows in the engine %.1f s after the start: %.1f s to read what there is to do, "
-            "%.1f s to load the engine (%.1f s imports, %.1f s the model), %.1f s to build the first prompts",
+            "%.1f s to load the engine, %.1f s to build the first calls",
             *seconds.values(),
             extra=event("first_rows", **{name: round(part, 3) for name, part in seconds.items()}),
         )

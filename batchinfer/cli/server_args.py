@@ -1,0 +1,141 @@
+"""Options of the server that the worker starts: taken as they are typed, and handed on.
+
+No option of vLLM is declared here. What is none of our options goes to the server, whose parser judges it before it
+loads anything. A name that is nearly one of ours is refused, since it is most likely a misspelling. Options may also
+stand in the section ``vllm`` of a settings file and in variables, as in ``BATCHINFER_WORKER_MAX_MODEL_LEN``; what is
+typed comes last, and of an option that is there twice vLLM takes the last.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from batchinfer.cli.options import SectionCommand
+from batchinfer.cli.settings import FROM_FILE, unknown_variables, write_option
+from batchinfer.core.errors import ConfigError
+
+_OPTION = re.compile(r"--?[A-Za-z]")
+_NEARLY = 0.85
+_MANAGED = {
+    **dict.fromkeys(
+        ("--uds", "--host", "--port"), "the worker chooses where its server listens; leave it out"
+    ),
+    **dict.fromkeys(
+        ("--api-key", "--ssl-keyfile", "--root-path"), "only the worker reaches its server"
+    ),
+    "-tp": "write --tensor-parallel-size",
+    "-pp": "write --pipeline-parallel-size",
+}
+"""Options of vLLM's server that the worker sets itself, each with what to do."""
+
+
+class ServerCommand(SectionCommand):
+    """A command that starts a server, and takes its options. Their words are the parameter `server_args`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click.Command."""
+        own, typed = divide(args, self.get_params(ctx))
+        rest = super().parse_args(ctx, own)
+        ctx.params["server_args"] = [
+            *ctx.meta.get(FROM_FILE, ()),
+            *from_variables(ctx),
+            *typed,
+        ]
+        return rest
+
+
+def divide(
+    words: Sequence[str], parameters: Sequence[click.Parameter]
+) -> tuple[list[str], list[str]]:
+    """Divide a command line into the words of our own options and arguments, and those of the server's options. Pure.
+
+    All words after an option of the server's that are no options belong to it, and so does everything after ``--``.
+
+    Raises:
+        ConfigError: an option is nearly one of ours.
+    """
+    options = {
+        name: parameter
+        for parameter in parameters
+        if isinstance(parameter, click.Option)
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    own: list[str] = []
+    server: list[str] = []
+    waiting = list(reversed(words))
+    while waiting:
+        word = waiting.pop()
+        if word == "--":
+            server += reversed(waiting)
+            break
+        name, has_value, _ = word.partition("=")
+        if not _OPTION.match(word):
+            own.append(word)
+        elif (option := options.get(name)) is not None or name[:2] in options:
+            own.append(word)
+            takes_value = option is not None and not (option.is_flag or option.count or has_value)
+            if takes_value and waiting:
+                own.append(waiting.pop())
+        else:
+            check_name(name, options)
+            server.append(word)
+            while waiting and waiting[-1] != "--" and not _OPTION.match(waiting[-1]):
+                server.append(waiting.pop())
+    return own, server
+
+
+def check_name(name: str, known: Mapping[str, Any]) -> None:
+    """Refuse the name of an option that is nearly one of ours.
+
+    Raises:
+        ConfigError: the message names ours.
+    """
+    long_names = [each for each in known if each.startswith("--")]
+    spelled = "--" + name.lstrip("-").replace("_", "-").lower()
+    near = difflib.get_close_matches(spelled, long_names, n=1, cutoff=_NEARLY)
+    if near and name.startswith("--"):
+        raise ConfigError(
+            f"No such option: {name}. Did you mean {near[0]}?",
+            hint=f"if the server has an option of this name, write it after `--`, as in `-- {name} …`",
+        )
+
+
+def from_variables(ctx: click.Context) -> list[str]:
+    """Return the server's options in the environment: variables of this command that set no option of ours.
+
+    Raises:
+        ConfigError: a variable's name is nearly that of one of ours.
+    """
+    prefix = f"{ctx.auto_envvar_prefix}_"
+    options = {name: True for each in ctx.command.params for name in each.opts}
+    words: list[str] = []
+    for name, _ in unknown_variables(ctx, os.environ):
+        option = "--" + name.removeprefix(prefix).replace("_", "-").lower()
+        check_name(option, options)
+        text = os.environ[name]
+        flags = {"": True, "true": True, "false": False}
+        words += write_option(option, flags.get(text.lower(), text))
+    return words
+
+
+def check_server_args(words: Sequence[str], engine: str) -> None:
+    """Refuse options of a server where no server is started, and those that the worker sets itself.
+
+    Raises:
+        ConfigError: the message names the option.
+    """
+    names = [word.partition("=")[0] for word in words if _OPTION.match(word)]
+    if words and engine == "openai":
+        raise ConfigError(
+            f"No such option: {names[0] if names else words[0]}",
+            hint="--engine openai starts no server that could take it; see --help",
+        )
+    for name in names:
+        if advice := _MANAGED.get(name.replace("_", "-")):
+            raise ConfigError(f"{name}: is not an option here", hint=advice)
