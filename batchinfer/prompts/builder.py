@@ -165,6 +165,9 @@ class PromptBuilder:
             media = take_links(body, fetches_links=self._rules.fetches_links)
         if self._config.truncate_prompt != "error" and not media:
             self._truncate(path, body)
+        if self._reader.path == COMPLETIONS_URL and self._rules.max_model_len:
+            # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
+            body.setdefault("max_tokens", self._rules.max_model_len)
         if seed_of is not None and self._is_sampled(path, body):
             body["seed"] = seed_of(prepared.key[1])
         found = msgspec.structs.replace(
@@ -186,8 +189,7 @@ class PromptBuilder:
         if path in SPEECH_URLS and "max_tokens" in fields:
             fields["max_completion_tokens"] = fields.pop("max_tokens")
         if self._reader.path:
-            # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
-            return {"max_tokens": None, **fields} if path == COMPLETIONS_URL else fields
+            return fields
         known = self._rules.parameters(path)
         if not known and path == COMPLETIONS_URL:
             known = frozenset(fields).difference(_CHAT_ONLY)
@@ -225,7 +227,7 @@ class PromptBuilder:
                 hint="leave it out; prompts that are too long become error rows",
             )
         if is_generating:
-            default = _API_MAX_TOKENS if path == COMPLETIONS_URL and "max_tokens" not in body else 1
+            default = 1 if path == CHAT_URL or self._reader.path else _API_MAX_TOKENS
             wanted = body.get("max_completion_tokens") or body.get("max_tokens")
             room = length - (wanted if type(wanted) is int else default)
             body |= {name: max(min(room, length - 1), length // 2, 1), "truncation_side": side}

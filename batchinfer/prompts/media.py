@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchinfer.core.row_codes import Code
-from batchinfer.prompts.json_lines import json_type, reading
+from batchinfer.prompts.json_lines import reading, shown
 from batchinfer.prompts.types import MEDIA_KINDS, MediaKind, MediaRef, RowProblem, Unfit
 
 _URL_FIELDS: dict[str, MediaKind] = {f"{kind}_url": kind for kind in MEDIA_KINDS}
@@ -50,25 +50,26 @@ def read_media(value: Any, kind: str) -> list[str]:
     Raises:
         Unfit: the value has another form.
     """
+    if value is None:
+        return []
     if isinstance(value, list):
         return [each for item in value for each in read_media(item, kind)]
+    text = value
     if isinstance(value, dict):
         content = next((value[name] for name in ("bytes", "base64", "data") if value.get(name)), "")
         if isinstance(content, str) and content:
             return [data_url(content, kind)]
-        value = value.get("url") or value.get("path") or "an object"
-    if value is None:
-        return []
-    text = value.strip() if isinstance(value, str) else ""
-    if text[:5].lower() == "data:" and re.match(r"[^,]*;base64,.", text):
+        text = value.get("url") or value.get("path")
+    text = text.strip() if isinstance(text, str) else ""
+    is_data, is_link = text[:5].lower() == "data:", _LINK.match(text) is not None
+    if is_data and re.match(r"[^,]*;base64,.", text):
         return ["data:" + text[5:]]
-    is_link = _LINK.match(text) is not None
-    is_base64 = len(text) > _SHORTEST_FILE and not is_link and _BASE64.fullmatch(text) is not None
-    if is_base64 and (len(text) > _LONGEST_PATH or _format_of(_start_of(text))):
+    may_be_base64 = len(text) > _SHORTEST_FILE and not is_link and _BASE64.fullmatch(text)
+    if may_be_base64 and (len(text) > _LONGEST_PATH or _format_of(_start_of(text))):
         return [data_url(text, kind)]
-    if not text or text[:5].lower() == "data:" or (len(text) > _LONGEST_PATH and not is_link):
-        what = "a text" if isinstance(value, str) else f"a JSON {json_type(value)}"
-        raise Unfit(f"{what}, expected a URL, a path, base64, or an object with bytes, path or url")
+    if not text or is_data or (len(text) > _LONGEST_PATH and not is_link):
+        expected = "a URL, a path, base64, or an object with bytes, path or url"
+        raise Unfit(f"{shown(value)}, expected {expected}")
     return [text]
 
 
@@ -274,7 +275,7 @@ def multipart(fields: Mapping[str, Any], sound: bytes | str) -> tuple[bytes, str
     parts = [(file, sound)]
     for field, value in fields.items():
         values = value if isinstance(value, list) else [value]
-        texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
+        texts = [x if isinstance(x, str) else json.dumps(x) for x in values if x is not None]
         name = re.sub(r'["\r\n]', "_", field)
         shown = f"{name.removesuffix('[]')}[]" if isinstance(value, list) else name
         parts += [(shown, text.encode()) for text in texts]

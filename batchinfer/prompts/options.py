@@ -23,13 +23,12 @@ _FIELDS = {
 ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
     "structured": "structured_outputs",
 }
-"""Names that transformers' GenerationConfig or the OpenAI API use, each with the name of the same field here."""
+"""Names that transformers' GenerationConfig or vLLM's engine use, each with the name of the same field here."""
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_cache", "pad_token_id", "early_stopping"), ()),
     **dict.fromkeys(("return_dict_in_generate", "output_scores"), ()),

@@ -1,0 +1,92 @@
+"""What the server's own definitions of its requests say of the bodies that are built here. No server is started."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.prompts import EngineRules, finish_call, make_body
+from pictures import as_hub, picture
+from prompt_rows import prepare
+
+pytestmark = pytest.mark.vllm
+
+RULES = EngineRules(model="m", max_model_len=100, adapters=("a",))
+SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
+TOOLS = [{"name": "add", "description": "Adds.", "parameters": json.loads(SCHEMA)}]
+GENERATE = make_body(
+    json.loads(
+        '{"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "n": 2, "stop": ["x"], '
+        '"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop_token_ids": [1], '
+        '"logprobs": 2, "thinking_budget": 4, "sampling": {"best_of": 3, "bad_words": ["x"], "min_new_tokens": 1}}'
+    )
+)
+TALK = [
+    {"from": "system", "value": "s"},
+    {"from": "human", "value": "<image> What, and what sound?"},
+    {"from": "gpt", "value": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]},
+    {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "1"},
+    {"role": "developer", "content": "d"},
+    {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+    {"role": "user", "name": "bob", "content": [{"type": "text", "text": "b"}]},
+]
+
+
+MEDIA = {"image_columns": ["i"], "audio_columns": ["s"], "video_columns": ["v"]}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt_column": "p", "body": GENERATE}, {"p": "x"}),
+    ({"prompt_column": "p"}, {"p": [1, 2]}),
+    ({"messages_column": "p", "body": GENERATE, "truncate_prompt": "left"}, {"p": "x"}),
+    ({"messages_column": "p", "continue_final": "Sure"}, {"p": "x"}),
+    ({"messages_column": "p", "body": make_body({"json_schema": SCHEMA})}, {"p": "x"}),
+    ({"prompt_column": "p", "body": make_body({"choices": ["a,b"]})}, {"p": "x"}),
+    (
+        {"messages_column": "p", "body": make_body({"tools": TOOLS, "tool_choice": "add"})},
+        {"p": "x"},
+    ),
+    (
+        {"messages_column": "p", "turns": "all", **MEDIA},
+        {"p": TALK, "i": as_hub(picture()), "s": "a.wav", "v": "a.mp4"},
+    ),
+    ({"task": "embed", "prompt_column": "p", "body": {"dimensions": 4}}, {"p": "x"}),
+    ({"task": "embed", "messages_column": "p", "truncate_prompt": "right"}, {"p": TALK[3:]}),
+    ({"task": "token-embed", "prompt_column": "p"}, {"p": "x"}),
+    ({"task": "classify", "prompt_column": "p"}, {"p": "x"}),
+    ({"task": "reward", "messages_column": "p", "turns": "all"}, {"p": TALK[3:]}),
+    ({"task": "score", "pair_columns": ["p", "q"]}, {"p": "x", "q": "y"}),
+    ({"task": "rerank", "pair_columns": ["p", "q"]}, {"p": "x", "q": ["y", "z"]}),
+]
+
+
+def test_the_servers_own_definition_takes_every_body() -> None:
+    pytest.importorskip("vllm")
+    from pydantic import TypeAdapter
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest
+    from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+    from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest
+    from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+
+    kinds: dict[str, Any] = {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/embeddings": EmbeddingRequest,
+        "/pooling": PoolingRequest,
+        "/classify": ClassificationRequest,
+        "/score": ScoreRequest,
+        "/rerank": RerankRequest,
+    }
+    for options, row in CASES:
+        prepared = prepare(row, RULES, seed=7, **options)
+        if prepared.media:
+            prepared = finish_call(prepared, [b"\0\0\0\0ftypmp42", b"RIFF\0\0\0\0WAVE"])
+        assert prepared.call is not None, prepared.failure
+        found: Any = TypeAdapter(kinds[prepared.path]).validate_json(prepared.call.body)
+        body = json.loads(prepared.call.body)
+        assert body.keys() <= type(found).model_fields.keys()
+        models = {"messages", "tools", "tool_choice", "response_format", "structured_outputs"}
+        for name in body.keys() - models:
+            assert dict(found)[name] == body[name], name

@@ -1,0 +1,274 @@
+"""Where rows have images, sounds and videos, and what becomes of them in bodies. Nothing is fetched here."""
+
+from __future__ import annotations
+
+import base64
+import json
+from email import message_from_bytes
+from typing import Any
+
+import pytest
+
+from batchinfer.prompts import EngineRules, MediaRef, Prepared, finish_call, media
+from batchinfer.prompts.media import read_media
+from batchinfer.prompts.types import Unfit
+from pictures import as_base64, as_data_url, as_hub, picture
+from prompt_rows import code, prepare, request, sent
+
+RED = picture("red")
+INLINE = {"type": "image_url", "image_url": {"url": as_data_url(RED)}}
+WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0"
+A, B = "https://example.com/a.png", "https://example.com/b.png"
+FETCHES = EngineRules(model="m", fetches_links=True)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def link(place: str, kind: str = "image") -> dict[str, Any]:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": place}}
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, []),
+        ([], []),
+        ([A, None, {"path": B, "bytes": None}], [A, B]),
+        (" s3://bucket/folder/a b.png\n", ["s3://bucket/folder/a b.png"]),
+        ({"bytes": None, "path": "/data/photos/a.png"}, ["/data/photos/a.png"]),
+        ({"url": A, "detail": "low"}, [A]),
+        (as_hub(RED), [as_data_url(RED)]),
+        (as_base64(RED), [as_data_url(RED)]),
+        ("DATA:image/png;name=a.png;base64,AAAA", ["data:image/png;name=a.png;base64,AAAA"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_forms_of_a_medium(value: Any, found: list[str]) -> None:
+    assert read_media(value, "image") == found
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
+def test_base64_of_an_image_is_told_from_a_path(kind: str) -> None:
+    data = as_base64(picture("blue", 60, kind))
+    assert read_media(data, "image") == [f"data:image/{kind.lower()};base64,{data}"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(7, "", "  ", {}, {"bytes": None, "path": None}, {"url": 5}, "data:image/png,AAAA"),
+        *("data:;base64,", "x! " * 2000, "/9j/" + " " * 2_000_000 + "!"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_value_in_no_known_form_is_refused_at_once(value: Any) -> None:
+    with pytest.raises(Unfit) as caught:
+        read_media(value, "image")
+    assert len(str(caught.value)) < 200
+
+
+# ------------------------------------------------------------------ columns
+
+
+def built(row: dict[str, Any], rules: EngineRules = FETCHES, **options: Any) -> Prepared:
+    return prepare(row, rules, image_columns=["image"], **options)
+
+
+def user(prepared: Prepared) -> Any:
+    """The content of the first user message that the server gets."""
+    return next(each["content"] for each in sent(prepared)["messages"] if each["role"] == "user")
+
+
+def test_media_of_columns_stand_before_the_text() -> None:
+    row = {"q": "What?", "image": [A, as_base64(RED)], "sound": "https://example.com/a.wav"}
+    options: dict[str, Any] = {"prompt_column": "q", "as_chat": True, "system_prompt": "Be brief."}
+    found = built(row, audio_columns=["sound"], **options)
+    assert user(found) == [link(A), INLINE, link(row["sound"], "audio"), text("What?")]
+    assert user(built({"q": "What?", "image": None}, **options)) == "What?"
+
+
+def test_parts_without_an_image_take_the_columns_images_in_order() -> None:
+    # As the Hub's vision data sets store conversations: every part has every field.
+    content = [
+        {"index": None, "text": "First ", "type": "text"},
+        {"index": 0, "text": None, "type": "image"},
+        {"index": None, "text": " then ", "type": "text"},
+        {"index": 1, "text": None, "type": "image"},
+    ]
+    row = {"m": [{"role": "user", "content": content}], "image": [B, A]}
+    assert user(built(row, messages_column="m")) == [
+        text("First "),
+        link(B),
+        text(" then "),
+        link(A),
+    ]
+
+
+def test_marks_in_the_text_take_the_columns_images() -> None:
+    # As LLaVA's data sets store conversations.
+    conversation = [
+        {"from": "human", "value": "<image>\nWhat is this, and <image>?"},
+        {"from": "gpt", "value": "A <image>."},
+    ]
+    row = {"m": conversation, "image": [A, B]}
+    parts = [link(A), text("What is this, and "), link(B), text("?")]
+    assert user(built(row, messages_column="m")) == parts
+    assert user(built({"m": "<image>", "image": A}, messages_column="m")) == [link(A)]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"m": "What?"}, "missing_column"),
+        ({"m": "What?", "image": 3}, "invalid_media"),
+        ({"m": "<image>" * 2, "image": ["a"]}, "invalid_media"),
+        ({"m": "<image>?", "image": ["a", "b"]}, "invalid_media"),
+        ({"m": [{"role": "user", "content": [{"type": "image"}]}], "image": None}, "invalid_media"),
+        (
+            {"m": [{"role": "user", "content": [{"type": "video_url"}]}], "image": "a"},
+            "invalid_media",
+        ),
+        ({"m": [{"role": "user", "content": [{"type": "file"}]}], "image": "a"}, "invalid_column"),
+    ],
+)
+def test_a_row_whose_media_do_not_fit_fails(row: dict[str, Any], found: str) -> None:
+    assert code(built(row, messages_column="m")) == found
+
+
+# ------------------------------------------------------------------ requests
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": A},
+        {"type": "image", "image": A},
+        {"type": "image", "url": A},
+        {"image_url": {"url": A}},
+        {"type": "input_image", "image_url": {"url": A, "detail": "low"}},
+    ],
+)
+def test_the_forms_of_an_image_part(part: dict[str, Any]) -> None:
+    row = {"m": [{"role": "user", "content": [text("What?"), part]}]}
+    content = user(prepare(row, FETCHES, messages_column="m"))
+    assert content[0] == text("What?")
+    assert content[1]["image_url"]["url"] == A
+    assert content[1]["image_url"].get("detail") == ("low" if "low" in str(part) else None)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": [link("PLACE")]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [link("PLACE", "video")]}]}, "video"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "PLACE"}]}
+                ]
+            },
+            "image",
+        ),
+        ({"query": {"content": [link("PLACE")]}, "documents": ["x"]}, "image"),
+        ({"input": [[{"\u0069mage_url": "PLACE"}]]}, "image"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["http://10.0.0.1/a", "file:///etc/passwd", "HTTPS://x/a", "/etc/passwd"]
+)
+def test_no_place_that_a_row_names_reaches_the_server(
+    body: dict[str, Any], kind: str, place: str
+) -> None:
+    # The server would fetch it without the worker's guard against private addresses.
+    data = json.dumps(body).replace("PLACE", place)
+    prepared = request(json.loads(data))
+    assert prepared.call is None
+    assert prepared.media == [MediaRef(place=place, kind=kind)]
+    finished = finish_call(prepared, [RED])
+    assert (finished.draft, finished.media) == (None, [])
+    wanted = f"data:{kind}/png;base64,{as_base64(RED)}"
+    assert sent(finished) == json.loads(data.replace(place, wanted))
+
+
+def test_links_stay_where_the_server_fetches_them_and_no_other_place_does() -> None:
+    content = [link(A), link("s3://b/c.png"), INLINE, link("local.png")]
+    prepared = request({"messages": [{"role": "user", "content": content}]}, rules=FETCHES)
+    assert [ref.place for ref in prepared.media] == ["s3://b/c.png", "local.png"]
+    assert user(finish_call(prepared, [RED, None])) == [link(A), INLINE, INLINE, link("local.png")]
+
+
+def test_a_schema_of_tools_names_no_media() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": link("http://x/y")}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    assert sent(request(body)) == body
+
+
+def test_a_sound_has_the_form_that_every_server_knows() -> None:
+    row = {"m": "What?", "sound": {"bytes": as_base64(WAVE), "path": None}}
+    options: dict[str, Any] = {"messages_column": "m", "audio_columns": ["sound"]}
+    sound = {"type": "input_audio", "input_audio": {"data": as_base64(WAVE), "format": "wav"}}
+    assert user(prepare(row, **options)) == [sound, text("What?")]
+    fetched = finish_call(prepare({"m": "What?", "sound": "a.wav"}, **options), [WAVE])
+    assert user(fetched) == [sound, text("What?")]
+
+
+# ------------------------------------------------------------------ speech
+
+
+def form_of(prepared: Prepared) -> dict[str, bytes]:
+    """The fields of a multipart body, by their names."""
+    assert prepared.call is not None
+    head = f"Content-Type: {prepared.call.content_type}\r\n\r\n".encode()
+    message: Any = message_from_bytes(head + prepared.call.body)
+    return {
+        part.get_param("name", header="content-disposition"): part.get_payload(decode=True)
+        for part in message.get_payload()
+    }
+
+
+def test_a_column_of_sounds_is_transcribed() -> None:
+    body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
+    options: dict[str, Any] = {
+        "task": "transcribe",
+        "audio_columns": ["a"],
+        "body": body,
+        "seed": 7,
+    }
+    fetched = prepare({"a": "s3://b/a.wav"}, **options)
+    assert fetched.media == [MediaRef(place="s3://b/a.wav", kind="audio")]
+    inline = prepare({"a": {"bytes": as_base64(WAVE)}}, **options)
+    assert inline.path == "/v1/audio/transcriptions"
+    assert finish_call(fetched, [WAVE]).call == inline.call
+    form = form_of(inline)
+    assert form.pop("seed").isdigit()
+    assert form == {
+        "file": WAVE,
+        "model": b"m",
+        "language": b"en",
+        "temperature": b"0.5",
+        "vllm_xargs": b'{"a": 1}',
+        "max_completion_tokens": b"5",
+    }
+    assert "seed" not in form_of(prepare({"a": as_data_url(WAVE)}, **{**options, "body": {}}))
+    for bad in ({"a": None}, {"a": ["x", "y"]}, {"a": "data:audio/wav;base64,***"}):
+        assert code(prepare(bad, **options)) == "invalid_media"
+
+
+def test_a_batch_file_names_sounds_as_vllms_own_does() -> None:
+    url = "/v1/audio/translations"
+    body = {"file_url": as_data_url(WAVE), "timestamp_granularities": ["word", "segment"]}
+    prepared = request(body, url)
+    assert form_of(prepared)["file"] == WAVE
+    assert prepared.call is not None
+    assert prepared.call.body.count(b'name="timestamp_granularities[]"') == 2
+    assert request({"file_url": "https://x/a.wav"}, url).media[0].place == "https://x/a.wav"
+    assert code(request({}, url)) == "invalid_media"
+
+
+def test_what_goes_wrong_when_media_are_put_in_is_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = request({"messages": [{"role": "user", "content": [link(A)]}]})
+    monkeypatch.setattr(media, "base64", None)
+    assert code(finish_call(prepared, [RED])) == "internal_error"
+    monkeypatch.setattr(media, "base64", base64)

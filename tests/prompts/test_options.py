@@ -1,0 +1,113 @@
+"""The run's options as fields of bodies, also as people have them in their scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts import make_body
+
+# The generation config of a batch guide for transformers, as it is.
+COPIED = (
+    '{"num_return_sequences": 3, "repetition_penalty": 1.18, "max_new_tokens": 500, "top_k": 20, "top_p": 0.5, '
+    '"temperature": 0.5, "do_sample": true, "use_cache": false, "prepend_bos": true}'
+)
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+
+
+def sampling(**pairs: Any) -> dict[str, Any]:
+    return make_body({"sampling": pairs})
+
+
+def test_a_copied_generation_config_means_what_it_meant() -> None:
+    found = sampling(**json.loads(COPIED))
+    same = {"repetition_penalty": 1.18, "temperature": 0.5, "top_p": 0.5, "top_k": 20}
+    assert found == {"n": 3, "max_tokens": 500} | same
+
+
+def test_options_become_fields_and_pairs_win() -> None:
+    options = {"max_tokens": 5, "temperature": 0.0, "top_k": 20, "n": 1, "stop": [], "logprobs": 0}
+    more = {"thinking_budget": 9, "normalize": False, "min_p": None, "chat_template_kwargs": {}}
+    pairs = {"top_k": 3, "bad_words": ["x"], "stop": "END", "eos_token_id": 2}
+    found = make_body({**options, **more, "sampling": pairs})
+    assert found == {"max_tokens": 5, "temperature": 0.0, "logprobs": 0} | {
+        "thinking_token_budget": 9,
+        "use_activation": False,
+    } | {"top_k": 3, "stop": ["END"], "bad_words": ["x"], "stop_token_ids": [2]}
+
+
+def test_no_sampling_is_temperature_0_whatever_else_is_given() -> None:
+    assert sampling(do_sample=False, temperature=0.7) == {"temperature": 0.0}
+    assert sampling(temperature=0.7, do_sample=True) == {"temperature": 0.7}
+    assert sampling(prepend_bos=False) == {"add_special_tokens": False}
+    assert sampling(num_beams=1, length_penalty=1.0, early_stopping=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ({"max_new_tokens": 5, "max_tokens": 6}, "another name"),
+        ({"num_beams": 4}, "no equivalent"),
+        ({"length_penalty": 2.0}, "no equivalent"),
+        ({"seed": 1}, "the run's"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_not_ignored(pairs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sampling(**pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (
+            {"json_schema": json.dumps(SCHEMA)},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": SCHEMA},
+                }
+            },
+        ),
+        ({"choices": ["yes, no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ({"choices": ["a, b", "c"]}, {"structured_outputs": {"choice": ["a, b", "c"]}}),
+        ({"choices": ['["a, b"]']}, {"structured_outputs": {"choice": ["a, b"]}}),
+        ({"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        ({"grammar": "root ::= x"}, {"structured_outputs": {"grammar": "root ::= x"}}),
+        ({"structural_tag": "{}"}, {"structured_outputs": {"structural_tag": "{}"}}),
+        ({"sampling": {"structured": {"regex": "a"}}}, {"structured_outputs": {"regex": "a"}}),
+        ({"regex": "", "choices": []}, {}),
+        ({"tools": [ADD]}, {"tools": [ADD]}),
+        ({"tools": [ADD], "tool_choice": "required"}, {"tools": [ADD], "tool_choice": "required"}),
+        (
+            {"tools": [ADD], "tool_choice": "add"},
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        ),
+    ],
+)
+def test_constraints_and_tools_have_the_names_of_the_server(
+    options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert make_body(options) == fields
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "a", "grammar": "b"}, "--regex and --grammar: expected one"),
+        ({"regex": "a", "sampling": {"response_format": {}}}, "second constraint"),
+        ({"json_schema": "{"}, "--json-schema: not JSON"),
+        ({"json_schema": '{"name": "Ada"}'}, "expected a JSON schema"),
+        ({"json_schema": "[" * 51 + "]" * 51}, "nested deeper than 50 levels"),
+        ({"choices": [","]}, "--choices"),
+        ({"tools": [{"x": 1}]}, "--tools: tool 0"),
+        ({"tools": [ADD], "tool_choice": "ad"}, "did you mean 'add'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_body(options)

@@ -1,0 +1,162 @@
+"""Promise P7 for the prompt builder: whatever a chunk holds, every line gives one result and nothing is raised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.row_codes import Code
+from batchinfer.prompts import (
+    EngineRules,
+    Prepared,
+    PromptBuilder,
+    PromptConfig,
+    RawRow,
+    finish_call,
+)
+
+CONFIGS = [
+    PromptConfig(prompt_column="p"),
+    PromptConfig(prompt_column="p", as_chat=True, system_prompt="s"),
+    PromptConfig(messages_column="p", turns="all", image_columns=["q"]),
+    PromptConfig(messages_column="p", turns="2", continue_final=True),
+    PromptConfig(prompt_template="{{ p }}{% for x in q %}{{ x.y }}{% endfor %}"),
+    PromptConfig(template_name="alpaca"),
+    PromptConfig(request_format="completions"),
+    PromptConfig(request_format="openai-batch", truncate_prompt="left"),
+]
+RULES = EngineRules(model="m", max_model_len=100)
+CODES = {code.value for code in Code} - {"internal_error"}
+
+names = st.sampled_from(
+    [
+        *(
+            "p",
+            "q",
+            "_row",
+            "_id",
+            "role",
+            "from",
+            "content",
+            "value",
+            "messages",
+            "prompt",
+            "body",
+        ),
+        *("url", "method", "custom_id", "n", "best_of", "stop", "logprobs", "temperature", "type"),
+        *("image_url", "response_format", "max_tokens"),
+    ]
+)
+texts = st.text(st.characters(exclude_categories=()), max_size=20) | st.sampled_from(
+    [
+        "user",
+        "assistant",
+        "human",
+        "POST",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "\u2028",
+        "\x00",
+    ]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | texts, inner, max_size=4),
+    max_leaves=12,
+)
+lines = st.binary(max_size=60) | st.dictionaries(names, values, max_size=6).map(
+    lambda row: json.dumps(row).encode()
+)
+
+
+def check(prepared: Prepared) -> None:
+    """Check that a row has a call whose body is JSON, or a failure with a code that is no fault of ours."""
+    if prepared.media:
+        prepared = finish_call(prepared, [b"x"] * len(prepared.media))
+    assert (prepared.call is None) != (prepared.failure is None)
+    if prepared.failure is not None:
+        assert prepared.failure.code in CODES, prepared.failure
+    elif prepared.call is not None and prepared.call.content_type == "application/json":
+        json.loads(prepared.call.body)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+@settings(max_examples=150, deadline=None)
+@given(data=st.lists(lines, max_size=4))
+@example(data=[b'{"p":"\\ud800"}', b'{"p":[{"role":"user","content":"\\udfff"}]}'])
+@example(data=[b'{"p":{"role":"user","content":"x","from":["a"]}}', b"\xef\xbb\xbf{}"])
+@example(data=[b'{"p":"x","_row":1e400}', b'{"p":' + b"[" * 5000 + b"]" * 5000 + b"}"])
+def test_every_line_gives_one_result(config: PromptConfig, data: list[bytes]) -> None:
+    builder = PromptBuilder(config, 7, rules=RULES)
+    prepared = builder.build("c", 0, [RawRow(line, text) for line, text in enumerate(data)])
+    assert [item.key for item in prepared] == [("c", line) for line in range(len(data))]
+    for item in prepared:
+        check(item)
+
+
+GARBAGE: list[Any] = [
+    *(None, True, 0, -1, 1.5, 2**70, "", " ", "x", "\0", [], [[]], [None], {}, {"a": 2**70}),
+    *([1], ["a", 5], {"type": ["x"]}, [{"type": {"a": 1}, "text": "y"}], [{"from": ["human"]}]),
+    *({"url": 5}, "file:///etc/passwd", [{"role": ["user"], "content": "x"}], {"content": {}}),
+]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}]
+LINK = {"type": "image_url", "image_url": {"url": "https://example.com/a.png", "detail": "low"}}
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}]
+TALK = [
+    {"role": "user", "name": "bob", "content": [{"type": "text", "text": "a"}, LINK]},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "1", "content": "ok"},
+]
+CHAT = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "n": 1, "best_of": 2}
+SOUND = {"file_url": "https://example.com/a.wav", "language": "en"}
+ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"request_format": "openai-batch"}, {"url": "/v1/chat/completions", "body": CHAT}),
+    ({"request_format": "openai-batch"}, {"url": "/v1/embeddings", "body": {"input": ["x"]}}),
+    ({"request_format": "openai-batch"}, {"url": "/v1/audio/transcriptions", "body": SOUND}),
+    ({"request_format": "completions"}, {"prompt": [1, 2], "best_of": 2, "logprobs": 1, "n": 1}),
+    ({"messages_column": "p", "image_columns": ["i"]}, {"p": TALK[:1], "i": ["https://a/b.png"]}),
+    ({"messages_column": "p", "turns": "all"}, {"p": TALK}),
+    (
+        {"messages_column": "p", "image_columns": ["i"], "turns": "all"},
+        {"p": [{"from": "human", "value": "<image> <image>"}], "i": [{"bytes": "AAAA"}, "a.png"]},
+    ),
+    ({"prompt_column": "p", "constraint_column": "c"}, {"p": "x", "c": {"json": SCHEMA}}),
+    ({"prompt_column": "p", "lora_column": "l", "adapters": ["ad"]}, {"p": "x", "l": "ad"}),
+    ({"prompt_column": "p", "tools_column": "t", "as_chat": True}, {"p": "x", "t": TOOLS}),
+    ({"task": "rerank", "pair_columns": ["p", "q"]}, {"p": "x", "q": ["y"]}),
+    ({"task": "transcribe", "audio_columns": ["p"]}, {"p": "AAAA"}),
+]
+
+
+def broken(value: Any) -> Iterator[Any]:
+    """Yield copies of a value, each with something else in the place of one of its parts."""
+    yield from GARBAGE
+    if not isinstance(value, dict | list):
+        return
+    for name, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        for other in broken(part):
+            copied: Any = value.copy()
+            copied[name] = other
+            yield copied
+        if isinstance(value, dict):
+            yield {key: item for key, item in value.items() if key != name}
+
+
+@pytest.mark.parametrize(("options", "row"), ROWS)
+def test_wrong_types_at_every_depth_give_a_call_or_an_error_row_with_a_code(
+    options: dict[str, Any], row: dict[str, Any]
+) -> None:
+    builder = PromptBuilder(PromptConfig(**options), 0, rules=RULES)
+    if "url" in row:
+        row = {"custom_id": "a", "method": "POST", **row}
+    data = [json.dumps(each).encode() for each in broken(row)]
+    rows = [RawRow(index, line) for index, line in enumerate(data)]
+    for item in builder.build("c", 0, rows):
+        check(item)
+    assert len(rows) > 40

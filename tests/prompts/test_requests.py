@@ -1,0 +1,259 @@
+"""The request formats `openai-batch` and `completions`: envelopes, parameters, `best_of`, and what a run adds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.core import codec
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts import BestOf, EngineRules, Prepared, RawRow
+from prompt_rows import CHAT, PLAIN_RULES, builder, code, knows, prepare, request, sent
+from samples import SEED_REQUEST
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def completion(rules: EngineRules = PLAIN_RULES, **fields: Any) -> Prepared:
+    return prepare({"prompt": "x", **fields}, rules, request_format="completions")
+
+
+# ------------------------------------------------------------------ envelopes
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "hi"}, "custom_id is missing, expected a text"),
+        ({"custom_id": None}, "custom_id is a JSON null, expected"),
+        ({"custom_id": "a"}, "url is missing, expected a path"),
+        ({"custom_id": "a", "url": "v1/chat"}, "url is 'v1/chat', expected"),
+        ({"custom_id": "a", "url": CHAT, "method": "GET"}, "method is 'GET', expected POST"),
+        ({"custom_id": "a", "url": CHAT, "method": "POST"}, "body is missing, expected an object"),
+        ({"custom_id": "a", "url": CHAT, "method": "POST", "body": []}, "body is a JSON array"),
+    ],
+)
+def test_a_line_without_a_part_of_the_envelope_says_which(row: dict[str, Any], said: str) -> None:
+    failure = prepare(row, request_format="openai-batch").failure
+    assert failure is not None
+    assert failure.message.startswith(said)
+    assert failure.param == said.split(maxsplit=1)[0]
+    assert failure.code == ("unknown_url" if failure.param == "url" else "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
+        ("/v1/embeddings", {"input": ["x", "y"], "encoding_format": "float"}),
+        ("/pooling", {"input": "x", "task": "token_classify"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}),
+        (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": None}], "stream": False}),
+    ],
+)
+def test_a_body_goes_to_its_path_as_it_is(url: str, body: dict[str, Any]) -> None:
+    prepared = request(body, url)
+    assert (prepared.path, prepared.id) == (url, "r1")
+    assert sent(prepared) == body
+
+
+def test_the_prompt_goes_first_and_a_name_of_a_model_stays() -> None:
+    call = request({"temperature": 0, "model": "own", "messages": MESSAGES}).call
+    assert call is not None
+    assert (
+        call.body
+        == json.dumps(
+            {"messages": MESSAGES, "temperature": 0, "model": "own"}, separators=(",", ":")
+        ).encode()
+    )
+
+
+def test_a_request_of_the_first_completions_api_is_understood() -> None:
+    prepared = prepare(
+        {**SEED_REQUEST, "_row": 0, "_id": "a", "k": 1}, request_format="completions", id_column="k"
+    )
+    wanted = {
+        name: value for name, value in SEED_REQUEST.items() if name not in ("engine", "best_of")
+    }
+    assert (sent(prepared), prepared.best_of, prepared.id) == (wanted, None, "1")
+    assert sent(completion(prompt=[[1, 2]], echo=True))["prompt"] == [[1, 2]]
+    assert code(completion(prompt="")) == "invalid_request"
+
+
+# ------------------------------------------------------------------ parameters
+
+
+def test_names_that_the_server_does_not_know_are_refused() -> None:
+    known = knows("max_tokens", "structured_outputs", "best_of")
+    for name, said in {
+        "max_token": "did you mean 'max_tokens'?",
+        "guided_json": "structured_outputs: {'json': …}",
+        "temprature": "did you mean 'temperature'?",
+    }.items():
+        failure = request({"messages": MESSAGES, name: 5}, rules=known).failure
+        assert failure is not None
+        assert (failure.code, failure.param) == ("unknown_parameter", name)
+        assert failure.message.endswith(said)
+    hosted = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "flex"}
+    assert sent(request({"messages": MESSAGES, **hosted}, rules=known)) == {
+        "messages": MESSAGES,
+        **hosted,
+    }
+    assert sent(request({"messages": MESSAGES, "anything": 1}))["anything"] == 1
+
+
+def test_an_answer_in_pieces_is_refused() -> None:
+    assert code(request({"messages": MESSAGES, "stream": True})) == "invalid_parameter"
+
+
+def test_a_run_fills_what_a_row_leaves_open() -> None:
+    run = {"temperature": 0.5, "max_tokens": 9, "logprobs": 2, "structured_outputs": {"regex": "a"}}
+    assert sent(request({"messages": MESSAGES, "temperature": None}, run=run)) == {
+        "messages": MESSAGES,
+        **run,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    own = {"max_completion_tokens": 3, "logprobs": False, "response_format": {"type": "text"}}
+    assert sent(request({"messages": MESSAGES, **own}, run=run)) == {
+        "messages": MESSAGES,
+        **own,
+        "temperature": 0.5,
+    }
+    assert sent(request({"prompt": "x"}, "/v1/completions", run=run)) == {"prompt": "x", **run}
+
+
+def test_a_run_adds_to_a_path_only_what_it_takes() -> None:
+    run = {"temperature": 0.5, "chat_template_kwargs": {"a": 1}}
+    paths = {
+        "/v1/x": {"input", "temperature"},
+        CHAT: {"messages", "temperature", "chat_template_kwargs"},
+    }
+    rules = EngineRules(
+        model="m",
+        parameters=lambda path: (
+            frozenset(paths.get(path, ())) | {"model"} if path in paths else frozenset()
+        ),
+    )
+    assert sent(request({"input": "x"}, "/v1/x", rules, run=run)) == {
+        "input": "x",
+        "temperature": 0.5,
+    }
+    assert sent(request({"input": "x"}, "/v1/y", rules, run=run)) == {"input": "x"}
+    with pytest.raises(ConfigError, match="temprature") as caught:
+        builder(rules, request_format="openai-batch", body={"temprature": 1})
+    assert "did you mean 'temperature'?" in caught.value.message
+
+
+def test_best_of_is_asked_as_answers_with_their_log_probabilities() -> None:
+    found = completion(best_of=4, n=2)
+    assert (sent(found), found.best_of) == ({"prompt": "x", "n": 4, "logprobs": 0}, BestOf(n=2))
+    found = completion(best_of=4, logprobs=1)
+    assert (sent(found)["logprobs"], found.best_of) == (1, BestOf(n=1, keeps_logprobs=True))
+    found = request({"messages": MESSAGES, "best_of": 3, "logprobs": False})
+    assert (sent(found)["logprobs"], found.best_of) == (True, BestOf(n=1))
+    found = prepare({"p": "x"}, prompt_column="p", body={"best_of": 3})
+    assert (sent(found)["n"], found.best_of) == (3, BestOf(n=1))
+    for same in ({"best_of": 2, "n": 2}, {"best_of": 4, "temperature": 0}, {"best_of": None}):
+        found = completion(**same)
+        assert (found.best_of, sent(found).get("n"), "best_of" in sent(found)) == (
+            None,
+            same.get("n"),
+            False,
+        )
+    for bad in ({"best_of": 1, "n": 2}, {"best_of": "2"}, {"best_of": True}):
+        assert code(completion(**bad)) == "invalid_parameter"
+
+
+# ------------------------------------------------------------------ seeds
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_the_seed_depends_on_the_run_and_the_rows_key_alone(temperature: float | None) -> None:
+    body = {} if temperature is None else {"temperature": temperature}
+    own = builder(seed=7, prompt_column="p", body=body)
+    rows = [RawRow(index, b'{"p":"a"}') for index in range(4)]
+    together = [sent(item)["seed"] for item in own.build("c", 0, rows)]
+    alone = [sent(own.build("c", 900, [row])[0])["seed"] for row in reversed(rows)]
+    assert together == alone[::-1] == [codec.row_seed(7, "c", index) for index in range(4)]
+    assert len(set(together)) == 4
+
+
+def test_only_drawn_answers_have_a_seed_and_a_rows_own_stays() -> None:
+    def seed(body: dict[str, Any], url: str = CHAT, rules: EngineRules = PLAIN_RULES) -> Any:
+        return sent(request({"messages": MESSAGES, **body}, url, rules, seed=7)).get("seed")
+
+    drawn = codec.row_seed(7, "part-00000", 0)
+    assert seed({"seed": 3}) == 3
+    assert seed({"seed": None}) == drawn
+    assert seed({"temperature": 0}) is None
+    assert seed({}, "/v1/embeddings") is None
+    assert seed({}, "/v1/responses", knows()) == drawn
+    assert sent(request({"messages": MESSAGES})).get("seed") is None
+
+
+# ------------------------------------------------------------------ length
+
+
+@pytest.mark.parametrize(
+    ("body", "room"),
+    [
+        ({}, 99),
+        ({"max_tokens": 30}, 70),
+        ({"max_tokens": 80}, 50),
+        ({"max_completion_tokens": 10}, 90),
+    ],
+)
+def test_prompts_are_cut_so_that_the_answer_fits(body: dict[str, Any], room: int) -> None:
+    rules = EngineRules(model="m", max_model_len=100)
+    found = sent(request({"messages": MESSAGES, **body}, rules=rules, truncate_prompt="left"))
+    assert (found["truncate_prompt_tokens"], found["truncation_side"]) == (room, "left")
+
+
+def test_what_is_cut_and_what_is_not() -> None:
+    rules = EngineRules(model="m", max_model_len=100)
+    for body, url, cut in (
+        ({"prompt": "x"}, "/v1/completions", 84),
+        ({"prompt": "x", "truncate_prompt_tokens": 5}, "/v1/completions", 5),
+        ({"input": "x"}, "/v1/responses", None),
+        ({"input": "x"}, "/v1/audio/speech", None),
+    ):
+        found = sent(request(body, url, rules, truncate_prompt="right"))
+        assert found.get("truncate_prompt_tokens") == cut
+    for side, expected in (("right", None), ("left", "left")):
+        embed = prepare({"p": "x"}, rules, task="embed", prompt_column="p", truncate_prompt=side)
+        assert sent(embed)["truncate_prompt_tokens"] == 100
+        assert sent(embed).get("truncation_side") == expected
+    link = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    image = request(
+        {"messages": [{"role": "user", "content": [link]}]}, rules=rules, truncate_prompt="left"
+    )
+    assert "truncate_prompt_tokens" not in (image.draft or {})
+    with pytest.raises(ConfigError, match="--truncate-prompt"):
+        prepare({"p": "x"}, prompt_column="p", truncate_prompt="left")
+
+
+# ------------------------------------------------------------------ the run's own fields
+
+
+def test_a_probe_has_the_runs_fields() -> None:
+    assert builder(prompt_column="p").probe() is None
+    assert builder(request_format="openai-batch", body={"n": 2}).probe() is None
+    probe = builder(prompt_column="p", body={"top_k": 5, "max_tokens": 500}, seed=7).probe()
+    assert probe is not None
+    assert probe.path == "/v1/completions"
+    assert json.loads(probe.body) == {"prompt": "Hello", "model": "m", "max_tokens": 1, "top_k": 5}
+    for task, field in (("embed", "input"), ("score", "text_1"), ("rerank", "documents")):
+        columns = {"pair_columns": ["a", "b"]} if task != "embed" else {"messages_column": "m"}
+        probe = builder(task=task, body={"priority": 1}, **columns).probe()
+        assert probe is not None
+        assert {field, "priority"} <= json.loads(probe.body).keys()
+
+
+def test_a_field_that_the_server_does_not_know_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"tempature.*did you mean 'temperature'\?"):
+        builder(knows(), prompt_column="p", body={"tempature": 0})
+    builder(knows(), prompt_column="p", body={"temperature": 0, "best_of": 2})

@@ -1,0 +1,403 @@
+"""The request format `rows`: lines, columns, conversations, ids, places, and a row's own fields."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts import EngineRules, PromptBuilder, PromptConfig, RawRow, rows
+from prompt_rows import builder, code, prepare, sent
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+LOOK = {"type": "function", "function": {"name": "look", "description": "d"}}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer"}
+    return [{"role": names[turn[0]], "content": turn} for turn in turns]
+
+
+def contents(value: Any, **options: Any) -> list[Any]:
+    body = sent(prepare({"m": value}, messages_column="m", **options))
+    return [message["content"] for message in body["messages"]]
+
+
+# ------------------------------------------------------------------ lines
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"p": NaN}', "invalid_json"),
+        (b'{"p": "x"} trailing', "invalid_json"),
+        (b'{"p": "x", "n": ' + b"[" * 100_000, "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"[1]", "invalid_json"),
+        (b'{"p": "x", "a": {"b": ["\xff"]}}', "invalid_json"),
+        (b'{"p": "x", "a": {"b": ["\\udc00 y"]}}', "invalid_json"),
+        (b'{"p": "x", "a": {"b": [Infinity]}}', "invalid_json"),
+        (b'{"q": "x"}', "missing_column"),
+        (b'{"p": null}', "invalid_column"),
+        (b'{"p": [1, true]}', "invalid_column"),
+        (b'{"p": ["x"]}', "invalid_column"),
+        (b'{"p": ""}', "invalid_column"),
+        (b'{"p": []}', "invalid_column"),
+        (b'{"p": "x", "_row": 5}', "row_mismatch"),
+        (b'{"p": "x", "_row": "0"}', "row_mismatch"),
+    ],
+)
+def test_a_bad_line_is_a_failure_with_a_code(line: bytes, found: str) -> None:
+    assert code(prepare(line, prompt_column="p")) == found
+
+
+def test_a_number_beyond_all_readers_concerns_its_own_column_alone() -> None:
+    line = b'{"p": "x", "big": 1e400, "deep": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+    assert sent(prepare(line, prompt_column="p"))["prompt"] == "x"
+    assert sent(prepare(line, prompt_template="{{ big }}"))["prompt"] == "1e400"
+    assert sent(prepare(line, prompt_column="deep"))["prompt"] == "[" * 3000 + "]" * 3000
+
+
+def test_a_bad_line_does_not_touch_its_neighbours() -> None:
+    lines = [b'{"p":"a"}', b"{", b'{"p":"b","_row":107}']
+    raw = [RawRow(index + 5, line) for index, line in enumerate(lines)]
+    found = builder(prompt_column="p").build("c", 100, raw)
+    assert [item.key for item in found] == [("c", 5), ("c", 6), ("c", 7)]
+    assert [(item.row, item.id) for item in found] == [(105, "105"), (106, "106"), (107, "107")]
+    assert [item.call is None for item in found] == [False, True, False]
+
+
+def test_text_goes_through_unchanged_and_a_large_one_too() -> None:
+    for text in ("a\u2028b\u0085c\x00d\u200de😀", "x" * 10_000_000):
+        assert sent(prepare({"p": text}, prompt_column="p"))["prompt"] == text
+
+
+def test_a_missing_column_is_named_with_its_nearest_match() -> None:
+    failure = prepare({"promt": "x"}, prompt_column="prompt").failure
+    assert failure is not None
+    assert "did you mean 'promt'?" in failure.message
+
+
+def test_ids_come_from_the_chunk_the_id_column_or_the_row_number() -> None:
+    assert prepare({"p": "x", "_id": "abc"}, prompt_column="p").id == "abc"
+    assert prepare({"p": "x", "k": 7, "_id": "abc"}, prompt_column="p", id_column="k").id == "7"
+    assert prepare({"p": "x", "_id": {"$oid": "1"}}, prompt_column="p").id == '{"$oid":"1"}'
+    assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
+
+
+def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(value: Any) -> str:
+        return str(1 // len(value))
+
+    monkeypatch.setattr(rows, "json_type", fail)
+    failure = prepare({"p": []}, prompt_column="p").failure
+    assert failure is not None
+    assert (failure.code, failure.status) == ("internal_error", 500)
+    assert "ZeroDivisionError" in failure.message
+
+
+# ------------------------------------------------------------------ plain prompts
+
+
+def test_a_prompt_is_the_first_field_and_may_fill_the_model() -> None:
+    prepared = prepare({"p": "x"}, prompt_column="p", body={"temperature": 0})
+    assert prepared.call is not None
+    assert prepared.call.path == "/v1/completions"
+    assert prepared.call.body == b'{"prompt":"x","model":"m","temperature":0}'
+    rules = EngineRules(model="m", max_model_len=100)
+    found = sent(prepare({"p": [5, 6]}, rules, prompt_column="p", truncate_prompt="left"))
+    assert found["prompt"] == [5, 6]
+    # The server clamps the first, and by default it would give the API's 16 tokens.
+    assert (found["max_tokens"], found["truncate_prompt_tokens"]) == (100, 99)
+
+
+def test_an_end_mark_at_the_end_is_removed_at_once() -> None:
+    # Cut off mark by mark, it would take an hour.
+    rules = EngineRules(model="m", eos_token="</s>")
+    text = "x</s>y" + "</s>" * 3_000_000
+    assert sent(prepare({"p": text}, rules, prompt_column="p"))["prompt"] == "x</s>y"
+
+
+def test_an_answers_beginning_can_be_given() -> None:
+    assert sent(prepare({"p": "x:"}, prompt_column="p", continue_final=" A"))["prompt"] == "x: A"
+    body = sent(prepare({"m": "u"}, messages_column="m", continue_final="Sure"))
+    assert body == {
+        "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Sure"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+
+
+def test_a_prompt_column_can_be_sent_as_a_chat() -> None:
+    prepared = prepare({"p": "x"}, prompt_column="p", as_chat=True, system_prompt="s")
+    assert sent(prepared)["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "x"},
+    ]
+    assert prepared.path == "/v1/chat/completions"
+
+
+# ------------------------------------------------------------------ conversations
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        chat("s", "u1"),
+        [{"from": "System", "value": "s"}, {"from": "Human", "value": "u1", "weight": 1}],
+        json.dumps(chat("s", "u1")),
+        {"messages": chat("s", "u1")},
+        {"conversations": chat("s", "u1")},
+        {"role": ["system", "user"], "content": ["s", "u1"]},
+        {"from": ["system", "human"], "value": ["s", "u1"]},
+        [
+            {"role": "system", "content": [{"type": "text", "text": "s"}], "id": 1},
+            {"role": "user", "content": ["u1"], "language": "English", "tool_calls": None},
+        ],
+        [*chat("s", "u1"), {"role": "assistant", "content": None}],
+    ],
+)
+def test_every_known_shape_of_a_conversation_is_read(value: Any) -> None:
+    assert sent(prepare({"m": value}, messages_column="m"))["messages"] == chat("s", "u1")
+
+
+@pytest.mark.parametrize("text", ["hello", "[not json", '{"a": 1}'])
+def test_a_plain_text_is_one_user_message(text: str) -> None:
+    body = sent(prepare({"m": text}, messages_column="m"))
+    assert body["messages"] == [{"role": "user", "content": text}]
+
+
+def test_roles_names_and_parts_are_passed_on() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    value = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "name": "Ada", "content": parts},
+    ]
+    assert sent(prepare({"m": value}, messages_column="m"))["messages"] == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(7, None, [7], [], "", "[]", chat("s"), chat("a1"), [{"from": None, "value": "x"}]),
+        *([{"role": "user", "content": 7}], [{"role": "user", "content": " \n"}]),
+        *([{"role": "user"}], [{"content": "x"}], [{"from": "martian", "value": "x"}]),
+        [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
+        [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "x"}]}],
+        [*chat("u"), {"role": "assistant", "tool_calls": [3]}, *chat("u")],
+    ],
+)
+def test_a_bad_conversation_is_a_failure_with_a_code(value: Any) -> None:
+    assert code(prepare({"m": value}, messages_column="m", turns="all")) == "invalid_column"
+
+
+def test_earlier_calls_of_tools_get_the_form_of_the_api() -> None:
+    calls = [
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+        {"name": "stop", "arguments": None},
+    ]
+    value = [
+        *chat("u"),
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+    ]
+    body = sent(prepare({"m": value}, messages_column="m", turns="all"))
+    assert body["messages"][1] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [
+            {
+                "id": "call_1_0",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"a":1}'},
+            },
+            {"id": "call_1_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("first", ["s", "u1"]),
+        ("1", ["s", "u1"]),
+        ("2", ["s", "u1", "a1", "u2"]),
+        ("9", ["s", "u1", "a1", "u2"]),
+        ("all", ["s", "u1", "a1", "u2"]),
+    ],
+)
+def test_turns_choose_how_much_of_a_conversation_is_sent(turns: str, expected: list[str]) -> None:
+    assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
+
+
+def test_an_answer_in_the_row_is_continued() -> None:
+    value = chat("u1", "a1", "u2", "a2")
+    assert contents(value, continue_final=True) == ["u1", "a1"]
+    assert contents(value, continue_final=True, turns="all") == ["u1", "a1", "u2", "a2"]
+    prepared = prepare({"m": chat("u1")}, messages_column="m", continue_final=True)
+    assert code(prepared) == "invalid_column"
+
+
+def test_a_system_prompt_and_examples_come_first() -> None:
+    assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
+    examples = [{"m": chat("s2", "u0", "a0")}]
+    assert contents(chat("s", "u1"), few_shot=examples) == ["s", "u0", "a0", "u1"]
+    assert contents(chat("u1"), few_shot=examples, system_prompt="x") == ["x", "u0", "a0", "u1"]
+
+
+# ------------------------------------------------------------------ tasks
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "extra"),
+    [
+        ("embed", "/v1/embeddings", {"encoding_format": "base64"}),
+        ("token-embed", "/pooling", {"task": "token_embed", "encoding_format": "base64"}),
+        ("classify", "/classify", {}),
+        ("reward", "/pooling", {"use_activation": False}),
+    ],
+)
+def test_a_pooling_task_has_its_path_and_sees_answers(
+    task: str, path: str, extra: dict[str, Any]
+) -> None:
+    prepared = prepare({"p": "x"}, task=task, prompt_column="p", seed=7)
+    assert prepared.path == path
+    assert sent(prepared) == {"input": "x", **extra}
+    value = chat("u1", "a1", "u2", "a2")
+    assert contents(value, task=task, turns="1") == ["u1", "a1"]
+    assert contents(value, task=task, turns="all") == ["u1", "a1", "u2", "a2"]
+    assert contents(chat("a1"), task=task, turns="all") == ["a1"]
+
+
+def test_pairs_are_scored_and_documents_ranked() -> None:
+    options: dict[str, Any] = {"pair_columns": ["q", "d"]}
+    score = prepare({"q": "x", "d": "y"}, task="score", **options)
+    assert (score.path, sent(score)) == ("/score", {"text_1": "x", "text_2": "y"})
+    rank = prepare({"q": "x", "d": ["y", "z"]}, task="rerank", **options)
+    assert (rank.path, sent(rank)) == ("/rerank", {"query": "x", "documents": ["y", "z"]})
+    for row in ({"q": "x", "d": ""}, {"q": 1, "d": "y"}, {"q": "x", "d": ["y"]}):
+        assert code(prepare(row, task="score", **options)) == "invalid_column"
+    assert code(prepare({"q": "x", "d": []}, task="rerank", **options)) == "invalid_column"
+    assert code(prepare({"q": "x"}, task="rerank", **options)) == "missing_column"
+
+
+# ------------------------------------------------------------------ a row's own fields
+
+
+@pytest.mark.parametrize(
+    ("value", "fields"),
+    [
+        (None, {"structured_outputs": {"regex": "a"}}),
+        ("", {"structured_outputs": {"regex": "a"}}),
+        (["x", "y"], {"structured_outputs": {"choice": ["x", "y"]}}),
+        ('{"grammar": "root"}', {"structured_outputs": {"grammar": "root"}}),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+        (
+            SCHEMA,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": SCHEMA},
+                }
+            },
+        ),
+        ({"type": "json_object"}, {"response_format": {"type": "json_object"}}),
+        ({"type": "text"}, {"structured_outputs": {"regex": "a"}}),
+    ],
+)
+def test_a_rows_constraint_takes_the_place_of_the_runs(value: Any, fields: dict[str, Any]) -> None:
+    run = {"structured_outputs": {"regex": "a"}}
+    row = {"p": "x", "c": value}
+    body = sent(prepare(row, prompt_column="p", as_chat=True, constraint_column="c", body=run))
+    assert body == {"messages": [{"role": "user", "content": "x"}], **fields}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, "[", "{" * 200, {"chioce": ["a"]}, {"name": "Ada"}, [1], [""], {"regex": 1}, {"json": [1]}],
+)
+def test_a_column_without_a_usable_constraint_is_an_error_row(value: Any) -> None:
+    prepared = prepare({"p": "x", "c": value}, prompt_column="p", constraint_column="c")
+    assert code(prepared) == "invalid_constraint"
+
+
+@pytest.mark.parametrize(
+    "own", [[LOOK], json.dumps([LOOK]), [{"name": "look", "description": "d"}]]
+)
+def test_rows_have_the_tools_of_the_run_or_their_own(own: Any) -> None:
+    options: dict[str, Any] = {"prompt_column": "p", "as_chat": True, "tools_column": "t"}
+    run = {"tools": [ADD], "tool_choice": "required"}
+    body = sent(prepare({"p": "x", "t": own}, body=run, **options))
+    assert (body["tools"], body["tool_choice"]) == ([LOOK], "required")
+    assert sent(prepare({"p": "x", "t": None}, body=run, **options))["tools"] == [ADD]
+    assert "tools" not in sent(prepare({"p": "x"}, **options))
+    for bad in ("[", {"a": 1}, [1], 5, [{"name": 3}]):
+        assert code(prepare({"p": "x", "t": bad}, **options)) == "invalid_column"
+    named = {"tool_choice": {"type": "function", "function": {"name": "add"}}}
+    assert code(prepare({"p": "x", "t": own}, body=named, **options)) == "invalid_column"
+
+
+def test_rows_name_their_adapter_and_a_single_one_answers_all() -> None:
+    def model(row: dict[str, Any], **options: Any) -> Any:
+        prepared = prepare(row, prompt_column="p", **options)
+        assert prepared.call is not None
+        return json.loads(prepared.call.body)["model"]
+
+    assert model({"p": "x"}, adapters=["a"]) == "a"
+    assert model({"p": "x"}, adapters=["a", "b"]) == "m"
+    for name, expected in (("b", "b"), (None, "m"), ("", "m"), ("m", "m")):
+        assert model({"p": "x", "l": name}, adapters=["a", "b"], lora_column="l") == expected
+
+
+# ------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no prompt option"),
+        ({"messages_column": "m", "prompt_column": "p"}, "--messages-column and --prompt-column"),
+        ({"prompt_column": "p", "request_format": "row"}, "did you mean 'rows'"),
+        ({"prompt_column": "p", "truncate_prompt": "lefft"}, "did you mean 'left'"),
+        ({"messages_column": "m", "turns": "some"}, "--turns some"),
+        ({"messages_column": "m", "turns": "0"}, "--turns 0"),
+        ({"messages_column": "m", "as_chat": True}, "--as-chat"),
+        ({"prompt_column": "p", "system_prompt": "s"}, "--system-prompt"),
+        ({"prompt_column": "p", "image_columns": ["i"]}, "--image-column"),
+        ({"prompt_column": "p", "body": {"tools": [ADD]}}, "--tools"),
+        ({"messages_column": "m", "body": {"tool_choice": "auto"}}, "no tools"),
+        ({"messages_column": "m", "system_prompt": "\udc80"}, "no text"),
+        ({"prompt_column": "p", "continue_final": True}, "--continue-final"),
+        ({"prompt_column": "p", "few_shot": [{"p": "x"}]}, "--few-shot"),
+        ({"messages_column": "m", "few_shot": [{"n": 1}]}, "example 0"),
+        ({"prompt_column": "p", "lora_column": "l"}, "no adapter"),
+        ({"request_format": "completions", "prompt_column": "p"}, "--prompt-column"),
+        ({"request_format": "openai-batch", "system_prompt": "s"}, "--system-prompt"),
+        ({"task": "score", "prompt_column": "p"}, "--pair-columns"),
+        ({"pair_columns": ["a", "b"]}, "--pair-columns"),
+        ({"task": "score", "pair_columns": ["a", "b"], "truncate_prompt": "left"}, "left"),
+        ({"task": "embed", "prompt_column": "p", "tools_column": "t"}, "--tools-column"),
+        ({"task": "transcribe", "prompt_column": "p"}, "--audio-column"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PromptBuilder(PromptConfig(**options), None, rules=EngineRules(model="m"))
+    assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_the_columns_that_rows_need_are_known_before_any_row() -> None:
+    found = builder(prompt_column="p", as_chat=True, id_column="k", image_columns=["i", "j"])
+    assert found.needed_columns == {
+        "--prompt-column": ["p"],
+        "--id-column": ["k"],
+        "--image-column": ["i", "j"],
+    }

@@ -1,0 +1,122 @@
+"""Templates: the named ones, own Jinja over columns, worked examples, and the sandbox."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import ConfigError
+from batchinfer.prompts import NAMED_TEMPLATES, Prepared
+from batchinfer.prompts.templates import PromptTemplate
+from prompt_rows import builder, code, prepare, sent
+
+
+def render(template: str, row: dict[str, Any] | None = None, **options: Any) -> str:
+    return str(sent(prepare(row or {}, prompt_template=template, **options))["prompt"])
+
+
+def named(name: str, row: dict[str, Any], **options: Any) -> Prepared:
+    return prepare(row, template_name=name, **options)
+
+
+def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns() -> None:
+    assert set(NAMED_TEMPLATES) == {"alpaca", "gpteacher", "sharegpt", "completion"}
+    for name, template in NAMED_TEMPLATES.items():
+        if template.source:
+            prompt = sent(named(name, {each: f"<{each}>" for each in template.columns}))["prompt"]
+            assert f"<{template.columns[0]}>" in prompt
+    conversation = [{"from": "human", "value": "hi"}]
+    body = sent(named("sharegpt", {"conversations": conversation}))
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    with pytest.raises(ConfigError, match="did you mean 'alpaca'"):
+        named("alpcaa", {})
+
+
+def test_alpaca_has_a_form_with_and_one_without_input() -> None:
+    with_input = sent(named("alpaca", {"instruction": "Add", "input": "1 1"}))["prompt"]
+    without = sent(named("alpaca", {"instruction": "Add", "input": ""}))["prompt"]
+    assert with_input.endswith("\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:")
+    assert without == sent(named("alpaca", {"instruction": "Add"}))["prompt"]
+    assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
+
+
+def test_examples_stand_before_the_prompt_with_their_answers() -> None:
+    example = {"instruction": "1+1?", "response": 2}
+    prompt = sent(named("gpteacher", {"instruction": "2+2?"}, few_shot=[example]))["prompt"]
+    assert "1+1?\n\n### Response:\n2\n\nBelow is" in prompt
+    assert prompt.endswith("2+2?\n\n### Response:")
+    for name, bad in (("alpaca", {"instruction": "x"}), ("completion", {"text": "x"})):
+        with pytest.raises(ConfigError, match="example 0: no answer"):
+            named(name, {}, few_shot=[bad])
+    with pytest.raises(ConfigError, match=r"example 0: .*'instruction' is not in the row"):
+        named("alpaca", {}, few_shot=[{"output": "x"}])
+
+
+def test_a_template_sees_columns_row_examples_and_system_prompt() -> None:
+    text = render(
+        "{{ q }} {{ row['odd name'] }} {{ system_prompt }} {{ secret }}|"
+        "{% for example in examples %} {{ example.q }}{% endfor %}",
+        {"q": "a", "odd name": "b", "secret": "x"},
+        system_prompt="s",
+        few_shot=[{"q": "e"}],
+        blank_columns=["secret"],
+    )
+    assert text == "a b s | e"
+    assert render("{{ q | tojson }}", {"q": {"a": "<é>"}}) == '{"a": "<é>"}'
+    assert render("{{ x | default('none') }}") == "none"
+
+
+def test_a_missing_column_is_named_before_and_while_rows_are_read() -> None:
+    found = prepare({"qestion": "x"}, prompt_template="{{ question }}")
+    assert code(found) == "missing_column"
+    assert "did you mean 'qestion'?" in str(found.failure)
+    for template, needed in (
+        ("{{ q }} {{ r.s | upper }} {{ blank }}", ["q", "r"]),
+        ("{{ q | default('') }}", []),
+        ("{% if q %}{{ q }}{% endif %}", []),
+        ("{{ q if q else r }}", []),
+        ("{{ row.q }} {{ system_prompt }}", []),
+    ):
+        columns = builder(prompt_template=template, blank_columns=["blank"]).needed_columns
+        assert columns.get("the template: the variable", []) == needed
+
+
+@pytest.mark.parametrize("template", ["{% for i in %}", "{{ q | random }}", "{{ q | nosuch }}"])
+def test_a_template_that_could_not_work_is_refused_at_once(template: str) -> None:
+    with pytest.raises(ConfigError, match="--prompt-template"):
+        builder(prompt_template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ q['_' ~ '_class__']['__mro__'.strip()] }}",
+        "{{ '{0.__class__.__mro__}'.format(q) }}",
+        "{{ q.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ 1 // 0 }}",
+        "{{ q.inner.more }}",
+        "{{ '\\ud800' }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
+    template: str,
+) -> None:
+    assert code(prepare({"q": [1]}, prompt_template=template)) == "template_error"
+
+
+def test_a_template_that_writes_nothing_makes_no_prompt() -> None:
+    assert code(prepare({"q": ""}, prompt_template="{{ q }}")) == "invalid_column"
+
+
+def test_threads_share_one_template() -> None:
+    template = PromptTemplate("{% for i in range(n) %}{{ i }},{% endfor %}", name="t")
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda n: template.render({"n": n}), range(200)))
+    assert texts == ["".join(f"{i}," for i in range(n)) for n in range(200)]
