@@ -10,7 +10,6 @@ import msgspec
 
 from batchinfer.core.errors import RowError
 from batchinfer.core.records import Call, Failure, Record, RowKey
-from batchinfer.core.row_codes import Code
 
 REQUEST_FORMATS = ("rows", "openai-batch", "completions")
 """Values of ``--request-format``: rows of a data set, lines of an OpenAI batch file, bodies of completions."""
@@ -192,9 +191,9 @@ class RowProblem(RowError):
     """The error of a bad row. `param` names the request parameter that is wrong, or is None."""
 
     def __init__(
-        self, code: Code, message: str, *, param: str | None = None, status: int = 400
+        self, code: str, message: str, *, param: str | None = None, status: int = 400
     ) -> None:
-        super().__init__(code.value, message)
+        super().__init__(str(code), message)
         self.param = param
         self.status = status
 

@@ -172,12 +172,15 @@ def rules_of(
         opened: The engine, once it is open. It knows the names of its parameters.
         info: Facts about it, once it is open.
     """
-    has_parameters = {} if opened is None else {"parameters": opened.parameters}
     return EngineRules(
         model=engine.served_names[0],
         adapters=tuple(sorted(engine.loras)),
         max_model_len=None if info is None else info.max_model_len,
+        parameters=_unknown if opened is None else opened.parameters,
         fetches_links=is_remote(engine) or "allowed_media_domains" in engine.server_options,
         is_vllm=not is_remote(engine),
-        **has_parameters,
     )
+
+
+def _unknown(_path: str) -> frozenset[str]:
+    return frozenset()

@@ -104,7 +104,7 @@ class MediaFetcher:
             return self._cache.get(ref.place, lambda: self._at(ref.place))
         except RowProblem as problem:
             message = f"{ref.kind}: {problem.message}"
-            raise RowProblem(Code(problem.code), message, param=problem.param) from problem
+            raise RowProblem(problem.code, message, param=problem.param) from problem
 
     # -- places
 
@@ -259,7 +259,7 @@ class MediaCache:
             elif kept is not None:
                 self._kept.move_to_end(place)
                 if isinstance(kept.found, RowProblem):
-                    raise RowProblem(Code(kept.found.code), kept.found.message)
+                    raise RowProblem(kept.found.code, kept.found.message)
                 return kept.found
             future = self._under_way.get(place)
             is_first = future is None
