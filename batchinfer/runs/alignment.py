@@ -12,15 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
-
 from batchinfer.core import layout
 from batchinfer.core.errors import InputError, ObjectNotFound, RowError
 from batchinfer.core.records import Marker, Run
 from batchinfer.formats import OutputLine, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.prompts import find_request_format, json_lines
+from batchinfer.prompts import json_lines
 from batchinfer.storage import Store
 from batchinfer.storage.scratch import Scratch
 
@@ -37,7 +35,7 @@ class Alignment:
     Threads may share an Alignment, because each comparison has scratch files of its own.
 
     Args:
-        run: The content of run.json. Its prompt options name the output format and the column of ids.
+        run: The content of run.json. Its prompt options name the column of ids.
         store: The run's store.
         scratch: Folder for temporary files. Each comparison under way keeps two: the chunk and its output.
     """
@@ -45,13 +43,9 @@ class Alignment:
     def __init__(self, run: Run, store: Store, scratch: Scratch) -> None:
         prompt = run.config.get("prompt")
         options: dict[str, Any] = prompt if isinstance(prompt, dict) else {}
-        self._format = str(options.get("output_format") or "")
-        columns = [str(options.get("id_column") or json_lines.ID_FIELD)]
-        request_format = find_request_format(str(options.get("request_format") or ""))
-        if request_format.id_field:
-            columns.insert(0, request_format.id_field)
-        # The worker reads these columns too, and maybe more. So every row that the worker could read can be read here.
-        self._read_ids = json_lines.projection(columns)
+        self._id_columns = [str(options.get("id_column") or json_lines.ID_FIELD)]
+        if options.get("request_format") == "openai-batch":
+            self._id_columns.insert(0, "custom_id")
         self._store = store
         self._scratch = scratch
 
@@ -130,30 +124,28 @@ class Alignment:
         if not line.endswith(b"\n"):
             return None, ["is cut off"]
         try:
-            summary = read_line(line[:-1], self._format)
+            summary = read_line(line[:-1])
         except InputError as error:
             return None, [error.message]
         found = []
-        if summary.row is not None and summary.row != number:
+        if summary.row != number:
             found.append(f"is of row {summary.row}, expected {number}")
         ids = self._ids_of(row, number)
         if not ids and summary.is_ok:
             found.append("is an answer to a row that cannot be read")
         elif not summary.is_ok:
             ids.append(str(number))  # the worker may give an error row its number as id
-        if summary.id is not None and summary.id not in ids:
+        if summary.id not in ids:
             found.append(f"has the id {summary.id!r}, expected {ids[0]!r}")
         return summary, found
 
     def _ids_of(self, row: bytes, number: int) -> list[str]:
         """Return a list with the id that the worker gives to a row; an empty list if the row cannot be read."""
         try:
-            values = self._read_ids(row)
+            row_data = json_lines.decode_object(row)
         except RowError:
             return []
-        if len(values) > 1 and not isinstance(values[0], str):
-            values = values[1:]  # the first column is custom_id, and this row has no text there
-        found = [value for value in values if value not in (msgspec.UNSET, None, "")]
+        found = [row_data[name] for name in self._id_columns if row_data.get(name) is not None]
         return [json_lines.as_id(found[0]) if found else str(number)]
 
 

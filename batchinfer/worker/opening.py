@@ -12,7 +12,7 @@ import msgspec
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, BatchinferError, InputError, RunMismatch
 from batchinfer.core.records import Claim, Marker
-from batchinfer.formats import read_line
+from batchinfer.formats import answer_of, read_line
 from batchinfer.ledger.checkpoints import FinishedRow, Segments, write_segment
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Claims, Held, Taken
@@ -469,15 +469,16 @@ def good_rows(file: BinaryIO, num_rows: int) -> Iterator[FinishedRow]:
     for index, data in enumerate(codec.lines(file)):
         if index >= num_rows:
             return
-        summary = read_line(data)
-        if summary.is_ok:
+        line = read_line(data)
+        if line.is_ok:
+            answer = answer_of(line)
             yield FinishedRow(
                 line=index,
                 ok=True,
-                finish_reason=summary.finish_reasons[0] if summary.finish_reasons else "",
-                prompt_tokens=summary.usage.prompt_tokens or 0,
-                cached_tokens=summary.usage.cached_tokens or 0,
-                completion_tokens=summary.usage.completion_tokens or 0,
-                reasoning_tokens=summary.usage.reasoning_tokens or msgspec.UNSET,
+                finish_reason=answer.finish_reason,
+                prompt_tokens=answer.usage.prompt_tokens,
+                cached_tokens=answer.usage.cached_tokens,
+                completion_tokens=answer.usage.completion_tokens,
+                reasoning_tokens=answer.usage.reasoning_tokens or msgspec.UNSET,
                 output=codec.raw(data),
             )

@@ -29,6 +29,7 @@ from batchinfer.core import units
 from batchinfer.core.codec import raw
 from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
 from batchinfer.core.row_codes import Code
+from batchinfer.engines.replies import failure_of
 from batchinfer.formats import encode_row
 from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts import Prepared, PromptBuilder, finish_call
@@ -176,7 +177,8 @@ class RowStream:
             if reply.is_engine_death:
                 killed.append(flight)
             else:
-                finished[reply.key[0]].append(self._encode(flight.prepared, reply))
+                result = failure_of(reply) or reply
+                finished[reply.key[0]].append(self._encode(flight.prepared, result))
         for name, rows in finished.items():
             self._finish(name, rows)
         if at_death:

@@ -14,14 +14,14 @@ import pytest
 import making
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AccessDenied, EngineDied, Interrupted, NoProgress, StorageError
-from batchinfer.core.records import Claim, Request, Worker
+from batchinfer.core.records import Call, Claim, Worker
 from batchinfer.ledger.claims import Claims as RealClaims
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.survey import look_at_owners
 from batchinfer.storage import Object
 from batchinfer.worker.config import Limits
 from fakes import marker_record, worker_record
-from simulation.machine import SimClock
+from simulation.machine import SimClock, read_call
 from simulation.oracle import RUN
 from simulation.scenario import close_files
 from simulation.scheduler import Process
@@ -540,9 +540,9 @@ def test_of_many_idle_workers_only_one_helped_a_slow_one() -> None:
             if method == "list_objects_v2" and key == RUN + layout.checkpoint_prefix("part-00001"):
                 asked.append(stage.scheduler.now)
 
-        def took_at(process: Process, request: Request) -> None:
-            took(process, request)
-            if request.text == "theirs":
+        def took_at(process: Process, call: Call) -> None:
+            took(process, call)
+            if read_call(call).prompt == "theirs":
                 times.append(stage.scheduler.now)
 
         stage.took = took_at  # type: ignore[method-assign]
@@ -561,8 +561,8 @@ def test_of_two_workers_that_would_help_a_slow_one_at_once_only_one_does() -> No
         helpers = set()
         took = stage.took
 
-        def took_by(process: Process, request: Request) -> None:
-            took(process, request)
+        def took_by(process: Process, call: Call) -> None:
+            took(process, call)
             helpers.add(process.name)
 
         stage.took = took_by  # type: ignore[method-assign]

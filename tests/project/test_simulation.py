@@ -284,7 +284,7 @@ class TestRunsTheRealWorker:
         "storage/s3",
         "storage/opening",
         "prompts/builder",
-        "formats/native",
+        "formats/lines",
     )
 
     def test_code_of_every_part_of_the_worker_runs(self) -> None:

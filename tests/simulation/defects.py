@@ -17,7 +17,7 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists, ObjectNotFound, PreconditionFailed
-from batchinfer.core.records import Claim, Marker, Request, Worker
+from batchinfer.core.records import Call, Claim, Marker, Worker
 from batchinfer.ledger import runs
 from batchinfer.ledger.checkpoints import FinishedRow, Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
@@ -25,7 +25,7 @@ from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.publishing import Built, Published, Publisher
 from batchinfer.runs import clean
 from batchinfer.storage import Store
-from batchinfer.worker import building, open_chunks, opening, schedule, stream
+from batchinfer.worker import open_chunks, opening, schedule, stream
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.joining import Membership
 from batchinfer.worker.outgoing import Checkpointer
@@ -181,11 +181,9 @@ def published_too_early() -> Defect:
     """A chunk is published when all its rows but one are done."""
     real = open_chunks.OpenChunks.finish
 
-    def finish(
-        self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow], **copies: bool
-    ) -> None:
+    def finish(self: open_chunks.OpenChunks, name: str, rows: list[FinishedRow]) -> None:
         chunk = self.open.get(name)
-        real(self, name, rows, **copies)
+        real(self, name, rows)
         if chunk is not None and chunk.num_left == 1 and name in self.open:
             self._publish_queue.add(chunk)
 
@@ -221,15 +219,10 @@ def answers_swapped() -> Defect:
     """Two rows that finish together get each other's answer."""
     real = stream.RowStream.handle
 
-    def handle(self: stream.RowStream, completions: list[Any]) -> None:
-        keys = [completion.key for completion in reversed(completions)]
-        real(
-            self,
-            [
-                msgspec.structs.replace(completion, key=key)
-                for completion, key in zip(completions, keys, strict=True)
-            ],
-        )
+    def handle(self: stream.RowStream, replies: list[Any]) -> None:
+        keys = [reply.key for reply in reversed(replies)]
+        pairs = zip(replies, keys, strict=True)
+        real(self, [msgspec.structs.replace(reply, key=key) for reply, key in pairs])
 
     return mock.patch.object(stream.RowStream, "handle", handle)
 
@@ -337,25 +330,25 @@ def stale_row_of_a_reopened_chunk() -> Defect:
     """A row that was prepared for a chunk goes to the engine, although the chunk was closed and opened again since."""
 
     def take(
-        self: stream.RowStream, max_requests: int, free_slots: Sequence[int] = ()
-    ) -> list[Request] | None:
+        self: stream.RowStream, max_calls: int, free_slots: Sequence[int] = ()
+    ) -> list[Call] | None:
         if self._open_chunks.is_closing:
             return None
         if not self._window.size or not free_slots:
-            free_slots = [max_requests]
+            free_slots = [max_calls]
         queues = self._suspects if self._is_isolating else self._ready
         if self._is_isolating:
             queues.set_number(len(free_slots))
         else:
             self._release(free_slots)
-        requests: list[Request] = []
+        calls: list[Call] = []
         for index, num_free in enumerate(free_slots):
-            most = min(max_requests, len(requests) + num_free)
-            while queues and len(requests) < most:
+            most = min(max_calls, len(calls) + num_free)
+            while queues and len(calls) < most:
                 flight = queues.pop(index)
                 if flight.chunk.name in self._open_chunks.open:
-                    requests.append(self._send(flight))
-        return requests
+                    calls.append(self._send(flight))
+        return calls
 
     return mock.patch.object(stream.RowStream, "take", take)
 
@@ -445,22 +438,10 @@ def replaced_run_is_not_noticed() -> Defect:
     return mock.patch.object(Membership, "confirm", return_value=None)
 
 
-def followers_wait_for_ever() -> Defect:
-    """Rows that follow a row that fails, or becomes a suspect, go on following it."""
-    return mock.patch.object(stream.RowStream, "_ask_followers", return_value=None)
-
-
-def copies_without_regard_to_the_prompt() -> Defect:
-    """Any row counts as a repetition of any other."""
-    return mock.patch.object(building, "repeat_key", lambda prepared: prepared.request and b"same")
-
-
 DEFECTS: dict[str, Callable[[], Defect]] = {
     defect.__name__: defect
     for defect in (
         marker_before_output,
-        followers_wait_for_ever,
-        copies_without_regard_to_the_prompt,
         no_fence,
         no_epoch_check,
         dropped_segment,

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from batchinfer.core.errors import EngineDied, EngineLoadError, Interrupted
-from batchinfer.core.records import (
-    Choice,
-    Completion,
-    EngineInfo,
-    EngineStats,
-    Failure,
-    Media,
-    Request,
-    RowKey,
-    Sampling,
-)
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Failure, Reply, RowKey
+from batchinfer.core.row_codes import Code
 from batchinfer.engines import RequestSource, Stop
-from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.pool import LONGEST_WAIT_SECONDS
-from batchinfer.prompts import MediaRef
+from batchinfer.prompts import CHAT_URL, MediaRef, PromptConfig
 from batchinfer.storage import Preconditions, Store
 from batchinfer.storage.opening import probe
 from batchinfer.worker.background import Pending, Priority, Stopper
@@ -44,6 +36,7 @@ POISON = "poison"
 """A prompt that holds this kills its engine."""
 BROKEN = "#broken"
 """A URL with this leads to no image."""
+_LONGEST_WAIT_SECONDS = 0.25
 
 
 class SimClock:
@@ -199,17 +192,49 @@ class SimBackground:
         return self._latency_seconds * self._random.random()
 
 
-def answer(prompt: str, temperature: float | None, seed: int | None) -> str:
+def prompt_config(temperature: float, *, has_images: bool = False) -> PromptConfig:
+    """How the rows of a simulated job become calls. Rows with images are chats."""
+    return PromptConfig(
+        prompt_column="prompt",
+        as_chat=has_images,
+        image_columns=["image"] if has_images else [],
+        body={"temperature": temperature, "max_tokens": 64},
+    )
+
+
+class Asked(NamedTuple):
+    """What a call says. `image` is the link that its image was fetched from; empty without an image."""
+
+    prompt: str
+    image: str
+    temperature: float | None
+    seed: int | None
+
+
+def read_call(call: Call) -> Asked:
+    """Read a call as a server would. Raises KeyError or ValueError if it is no request for a completion or a chat."""
+    body = msgspec.json.decode(call.body)
+    prompt, image = body.get("prompt", ""), ""
+    if call.path == CHAT_URL:
+        content = body["messages"][-1]["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        prompt = "".join(part["text"] for part in parts if part["type"] == "text")
+        links = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        image = "".join(base64.b64decode(link.partition(",")[2]).decode() for link in links)
+    return Asked(prompt, image, body.get("temperature"), body.get("seed"))
+
+
+def answer(asked: Asked) -> str:
     """The answer of the simulated model: its whole input, so that a row of another configuration shows."""
-    return f"{prompt}|{temperature}|{seed}"
+    return f"{asked.prompt}|{asked.image}|{asked.temperature}|{asked.seed}"
 
 
 class Ward(Protocol):
     """Told of what engines do."""
 
-    def took(self, process: Process, request: Request) -> None: ...
+    def took(self, process: Process, call: Call) -> None: ...
 
-    def yielded(self, process: Process, completions: list[Completion]) -> None: ...
+    def yielded(self, process: Process, replies: list[Reply]) -> None: ...
 
     def died(self, in_flight: list[RowKey]) -> None: ...
 
@@ -225,15 +250,13 @@ class EngineTraits:
     dies: float = 0.0
     """Probability of a step."""
     fails_to_load: float = 0.0
-    refuses: float = 0.0
-    """Probability of a transient refusal of a row, at most twice in a row."""
     restarts: float = 0.0
     """Probability that a dead engine process is replaced by another one within the same worker."""
     kills_at_once: bool = False
     """Whether poison kills the engine at the first step, before another row of the same moment is done."""
     is_mended: bool = False
-    has_timing: bool = False
-    """Reports seconds, so that equal answers are not equal bytes."""
+    has_cache: bool = False
+    """Reports cached tokens, so that equal answers are not equal bytes."""
 
 
 class SimEngine:
@@ -244,7 +267,6 @@ class SimEngine:
         self._random = process.scheduler.random
         self._traits = traits
         self._ward = ward
-        self._refusals: dict[RowKey, int] = {}
         self._steps = 0
 
     def open(self, stop: Stop) -> EngineInfo:
@@ -266,21 +288,21 @@ class SimEngine:
             load_seconds=seconds,
         )
 
-    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         traits, process = self._traits, self._process
-        running: dict[RowKey, tuple[float, Request]] = {}
+        running: dict[RowKey, tuple[float, Call]] = {}
         is_exhausted = False
         while not stop.is_set():
             if not is_exhausted and len(running) < traits.max_in_flight:
-                requests = source.take(traits.max_in_flight - len(running))
-                is_exhausted = requests is None
-                for request in requests or ():
-                    assert request.key not in running, f"{request.key} is in the engine already"
-                    self._ward.took(process, request)
+                calls = source.take(traits.max_in_flight - len(running))
+                is_exhausted = calls is None
+                for call in calls or ():
+                    assert call.key not in running, f"{call.key} is in the engine already"
+                    self._ward.took(process, call)
                     due = process.scheduler.now + traits.row_seconds * 2 * self._random.random()
-                    if traits.kills_at_once and POISON in (request.text or ""):
+                    if traits.kills_at_once and _is_poison(call):
                         due = process.scheduler.now
-                    running[request.key] = (due, request)
+                    running[call.key] = (due, call)
             if not running:
                 if is_exhausted:
                     return
@@ -290,24 +312,30 @@ class SimEngine:
             process.sleep(traits.step_seconds * (0.5 + self._random.random()))
             self._steps += 1
             due_now = [key for key, (due, _) in running.items() if due <= process.scheduler.now]
-            is_poisoned = any(POISON in (running[key][1].text or "") for key in due_now)
+            is_poisoned = any(_is_poison(running[key][1]) for key in due_now)
             if is_poisoned or (traits.dies and self._random.random() < traits.dies):
                 self._ward.died(list(running))
                 process.scheduler.log(process.name, f"engine dies with {len(running)} rows")
                 if not traits.restarts or self._random.random() >= traits.restarts:
                     raise EngineDied("sim: died", in_flight=list(running))
-                dead = Failure(code="engine_crash", message="sim: died", transient=True)
                 lost, running = list(running), {}
-                yield [Completion(key=key, failure=dead) for key in lost]
+                yield [Reply(key=key, status=0, body=b"sim: died") for key in lost]
                 loaded_at = process.scheduler.now + traits.load_seconds
                 while process.scheduler.now < loaded_at and not stop.is_set():
-                    yield []  # as the pool does, so that the worker saves rows meanwhile
-                    process.sleep(LONGEST_WAIT_SECONDS)
+                    yield []  # as HttpEngine does, so that the worker saves rows meanwhile
+                    process.sleep(_LONGEST_WAIT_SECONDS)
                 continue
-            completions = [self._complete(running.pop(key)[1]) for key in due_now]
-            if completions:
-                self._ward.yielded(process, completions)
-            yield completions
+            replies = [self._reply(running.pop(key)[1]) for key in due_now]
+            if replies:
+                self._ward.yielded(process, replies)
+            yield replies
+
+    def ask(self, call: Call, _stop: Stop | None = None) -> Reply:
+        self._process.sleep(self._traits.step_seconds)
+        return self._reply(call)
+
+    def parameters(self, _path: str) -> frozenset[str]:
+        return frozenset()
 
     def stats(self) -> EngineStats:
         return EngineStats(steps=self._steps)
@@ -315,36 +343,41 @@ class SimEngine:
     def close(self) -> None:
         pass
 
-    def _complete(self, request: Request) -> Completion:
-        text = request.text or ""
-        refused = self._refusals.get(request.key, 0)
-        if FLAKY in text and not self._traits.is_mended:
-            return Completion(
-                key=request.key, failure=Failure(code="engine_rejected", message="flaky")
-            )
-        if refused < 2 and self._traits.refuses and self._random.random() < self._traits.refuses:
-            self._refusals[request.key] = refused + 1
-            failure = Failure(code="engine_busy", message="busy", transient=True)
-            return Completion(key=request.key, failure=failure)
-        said = answer(text, request.sampling.temperature, request.sampling.seed)
-        return Completion(
-            key=request.key,
-            choices=[Choice(index=0, text=said)],
-            prompt_tokens=len(text),
-            completion_tokens=len(said),
-            generation_seconds=self._random.random() if self._traits.has_timing else 0.0,
-        )
+    def _reply(self, call: Call) -> Reply:
+        asked = read_call(call)
+        if FLAKY in asked.prompt and not self._traits.is_mended:
+            error = {"message": "flaky", "type": "BadRequestError", "code": 400}
+            return Reply(key=call.key, status=400, body=msgspec.json.encode({"error": error}))
+        said, chance = answer(asked), self._random
+        is_chat = call.path == CHAT_URL
+        text = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
+        usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": len(said)}
+        if self._traits.has_cache:
+            cached = chance.randrange(len(asked.prompt) + 1)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        body = {
+            "id": f"cmpl-{chance.getrandbits(64):016x}",
+            "created": int(self._process.scheduler.now),
+            "model": "sim",
+            "choices": [{"index": 0, "finish_reason": "stop", **text}],
+            "usage": usage,
+        }
+        return Reply(key=call.key, status=200, body=msgspec.json.encode(body))
+
+
+def _is_poison(call: Call) -> bool:
+    return POISON.encode() in call.body
 
 
 def fetch_images(
     fetcher: MediaFetcher, refs: list[MediaRef], longest_seconds: float
-) -> list[Media] | Failure:
-    """In place of MediaFetcher.fetch_now: what a URL says decides whether it is an image."""
+) -> list[bytes] | Failure:
+    """In place of MediaFetcher.fetch_now: what a URL says decides whether there is an image, which is the URL itself."""
     process: Process = fetcher._background._process  # type: ignore[union-attr]
     process.sleep(longest_seconds * process.scheduler.random.random())
     if any(BROKEN in ref.place for ref in refs):
-        return Failure(code="invalid_media", message="sim: broken")
-    return [Media(data=ref.place.encode(), digest=ref.place) for ref in refs]
+        return Failure(code=Code.MEDIA_UNAVAILABLE, message="sim: broken")
+    return [ref.place.encode() for ref in refs]
 
 
 _look_at_others = Opener.look_at_others
@@ -382,24 +415,14 @@ def make_environment(
     def look(store: Store) -> Preconditions:
         return probe(store) if preconditions is None else preconditions
 
-    def load_tokenizer(_config: EngineConfig) -> None:
-        process.sleep(0.1 * chance.random())
-
     return Environment(
         clock=clock,
         background=background(process, num_hands=num_hands, latency_seconds=0.01),
         open_store=open_store,
         probe=look,
         create_engine=lambda _config: engine(),
-        load_tokenizer=load_tokenizer,
         identify_model=lambda _config: "sim",
-        check_sampling=lambda _config: None,
         stopper=Stopper(clock, grace_seconds=grace_seconds),
         new_nonce=lambda: f"{chance.getrandbits(64):016x}",
         show_progress=lambda _telemetry: None,
     )
-
-
-def sampling(temperature: float) -> Sampling:
-    """The run's sampling parameters."""
-    return Sampling(temperature=temperature, max_tokens=64)

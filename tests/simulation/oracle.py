@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from batchinfer.core import layout
-from batchinfer.core.records import Completion, Request, RowKey
+from batchinfer.core.records import Call, Reply, RowKey
 
-from .machine import FLAKY, POISON, EngineTraits, answer
+from .machine import FLAKY, POISON, Asked, EngineTraits, answer, read_call
 from .scheduler import Process, Scheduler
 from .storage import Server, read_record
 
@@ -35,6 +35,7 @@ class Row(NamedTuple):
     line: bytes
     prompt: str
     codes: frozenset[str] = frozenset()
+    image: str = ""
 
 
 class Truth(NamedTuple):
@@ -76,8 +77,6 @@ class Oracle:
         self.watches_claims = is_safe
         self.deaths: dict[RowKey, int] = {}
         self._died_alone: set[RowKey] = set()
-        self.shares_answers = False
-        """Whether rows with equal prompts share an answer, and so the engine's deaths, too."""
         self._generation_of_phase = 0
         self._redone: set[str] = set()
         """Chunks whose markers were removed, so that they are done again from the start."""
@@ -105,6 +104,8 @@ class Oracle:
         """Processes, and the workers' records that were damaged when the process last read them."""
         self._temperatures: dict[str, float] = {}
         """Temperature of every run.json that stood, by fingerprint. Workers leave out the segments of other ones."""
+        self._ids: dict[RowKey, str] = {}
+        """Id of each row's first answer. It follows from the row's key, so all answers of the row have it."""
         self._finished: dict[str, dict[RowKey, float]] = {}
         """By process: the rows that its engine has finished, and when."""
         self._run_seen: dict[str, tuple[float, bytes]] = {}
@@ -235,12 +236,13 @@ class Oracle:
 
     # -- machine.Ward
 
-    def took(self, process: Process, request: Request) -> None:
+    def took(self, process: Process, call: Call) -> None:
         """Check that an engine gets no row that its worker had found in a checkpoint."""
-        chunk, line = request.key
+        chunk, line = call.key
+        temperature = read_call(call).temperature
         known = self._known.get((process.name, chunk), {})
         is_known = any(
-            line in lines and self._temperatures[fingerprint] == request.sampling.temperature
+            line in lines and self._temperatures[fingerprint] == temperature
             for fingerprint, lines in known.items()
         )
         if is_known and not self._is_done(chunk):
@@ -248,29 +250,18 @@ class Oracle:
                 f"P5: {chunk} line {line} was in a checkpoint, and {process.name} does it again"
             )
 
-    def yielded(self, process: Process, completions: list[Completion]) -> None:
+    def yielded(self, process: Process, replies: list[Reply]) -> None:
         """Note what a worker was given."""
         finished = self._finished.setdefault(process.name, {})
-        for completion in completions:
-            if completion.failure is None or not completion.failure.transient:
-                finished.setdefault(completion.key, self._scheduler.now)
+        for reply in replies:
+            finished.setdefault(reply.key, self._scheduler.now)
 
     def died(self, in_flight: list[RowKey]) -> None:
         """Count an engine's death for the rows in it."""
-        for key in self._equal_rows(in_flight) if self.shares_answers else in_flight:
+        for key in in_flight:
             self.deaths[key] = self.deaths.get(key, 0) + 1
         if len(in_flight) == 1:
             self._died_alone.update(in_flight)
-
-    def _equal_rows(self, keys: list[RowKey]) -> list[RowKey]:
-        """Return the rows that have the prompts of these."""
-        prompts = {self.chunks[name][line].prompt for name, line in keys}
-        return [
-            (name, line)
-            for name, rows in self.chunks.items()
-            for line, row in enumerate(rows)
-            if row.prompt in prompts
-        ]
 
     # -- at certain moments
 
@@ -376,7 +367,7 @@ class Oracle:
     def note_run(self, data: bytes) -> None:
         """Note the configuration of a run.json."""
         run = msgspec.json.decode(data)
-        self._temperatures[run["fingerprint"]] = run["config"]["sampling"]["temperature"]
+        self._temperatures[run["fingerprint"]] = run["config"]["prompt"]["body"]["temperature"]
 
     def record_struck(self, name: str) -> None:
         """Note that a worker's record is removed or damaged, from outside or by `clean`."""
@@ -457,7 +448,7 @@ class Oracle:
                 raise Violation(f"P1: {where}: is no JSON ({error})") from error
             if line["_row"] != self._truth.first_rows[chunk] + index:
                 raise Violation(f"P1: {where}: it is row {line['_row']}")
-            if line["status"] == "ok":
+            if line["status"] == 200:
                 num_ok += 1
                 self._check_answer(where, (chunk, index), row, line, temperature)
             else:
@@ -478,8 +469,12 @@ class Oracle:
         run_seed = self._truth.run_seed
         is_greedy = temperature <= 0
         seed = None if run_seed is None or is_greedy else row_seed(run_seed, *key)
-        said = line["choices"][0]["text"]
-        if said != answer(row.prompt, temperature, seed):
+        body = line["body"]
+        if "created" in body or self._ids.setdefault(key, body["id"]) != body["id"]:
+            raise Violation(f"P1: {where}: equal answers are not equal bytes")
+        choice = body["choices"][0]
+        said = choice["message"]["content"] if "message" in choice else choice["text"]
+        if said != answer(Asked(row.prompt, row.image, temperature, seed)):
             raise Violation(f"P1, P6: {where}: {said!r} is no answer to {row.prompt!r}")
         if row.codes or POISON in row.prompt:
             raise Violation(f"P7: {where}: has an answer, and cannot have one")
@@ -493,7 +488,7 @@ class Oracle:
                 raise Violation(f"P7: {where}: given up after {self.deaths.get(key, 0)} deaths")
             if key not in self._died_alone:
                 raise Violation(f"P7: {where}: given up, and no engine died with it alone")
-        elif not (code == "engine_rejected" and FLAKY in row.prompt and generation == 0):
+        elif not (code == "invalid_request" and FLAKY in row.prompt and generation == 0):
             raise Violation(f"P1: {where}: {code}, and it has an answer")
 
     def _store_segment(self, name: str, data: bytes) -> None:

@@ -34,19 +34,18 @@ from unittest import mock
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError, Interrupted
-from batchinfer.core.records import Choice, Completion, EngineInfo, EngineStats, Job, Request
+from batchinfer.core.records import Call, EngineInfo, EngineStats, Job, Reply
 from batchinfer.engines import RequestSource, Stop
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import jobs, survey
 from batchinfer.ledger.inventory import SeenMarker
-from batchinfer.prompts import PromptConfig
 from batchinfer.storage import ObjectInfo, Preconditions
 from batchinfer.storage.s3 import S3Store
 from batchinfer.worker import joining, marker_looks, tally
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.config import WorkerConfig
 
-from .machine import EngineTraits, SimBackground, SimEngine, make_environment, sampling
+from .machine import EngineTraits, SimBackground, SimEngine, make_environment, prompt_config
 from .oracle import JOB, RUN
 from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
 from .scheduler import Process, Scheduler
@@ -77,6 +76,7 @@ _TURN_SECONDS = 15.0
 """Longest time between two turns of a worker's loop while its engine is busy. A real engine turns it much oftener."""
 _SNAPSHOT_SECONDS = 25.0
 """Time between two copies of a worker's counters for its record, which is written every 30 s."""
+_ANSWER = json.dumps({"choices": [{"text": "said", "finish_reason": "stop"}]}).encode()
 _POLL_SECONDS = 1.0
 """Least time for which a worker waits for background work that does not finish, as one with an idle engine does."""
 
@@ -268,10 +268,10 @@ class CoarseEngine(SimEngine):
             load_seconds=seconds,
         )  # fmt: skip
 
-    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Completion]]:
+    def generate(self, source: RequestSource, stop: Stop) -> Iterator[list[Reply]]:
         process, scheduler = self._process, self._process.scheduler
         # The machine works on one row after the other; the second is there so that it never waits for a row.
-        queue: list[Request] = []
+        queue: list[Call] = []
         due = 0.0
         process.on_exit.append(
             lambda: self._campaign.lost(
@@ -280,13 +280,13 @@ class CoarseEngine(SimEngine):
         )
         while not stop.is_set():
             if len(queue) < _NUM_SEQS:
-                requests = source.take(_NUM_SEQS - len(queue))
-                if requests is None and not queue:
+                calls = source.take(_NUM_SEQS - len(queue))
+                if calls is None and not queue:
                     return
-                if requests:
+                if calls:
                     if not queue:
                         due = scheduler.now + self._row_seconds
-                    queue += requests
+                    queue += calls
             if not queue:
                 yield []
                 source.wait(1.0)
@@ -295,23 +295,13 @@ class CoarseEngine(SimEngine):
             if scheduler.now < due - 1e-6:
                 yield []
                 continue
-            request = queue.pop(0)
+            reply = Reply(key=queue.pop(0).key, status=200, body=_ANSWER)
             due = scheduler.now + self._row_seconds
-            completion = _complete(request)
-            self._campaign.yielded(process, [completion])
-            yield [completion]
+            self._campaign.yielded(process, [reply])
+            yield [reply]
 
     def stats(self) -> EngineStats:
         return EngineStats()
-
-
-def _complete(request: Request) -> Completion:
-    return Completion(
-        key=request.key,
-        choices=[Choice(index=0, text=request.text or "")],
-        prompt_tokens=10,
-        completion_tokens=10,
-    )
 
 
 @dataclass(slots=True)
@@ -414,9 +404,8 @@ class Campaign:
         config = WorkerConfig(
             manifests=[f"{BUCKET}job/{layout.worker_manifest(machine.index, plan.num_workers)}"],
             output=f"{BUCKET}run",
-            engine=EngineConfig(engine="sim", model="sim", max_num_seqs=_NUM_SEQS),
-            prompt=PromptConfig(prompt_column="prompt"),
-            sampling=sampling(0.0),
+            engine=EngineConfig(engine="sim", model="sim"),
+            prompt=prompt_config(0.0),
             worker_id=f"w{machine.index}",
             lease_seconds=plan.lease_seconds,
             scratch_dir=str(self.folder / process.name),
@@ -458,14 +447,14 @@ class Campaign:
 
     # -- engines (machine.Ward)
 
-    def took(self, process: Process, request: Request) -> None: ...
+    def took(self, process: Process, call: Call) -> None: ...
 
     def died(self, in_flight: list[Any]) -> None: ...
 
-    def yielded(self, process: Process, completions: list[Completion]) -> None:
+    def yielded(self, process: Process, replies: list[Reply]) -> None:
         machine = 1 + int(process.name[1:].partition("#")[0])
-        for completion in completions:
-            chunk, line = completion.key
+        for reply in replies:
+            chunk, line = reply.key
             index = int(chunk.rpartition("-")[2]) * self.plan.steps + line
             self.num_finished += 1
             before = self._finished_by[index]
@@ -556,6 +545,7 @@ def _less_detail() -> Iterator[None]:
     """Let records of workers be copied more seldom, without their figures by minute: nothing here reads those."""
     with (
         mock.patch.object(worker_start, "_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS),
+        mock.patch.object(worker_start, "_ROWS_WHILE_LOADING", _NUM_SEQS),
         mock.patch.object(tally, "merge_minutes", return_value=[]),
         mock.patch.object(layout, "parse_marker", cache(layout.parse_marker)),
         mock.patch.object(layout, "chunks_of_output", cache(layout.chunks_of_output)),

@@ -15,13 +15,11 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
-
-import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import (
@@ -38,7 +36,6 @@ from batchinfer.core.errors import (
 from batchinfer.core.records import FORMAT_VERSION, Chunk, Job
 from batchinfer.engines.config import EngineConfig
 from batchinfer.ledger import survey
-from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import CleanConfig, run_clean
 from batchinfer.runs.verify import VerifyConfig, run_verify
 from batchinfer.storage import Preconditions, opening, scratch
@@ -62,7 +59,7 @@ from .machine import (
     fetch_images,
     look_at_others,
     make_environment,
-    sampling,
+    prompt_config,
 )
 from .oracle import JOB, RUN, Oracle, Row, Truth, Violation
 from .scheduler import Overrun, Process, Scheduler
@@ -146,7 +143,7 @@ class Plot:
     most_sampled: int = 64
     fresh_seconds: float = 60.0
     temperature: float = 0.5
-    """Temperature of the run. At 0, rows with equal prompts have equal answers."""
+    """Temperature of the run. At 0, rows have no seeds."""
     image_seconds: float | None = None
     """Longest time until a row's image is fetched; None for a run without images."""
     most_fetched: int = NUM_THREADS
@@ -203,8 +200,7 @@ def draw_plot(seed: int) -> Plot:
     engine.load_seconds = chance.choice([0.2, 1.0, 4.0])
     engine.dies = maybe(0.2, 0.05)
     engine.fails_to_load = maybe(0.1, 0.3)
-    engine.refuses = maybe(0.2, 0.3)
-    engine.has_timing = chance.random() < 0.5
+    engine.has_cache = chance.random() < 0.5
     plot.limits = Limits(
         max_open_chunks=chance.choice([1, 2, 64]),
         max_openings=chance.choice([1, 4]),
@@ -213,9 +209,7 @@ def draw_plot(seed: int) -> Plot:
         storage_attempts=plot.storage_attempts,
         storage_retry_seconds=chance.choice([0.2, 1.0]),
     )
-    if random.Random(f"dedupe {seed}").random() < 0.25:
-        plot.temperature = 0.0
-        plot.limits = msgspec.structs.replace(plot.limits, dedupe=True)
+    plot.temperature = random.Random(f"temperature {seed}").choice([0.0, 0.5, 0.5, 0.5])
     images = random.Random(f"images {seed}")
     if images.random() < 0.25:
         plot.image_seconds = images.choice([0.01, 0.5, 3.0])
@@ -252,7 +246,6 @@ class Scenario:
         self.oracle = Oracle(
             self.scheduler, self.server, truth, self.plot.engine, is_safe=self.plot.is_safe
         )
-        self.oracle.shares_answers = self.plot.limits.dedupe
         self.oracle.lease_seconds = self.plot.lease_seconds
         self.oracle.watches_claims &= watches_claims
         self.server.watcher = self.oracle
@@ -477,7 +470,7 @@ class Scenario:
         run = self.server.objects.get(RUN + layout.RUN_KEY)
         if run is None:
             return self.plot.temperature
-        temperature: float = json.loads(run.data)["config"]["sampling"]["temperature"]
+        temperature: float = json.loads(run.data)["config"]["prompt"]["body"]["temperature"]
         return temperature
 
     def _let_pass(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -656,8 +649,7 @@ class Scenario:
             manifests=[f"{BUCKET}job/{slot.manifest}"],
             output=f"{BUCKET}run",
             engine=EngineConfig(engine="sim", model="sim"),
-            prompt=_prompt_config(has_images=plot.image_seconds is not None),
-            sampling=sampling(slot.temperature),
+            prompt=prompt_config(slot.temperature, has_images=plot.image_seconds is not None),
             run_seed=plot.run_seed,
             worker_id=slot.worker_id,
             limit=plot.limit,
@@ -712,8 +704,6 @@ class Scenario:
         for _ in range(num_poison):
             rows[chance.randrange(len(rows))] = good_row(0, f"{POISON} row")
         rows = [_numbered(row, index) for index, row in enumerate(rows)]
-        if self.plot.limits.dedupe:
-            rows = _with_repeats(random.Random(f"repeats {self.seed}"), rows)
         columns = ["prompt"]
         if self.plot.image_seconds is not None:
             columns.append("image")
@@ -796,7 +786,7 @@ def _make_row(chance: random.Random, index: int) -> Row:
     if draw < 0.08:
         return Row(b'{"other": 1}', "", frozenset({"missing_column"}))
     if draw < 0.1:
-        return good_row(index, "")._replace(codes=frozenset({"empty_prompt"}))
+        return good_row(index, "")._replace(codes=frozenset({"invalid_column"}))
     if draw < 0.15:
         return good_row(index, f"{FLAKY} {index}")
     return good_row(index, f"say {index}")
@@ -813,21 +803,9 @@ def _numbered(row: Row, index: int) -> Row:
     return row
 
 
-def _with_repeats(chance: random.Random, rows: list[Row]) -> list[Row]:
-    """Give many rows the prompt of another one, those that an engine refuses or dies of included."""
-    prompts = [row.prompt for row in rows if not row.codes]
-    share = chance.choice([0.3, 0.9])
-    return [
-        good_row(index, chance.choice(prompts[:4] if share > 0.5 else prompts))
-        if not row.codes and chance.random() < share
-        else row
-        for index, row in enumerate(rows)
-    ]
-
-
 def _with_image(row: Row, seed: int) -> Row:
-    """Give a row an image, a broken one or none, as its prompt and the seed say: equal prompts have equal images."""
-    if row.codes and row.codes != {"empty_prompt"}:
+    """Give a row an image, a broken one or none, as its prompt and the seed say."""
+    if row.codes and row.codes != {"invalid_column"}:
         return row
     chance = random.Random(f"image {seed} {row.prompt}").random()
     values = json.loads(row.line)
@@ -836,21 +814,14 @@ def _with_image(row: Row, seed: int) -> Row:
         values["image"] = f"http://images/{row.prompt.replace(' ', '-')}"
     if chance < 0.05 and row.prompt:
         values["image"] += BROKEN
-        row = row._replace(codes=frozenset({"invalid_media"}))
-    return row._replace(line=json.dumps(values).encode())
+        row = row._replace(codes=frozenset({"media_unavailable"}))
+    return row._replace(line=json.dumps(values).encode(), image=values["image"] or "")
 
 
 def _compress(data: bytes) -> bytes:
     import zstandard
 
     return zstandard.ZstdCompressor().compress(data)
-
-
-@cache
-def _prompt_config(*, has_images: bool) -> PromptConfig:
-    return PromptConfig(
-        prompt_column="prompt", image_columns=["image"] if has_images else msgspec.UNSET
-    )
 
 
 _open_files: dict[str, list[Any]] = {}

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, Self
 
 from batchinfer.core import layout
 from batchinfer.core.errors import BatchinferError
-from batchinfer.core.records import Completion, Request, RowKey
+from batchinfer.core.records import Call, Reply, RowKey
 from batchinfer.engines.config import EngineConfig
-from batchinfer.prompts import PromptConfig
 from batchinfer.runs.clean import DEFAULT_AGE_SECONDS, CleanConfig, run_clean
 from batchinfer.storage import Preconditions
 from batchinfer.worker import start as worker_start
 from batchinfer.worker.start import Environment, WorkerConfig
 
-from .machine import EngineTraits, SimClock, SimEngine, make_environment, sampling
+from .machine import EngineTraits, SimClock, SimEngine, make_environment, prompt_config
 from .oracle import CLEANER, RUN
 from .scenario import BASE, BUCKET, close_files, good_row, put_job, tracked_files
 from .scheduler import Process, Scheduler
@@ -126,8 +125,7 @@ class Stage:
                 "manifests": [f"{BUCKET}job/{manifest}"],
                 "output": f"{BUCKET}run",
                 "engine": EngineConfig(engine="sim", model="sim"),
-                "prompt": PromptConfig(prompt_column="prompt"),
-                "sampling": sampling(0.5),
+                "prompt": prompt_config(0.5),
                 "worker_id": worker_id,
                 "lease_seconds": 6.0,
                 "max_attempts": 1000,
@@ -179,13 +177,13 @@ class Stage:
 
     # -- machine.Ward
 
-    def took(self, process: Process, request: Request) -> None:
+    def took(self, process: Process, call: Call) -> None:
         """See machine.Ward."""
-        self.taken.append(request.key)
+        self.taken.append(call.key)
 
-    def yielded(self, process: Process, completions: list[Completion]) -> None:
+    def yielded(self, process: Process, replies: list[Reply]) -> None:
         """See machine.Ward."""
-        self.finished += [completion.key for completion in completions]
+        self.finished += [reply.key for reply in replies]
 
     def died(self, in_flight: list[RowKey]) -> None:
         """See machine.Ward."""

@@ -66,6 +66,6 @@ class LostRuns(Injection):
 def another_run(data: bytes) -> bytes:
     """Return the run.json of a run of the same job with another temperature."""
     run = msgspec.json.decode(data)
-    run["config"]["sampling"]["temperature"] = 0.9
+    run["config"]["prompt"]["body"]["temperature"] = 0.9
     run["fingerprint"] = FOREIGN
     return msgspec.json.encode(run)
