@@ -10,22 +10,24 @@ import msgspec
 from batchinfer.cli.run_options import OPTIONS
 from batchinfer.cli.shell import in_bash, quote
 from batchinfer.core import codec
-from batchinfer.core.records import Run, Sampling
-from batchinfer.engines import UNLIMITED_LENGTH
+from batchinfer.core.printable import printable
+from batchinfer.core.records import Run
 from batchinfer.prompts import PromptConfig
 
-_TRUSTED = "# this run's workers ran code that comes with the model: add that option only if you trust it too"
+_RUN_CODE = ("trust-remote-code", "plugin", "middleware", "processors", "server-command")
+"""Parts of the names of options that make a worker run code which they name."""
+_OWN = "--server-command"
 
 
 def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = ()) -> str:
     """Return a bash command that starts a worker for the run at `url`.
 
-    The command has the options that decide answers. Other options (about the machine, or how often to checkpoint) are
-    not in run.json and may differ from worker to worker. Some options take a file. run.json holds only the file's
-    text, so the command passes the text as `<(printf …)`.
+    The command has the options that decide answers, and the server's as the run's first worker had them. Other options
+    (about the machine, or how often to checkpoint) are not in run.json and may differ from worker to worker. Some
+    options take a file. run.json holds only the file's text, so the command passes the text as `<(printf …)`.
 
-    Anybody who can write to the bucket can change run.json, so every value is quoted. If the run had
-    --trust-remote-code, the command leaves this option out. A comment after the command says so, and the user decides.
+    Anybody who can write to the bucket can change run.json, so every value is quoted, and options that make a worker run
+    code, such as --trust-remote-code, are left out. A comment after the command names them, and the user decides.
     """
     words = [f"--manifest {quote(manifest)}" for manifest in manifests]
     if job_url:
@@ -33,66 +35,57 @@ def worker_command(run: Run, url: str, job_url: str, manifests: Sequence[str] = 
     elif not manifests:
         words.append("--manifest LIST")
     words.append(f"--output {quote(url)}")
-    parts, is_readable = _parts_of(run)
+    parts = _parts_of(run)
+    left_out: list[str] = []
     for option in OPTIONS:
-        part = parts.get(option.part, {})
-        if option.parameter in part:
-            for flag, word in option.spell(part[option.parameter]):
+        part = (parts or {}).get(option.part, {})
+        for flag, word in option.spell(part[option.parameter]) if option.parameter in part else ():
+            if flag == _OWN:
+                left_out.append(flag)
+            else:
                 words.append(flag if word is None else f"{flag} {in_bash(word)}")
-    if not is_readable:
+    if parts is None:
         words.append("…")
-    if run.recorded.get("trust_remote_code"):
-        words.append(_TRUSTED)
-    return " ".join(["batchinfer worker", *words])
+    safe, unsafe = _divided([str(word) for word in run.recorded.get("server_args") or ()])
+    left_out += unsafe
+    comment = (
+        f"# {', '.join(left_out)} left out: add it only if you trust the code that it runs"
+        if left_out
+        else ""
+    )
+    return " ".join(filter(None, ["batchinfer worker", *words, *map(quote, safe), comment]))
 
 
-def _parts_of(run: Run) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Return the parts of run.json, and whether all of it could be read.
+def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide options of a server into the words of those that run no code, and the names of the others."""
+    safe: list[str] = []
+    unsafe: list[str] = []
+    is_unsafe = False
+    for word in words:
+        if word.startswith("-"):
+            name = word.partition("=")[0].replace("_", "-")
+            is_unsafe = any(part in name for part in _RUN_CODE)
+            unsafe += [printable(name)] * is_unsafe
+        if not is_unsafe:
+            safe.append(word)
+    return safe, unsafe
 
-    Each part is a dictionary of values by the name of their parameter.
+
+def _parts_of(run: Run) -> dict[str, dict[str, Any]] | None:
+    """Return the parts of run.json, each a dictionary of values by the name of their parameter.
+
+    None if somebody has edited run.json so that it cannot be read.
     """
-    is_readable = True
-    parts = {"config": _without_the_engines_own(run), "recorded": run.recorded}
     try:
         prompt = codec.convert(run.config.get("prompt") or {}, PromptConfig)
-        parts["PromptConfig"] = msgspec.structs.asdict(prompt)
-        sampling = codec.convert(run.config.get("sampling") or {}, Sampling)
-        rest = _without_option(sampling)
-        parts["Sampling"] = {**msgspec.structs.asdict(sampling), "sampling": rest}
-    except msgspec.ValidationError:  # somebody edited run.json
-        is_readable = False
-    return parts, is_readable
-
-
-def _without_the_engines_own(run: Run) -> dict[str, Any]:
-    """Return the configuration without values that the engine filled in and that no option gave.
-
-    An engine without a model, like the echo engine, fills in its own name as model, "none" as dtype, and no limit of
-    length.
-    """
+    except msgspec.ValidationError:
+        return None
     config = dict(run.config)
-    nothing = {
-        "model": run.recorded.get("engine"),
-        "dtype": "none",
-        "max_model_len": UNLIMITED_LENGTH,
+    if config.get("model") == run.recorded.get("engine"):  # an engine without a model has its name
+        config.pop("model")
+    return {
+        "config": config,
+        "recorded": run.recorded,
+        "PromptConfig": msgspec.structs.asdict(prompt),
+        "body": {"sampling": prompt.body},
     }
-    for name, value in nothing.items():
-        if config.get(name) == value:
-            config.pop(name, None)
-    arguments = config.get("engine_args") or {}
-    # No worker writes trust_remote_code into engine_args, because a worker refuses this engine argument. If it stands
-    # there, somebody has edited run.json. The command must not run a model's code because of such an edit.
-    config["engine_args"] = {
-        name: value for name, value in arguments.items() if name != "trust_remote_code"
-    }
-    return config
-
-
-def _without_option(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters that have no option of their own. They are given by --sampling."""
-    given: dict[str, Any] = msgspec.to_builtins(
-        sampling
-    )  # leaves out parameters that have their default value
-    extra = given.pop("extra", None) or {}
-    known = {option.target for option in OPTIONS if option.struct == "Sampling"}
-    return {name: value for name, value in given.items() if name not in known} | extra

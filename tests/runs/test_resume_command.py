@@ -41,25 +41,22 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
-    names = "model tokenizer hf_config_path quantization dtype max_model_len limit seed"
-    config: dict[str, Any] = dict.fromkeys(names.split(), text)
-    config["engine_args"] = {text: text}
+    config: dict[str, Any] = dict.fromkeys(("model", "limit", "seed", "task"), text)
     texts = "request_format turns messages_column prompt_column template_name prompt_template"
-    texts += " system_prompt chat_template id_column output_format truncate_prompt continue_final"
+    texts += " system_prompt id_column truncate_prompt continue_final lora_column"
     config["prompt"] = dict.fromkeys(texts.split(), text) | {
-        "keep": [text],
         "blank_columns": [text],
         "few_shot": [{"prompt": text}],
-        "chat_template_kwargs": {text: text},
+        "body": {"stop": [text], "response_format": {text: text}},
     }
-    config["sampling"] = {"stop": [text], "structured": {text: text}, "extra": {text: text}}
     recorded = {
         "engine": f"{text} ",
         "tensor_parallel_size": text,
         "pipeline_parallel_size": text,
-        "trust_remote_code": text,
+        "server_args": ["--max-model-len", text],
+        "base_urls": [text],
     }
-    parts = [config, {**config, "prompt": {}}, {**config, "sampling": {}}]
+    parts = [config, {**config, "prompt": {}}]
     for part in parts:
         command = worker_command(run_of(part, recorded), text, text, [text])
         words = words_of(command, tmp_path)
@@ -71,9 +68,21 @@ def test_whatever_run_json_holds_is_one_word(tmp_path: Path, text: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_code_of_the_model_is_not_trusted_because_run_json_says_so(tmp_path: Path) -> None:
-    config = {"model": "m", "engine_args": {"trust_remote_code": True}}
-    command = worker_command(run_of(config, {"trust_remote_code": True}), "/run", "/job")
-    assert "code that comes with the model" in command
-    assert not [word for word in words_of(command, tmp_path) if "trust" in word]
-    assert "trust" not in worker_command(run_of({"model": "m"}, {}), "/run", "/job")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trust-remote-code"],
+        ["--trust_remote_code=true"],
+        ["--tool-parser-plugin", "evil.py"],
+        ["--middleware", "evil.Evil"],
+    ],
+)
+def test_no_code_is_run_because_run_json_says_so(tmp_path: Path, words: list[str]) -> None:
+    recorded = {"server_args": ["--seed-x", "1", *words, "--max-model-len", "8"]}
+    config = {"model": "m", "server_command": "evil {model} {port}"}
+    command = worker_command(run_of(config, recorded), "/run", "/job")
+    assert "left out" in command
+    given = words_of(command, tmp_path)
+    assert given[-4:] == ["--seed-x", "1", "--max-model-len", "8"]
+    assert not [word for word in given if "evil" in word or "trust" in word]
+    assert "left out" not in worker_command(run_of({"model": "m"}, {}), "/run", "/job")
