@@ -16,7 +16,7 @@ from batchinfer.core.records import Call, Failure
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.checks import check_config
 from batchinfer.prompts.json_lines import ID_FIELD, ROW_FIELD, as_id, check_place, decode_object
-from batchinfer.prompts.media import multipart, put_contents, take_links
+from batchinfer.prompts.media import holds_media, multipart, put_contents, take_links
 from batchinfer.prompts.requests import RequestsReader
 from batchinfer.prompts.rows import RowsReader
 from batchinfer.prompts.types import (
@@ -157,14 +157,16 @@ class PromptBuilder:
             taken |= group if taken & group else set()
         body |= {name: x for name, x in self._fields_for(path).items() if name not in taken}
         body["model"] = body.get("model") or self._rules.model
+        if self._config.tools_column and not body.get("tools"):
+            body.pop("tool_choice", None)  # a row without tools is answered as text
         best_of = _take_best_of(path, body)
+        if self._config.truncate_prompt != "error" and not holds_media(body):
+            self._truncate(path, body)
         if path in SPEECH_URLS:
             place = str(body["file"])
             media = [] if place.startswith("data:") else [MediaRef(place=place, kind="audio")]
         else:
             media = take_links(body, fetches_links=self._rules.fetches_links)
-        if self._config.truncate_prompt != "error" and not media:
-            self._truncate(path, body)
         if self._reader.path == COMPLETIONS_URL and self._rules.max_model_len:
             # The API gives a completion 16 tokens by default; a row of columns gets all that the model has room for.
             body.setdefault("max_tokens", self._rules.max_model_len)
@@ -222,6 +224,8 @@ class PromptBuilder:
             return
         length, side = self._rules.max_model_len, self._config.truncate_prompt
         if length is None:
+            if not known:  # the engine is not open yet, or does not say what it takes
+                return
             raise ConfigError(
                 "--truncate-prompt: the engine does not say how many tokens a prompt may have",
                 hint="leave it out; prompts that are too long become error rows",

@@ -17,7 +17,7 @@ from batchinfer.prompts.types import (
 
 _OF_TEXTS = ("--continue-final", "--constraint-column", "--tools-column")
 """Options that say something about texts that the model writes."""
-_OF_CHATS = ("--system-prompt", "--tools-column", "--image-column", "--video-column")
+_OF_CHATS = ("--system-prompt", "--tools", "--tools-column", "--image-column", "--video-column")
 
 
 def check_config(config: PromptConfig) -> None:
@@ -55,17 +55,14 @@ def _complaints(config: PromptConfig) -> Iterator[tuple[str, str]]:
     for option in _OF_TEXTS if config.task != "generate" else ():
         if option in others:
             yield f"{option} with --task {config.task}: means nothing for it", f"leave {option} out"
-    for option in (*_OF_CHATS, "--tools" * ("tools" in config.body)):
+    for option in _OF_CHATS if not config.is_chat else ():
         is_used = option == "--system-prompt" and "system_prompt" in config.prompt_template
-        if not config.is_chat and not is_used and (option in others or option == "--tools"):
-            yield (
-                f"{option}: the prompt is plain text, expected a chat",
-                "add --as-chat, or use --messages-column",
-            )
+        is_given = option in others or (option == "--tools" and "tools" in config.body)
+        if is_given and not is_used:
+            hint = "add --as-chat, or use --messages-column"
+            yield f"{option}: the prompt is plain text, expected a chat", hint
     if config.lora_column and not config.adapters:
         yield "--lora-column: the run has no adapter", "add --lora NAME=PATH"
-    if "tool_choice" in config.body and not (config.body.get("tools") or config.tools_column):
-        yield "--tool-choice: the run has no tools", "add --tools FILE or --tools-column COLUMN"
 
 
 def _of_the_prompt(config: PromptConfig, given: list[str]) -> Iterator[tuple[str, str]]:

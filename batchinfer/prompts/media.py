@@ -209,6 +209,11 @@ def take_links(body: dict[str, Any], *, fetches_links: bool) -> list[MediaRef]:
     return found
 
 
+def holds_media(body: dict[str, Any]) -> bool:
+    """Whether a body names a medium by URL."""
+    return next(_places(body), None) is not None
+
+
 def put_contents(
     body: dict[str, Any], contents: Sequence[bytes | None], refs: Sequence[MediaRef]
 ) -> None:

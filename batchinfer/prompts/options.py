@@ -1,13 +1,12 @@
-"""The run's options as fields of request bodies, in the server's own names; and the forms of constraints."""
+"""The run's options as fields of request bodies, in the server's own names; and the forms of constraints and tools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.core.errors import ConfigError, near
+from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.json_lines import decode_text, json_type, shown
-from batchinfer.prompts.tools import choice_of, read_tools
 from batchinfer.prompts.types import Unfit
 
 _FIELDS = {
@@ -46,13 +45,10 @@ _KINDS = {
     "json_object": "",
 }
 """Kinds of constraints, by vLLM's names, each with the option that states it."""
-_RULES = frozenset(
-    {
-        *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "format"),
-        *("pattern", "properties", "required", "additionalProperties", "patternProperties"),
-        *("items", "prefixItems", "contains", "minItems", "maxItems", "minimum", "maximum"),
-    }
-)
+_RULES = {
+    *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "format", "pattern"),
+    *("properties", "required", "additionalProperties", "items", "prefixItems", "contains"),
+}
 """Keywords of JSON Schema. A schema with none of them is no schema, but, say, an example of an answer."""
 
 Fields = dict[str, Any]
@@ -72,15 +68,18 @@ def make_body(options: Mapping[str, Any]) -> Fields:
     found = {name: value for name, value in given.items() if value not in (None, [], {})}
     if found.get("n") == 1:
         del found["n"]
-    extra = _translated(options.get("sampling") or {})
-    constraints = [each for each in (_constraint_of(options), extra) if _has_constraint(each)]
-    if len(constraints) > 1:
+    constraint, extra = _constraint_of(options), _translated(options.get("sampling") or {})
+    if constraint and extra.keys() & {"response_format", "structured_outputs"}:
         raise ConfigError("--sampling: a second constraint, expected one", hint="keep one of them")
-    return found | _constraint_of(options) | _tools_of(options) | extra
-
-
-def _has_constraint(fields: Fields) -> bool:
-    return "response_format" in fields or "structured_outputs" in fields
+    if options.get("tools"):
+        try:
+            found["tools"] = read_tools(options["tools"])
+        except Unfit as error:
+            raise ConfigError(f"--tools: {error}") from error
+    if choice := options.get("tool_choice"):
+        named = {"type": "function", "function": {"name": choice}}
+        found["tool_choice"] = choice if choice in ("auto", "required", "none") else named
+    return found | constraint | extra
 
 
 def _translated(pairs: Mapping[str, Any]) -> Fields:
@@ -107,7 +106,7 @@ def _translated(pairs: Mapping[str, Any]) -> Fields:
 
 
 def _constraint_of(options: Mapping[str, Any]) -> Fields:
-    given = {kind: options[name] for kind, name in _KINDS.items() if name and options.get(name)}
+    given = {kind: options[name] for kind, name in _KINDS.items() if options.get(name)}
     flags = " and ".join("--" + _KINDS[kind].replace("_", "-") for kind in given)
     if len(given) > 1:
         raise ConfigError(f"{flags}: expected one constraint", hint="keep one")
@@ -133,16 +132,7 @@ def _split_choices(text: str) -> Any:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _tools_of(options: Mapping[str, Any]) -> Fields:
-    tools, choice = options.get("tools"), options.get("tool_choice")
-    try:
-        found: Fields = {"tools": read_tools(tools)} if tools else {}
-        return found | ({"tool_choice": choice_of(choice, found.get("tools"))} if choice else {})
-    except Unfit as error:
-        raise ConfigError(f"--tools: {error}") from error
-
-
-# --------------------------------------------------------------------------- constraints
+# --------------------------------------------------------------------------- constraints and tools
 
 
 def constraint_fields(kind: str, value: Any) -> Fields:
@@ -153,21 +143,20 @@ def constraint_fields(kind: str, value: Any) -> Fields:
         value: Its value. Whether it compiles is left to the server.
 
     Raises:
-        Unfit: the value has another type than its kind needs, or is empty.
+        Unfit: the value is empty, or no JSON schema where one is needed.
     """
-    if kind == "json":
-        if not isinstance(value, dict) or (value and not _RULES & value.keys()):
-            expected = "a JSON schema, with type, properties, enum or the like"
-            raise Unfit(f"{shown(value)}, expected {expected}")
-        schema = {"name": "answer", "schema": value}
-        return {"response_format": {"type": "json_schema", "json_schema": schema}}
     if kind == "json_object":
         return {"response_format": {"type": "json_object"}}
-    items = value if kind == "choice" and isinstance(value, list) else [value]
-    if not items or not all(isinstance(item, str) and item for item in items):
-        expected = "a list of texts" if kind == "choice" else "a text"
-        raise Unfit(f"{kind} is {shown(value)}, expected {expected}, not empty")
-    return {"structured_outputs": {kind: value}}
+    if not value:
+        raise Unfit(f"{kind} is {shown(value)}, expected one that is not empty")
+    if kind != "json":
+        return {"structured_outputs": {kind: value}}
+    if not isinstance(value, dict) or not _RULES & value.keys():
+        raise Unfit(
+            f"{shown(value)}, expected a JSON schema, with type, properties, enum or the like"
+        )
+    schema = {"name": "answer", "schema": value}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def read_constraint(value: Any) -> Fields:
@@ -182,21 +171,34 @@ def read_constraint(value: Any) -> Fields:
     """
     if isinstance(value, str) and value:
         value = decode_text(value)
-    if not value:
+    if value is None or value == "":
         return {}
     if isinstance(value, list):
         return constraint_fields("choice", value)
-    if not isinstance(value, dict):
-        raise Unfit(
-            f"a JSON {json_type(value)}, expected a schema, a list of choices, or an object"
-        )
-    kind = next(iter(value)) if len(value) == 1 else ""
-    if kind in _KINDS:
-        return constraint_fields(kind, value[kind])
-    if kind not in _RULES and (meant := near(kind, _KINDS)):
-        raise Unfit(f"{kind!r} is no kind of constraint{meant}")
-    if value.get("type") == "text":
-        return {}
-    if value.get("type") in ("json_object", "json_schema", "structural_tag"):
-        return {"response_format": value}
+    if isinstance(value, dict):
+        if len(value) == 1 and (kind := next(iter(value))) in _KINDS:
+            return constraint_fields(kind, value[kind])
+        if value.get("type") in ("text", "json_object", "json_schema", "structural_tag"):
+            return {"response_format": value} if value["type"] != "text" else {}
     return constraint_fields("json", value)
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Return tools in the form of the OpenAI API. What they hold is left to the server.
+
+    Args:
+        value: A list of tools, or JSON text of one. A tool may also be its function alone, as many data sets store it.
+
+    Raises:
+        Unfit: the value is no list of objects, or is empty.
+    """
+    tools = decode_text(value) if isinstance(value, str) else value
+    if not isinstance(tools, list) or not tools or not all(isinstance(x, dict) for x in tools):
+        raise Unfit(f"a JSON {json_type(tools)}, expected a list of tools, not empty")
+    is_whole = ["function" in tool or "name" not in tool for tool in tools]
+    return [
+        tool
+        if whole
+        else {"type": "function", "function": {x: y for x, y in tool.items() if x != "type"}}
+        for tool, whole in zip(tools, is_whole, strict=True)
+    ]

@@ -8,19 +8,12 @@ from typing import Any
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.row_codes import Code
 from batchinfer.core.tasks import is_pooling
-from batchinfer.prompts.conversation import (
-    Message,
-    check_turns,
-    read_conversation,
-    select_turns,
-    with_answers,
-    with_beginning,
-)
+from batchinfer.prompts import conversation
+from batchinfer.prompts.conversation import Message, read_conversation
 from batchinfer.prompts.json_lines import column, json_type, reading
 from batchinfer.prompts.media import read_media, with_media
-from batchinfer.prompts.options import read_constraint
+from batchinfer.prompts.options import read_constraint, read_tools
 from batchinfer.prompts.templates import PromptTemplate, examples_text, named_template
-from batchinfer.prompts.tools import choice_of, read_tools
 from batchinfer.prompts.types import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -59,7 +52,7 @@ class RowsReader:
             )
         self._is_chat = config.is_chat
         self._is_judged = is_pooling(config.task)
-        self._turns = check_turns(config.turns)
+        self._turns = conversation.check_turns(config.turns)
         self._prefill = config.continue_final if isinstance(config.continue_final, str) else ""
         self._examples = self._read_examples() if self._messages_column else []
         self.path = TASK_PATHS.get(config.task, CHAT_URL if self._is_chat else COMPLETIONS_URL)
@@ -111,8 +104,7 @@ class RowsReader:
         if (name := config.tools_column) and columns.get(name):
             with reading(f"column {name!r}"):
                 body["tools"] = read_tools(columns[name])
-                choice = config.body.get("tool_choice")
-                body |= {"tool_choice": choice_of(choice, body["tools"])} if choice else {}
+            body["tool_choice"] = config.body.get("tool_choice", "auto")
         return self.path, body
 
     def _prompt(self, columns: dict[str, Any]) -> dict[str, Any]:
@@ -161,16 +153,16 @@ class RowsReader:
     def _selected(self, value: Any) -> list[Message]:
         """Return the messages of a conversation that are sent."""
         if self._is_judged:
-            return with_answers(read_conversation(value), self._turns)
+            return conversation.with_answers(read_conversation(value), self._turns)
         continues = self._config.continue_final is True
         messages = read_conversation(value, num_user_turns=self._turns, num_more=int(continues))
-        return select_turns(messages, self._turns, continue_final=continues)
+        return conversation.select_turns(messages, self._turns, continue_final=continues)
 
     def _chat(self, columns: dict[str, Any], messages: list[Message]) -> dict[str, Any]:
         """Add media, and what the options say comes before and after the messages."""
         for kind in reversed(MEDIA_KINDS):  # those of the first kind come first
             messages = with_media(messages, kind, self._media(columns, kind))
-        messages = with_beginning(messages, self._config.system_prompt, self._examples)
+        messages = conversation.with_beginning(messages, self._config.system_prompt, self._examples)
         if self._prefill:
             messages.append({"role": "assistant", "content": self._prefill})
         if not self._config.continue_final:

@@ -8,77 +8,60 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.core.errors import ConfigError, near
-from batchinfer.core.records import Record
 from batchinfer.core.row_codes import Code
 from batchinfer.prompts.types import RowProblem
 
 # The Alpaca format. Models that were trained on it expect exactly these words.
 _ALPACA = """\
-{% if input is defined and input -%}
-Below is an instruction that describes a task, paired with an input that provides further context. \
+Below is an instruction that describes a task\
+{{ ", paired with an input that provides further context" if input is defined and input }}. \
 Write a response that appropriately completes the request.
 
 ### Instruction:
 {{ instruction }}
 
-### Input:
-{{ input }}
-
-### Response:
-{%- else -%}
-Below is an instruction that describes a task. \
-Write a response that appropriately completes the request.
-
-### Instruction:
-{{ instruction }}
-
-### Response:
-{%- endif %}
-"""
+{{ "### Input:\\n" ~ input ~ "\\n\\n" if input is defined and input }}### Response:"""
 
 
-class NamedTemplate(Record, frozen=True, kw_only=True):
+class NamedTemplate(NamedTuple):
     """A template that ``--template NAME`` selects. It has either Jinja text or a column with conversations."""
 
     description: str
     columns: list[str]
     """Columns that the template reads."""
-    source: str = ""
-    """Jinja text over `columns`; empty if `messages_column` is set."""
-    answers: list[str] = []
+    source: str
+    """Jinja text over `columns`; empty if the first of them holds a conversation."""
+    answers: tuple[str, ...] = ()
     """Columns in which a worked example may have its answer; the first one that the example has is used."""
-    messages_column: str = ""
-    """Column with a conversation; empty if `source` is set."""
+
+    @property
+    def messages_column(self) -> str:
+        """Column with a conversation; empty if there is a source."""
+        return "" if self.source else self.columns[0]
 
 
+_INPUT = ["instruction", "input"]
 NAMED_TEMPLATES = {
     "alpaca": NamedTemplate(
-        description="instruction with an optional input, in the Alpaca format",
-        columns=["instruction", "input"],
-        source=_ALPACA,
-        answers=["output", "response"],
+        "instruction with an optional input, in the Alpaca format",
+        _INPUT,
+        _ALPACA,
+        ("output", "response"),
     ),
     "gpteacher": NamedTemplate(
-        description="as alpaca, for rows whose answer is in `response`",
-        columns=["instruction", "input"],
-        source=_ALPACA,
-        answers=["response", "output"],
+        "as alpaca, for rows whose answer is in `response`", _INPUT, _ALPACA, ("response", "output")
     ),
     "sharegpt": NamedTemplate(
-        description="a conversation of {from, value} turns, sent as a chat",
-        columns=["conversations"],
-        messages_column="conversations",
+        "a conversation of {from, value} turns, as a chat", ["conversations"], ""
     ),
-    "completion": NamedTemplate(
-        description="the column `text` as it is", columns=["text"], source="{{ text }}"
-    ),
+    "completion": NamedTemplate("the column `text` as it is", ["text"], "{{ text }}"),
 }
 """The templates of ``--template``, by their names."""
 

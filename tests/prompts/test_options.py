@@ -104,8 +104,7 @@ def test_constraints_and_tools_have_the_names_of_the_server(
         ({"json_schema": '{"name": "Ada"}'}, "expected a JSON schema"),
         ({"json_schema": "[" * 51 + "]" * 51}, "nested deeper than 50 levels"),
         ({"choices": [","]}, "--choices"),
-        ({"tools": [{"x": 1}]}, "--tools: tool 0"),
-        ({"tools": [ADD], "tool_choice": "ad"}, "did you mean 'add'"),
+        ({"tools": [1]}, "--tools: .*a list of tools"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

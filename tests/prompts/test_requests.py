@@ -227,13 +227,13 @@ def test_what_is_cut_and_what_is_not() -> None:
         embed = prepare({"p": "x"}, rules, task="embed", prompt_column="p", truncate_prompt=side)
         assert sent(embed)["truncate_prompt_tokens"] == 100
         assert sent(embed).get("truncation_side") == expected
-    link = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-    image = request(
-        {"messages": [{"role": "user", "content": [link]}]}, rules=rules, truncate_prompt="left"
-    )
-    assert "truncate_prompt_tokens" not in (image.draft or {})
+    link = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    talk = {"messages": [{"role": "user", "content": [link]}]}
+    assert sent(request(talk, rules=rules, truncate_prompt="left")) == talk
     with pytest.raises(ConfigError, match="--truncate-prompt"):
-        prepare({"p": "x"}, prompt_column="p", truncate_prompt="left")
+        prepare(
+            {"p": "x"}, knows("truncate_prompt_tokens"), prompt_column="p", truncate_prompt="left"
+        )
 
 
 # ------------------------------------------------------------------ the run's own fields
