@@ -1,125 +1,50 @@
-"""`batchinfer check`: find out without a GPU, before paying for one, whether a run will work.
-
-The command reports all problems that it finds at once.
-"""
+"""`batchinfer check`: find out without a GPU, before paying for one, whether a run will work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from batchinfer.check.steps import CheckConfig, CheckWorld, Examination
-from batchinfer.check.task_file import ERROR, Problem
-from batchinfer.cli.options import SectionCommand
+from batchinfer.check.steps import CheckConfig, Examination
 from batchinfer.cli.origins import origins_in
-from batchinfer.cli.run_options import fields_of, run_options, value_of
+from batchinfer.cli.run_options import run_options
+from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import common_options, price_options
 from batchinfer.cli.terminal import say
 from batchinfer.cli.values import NumberRange
 from batchinfer.core import units
-from batchinfer.core.clock import SystemClock
-from batchinfer.core.errors import BatchinferError, ConfigError
-from batchinfer.core.prices import Prices, listed_accelerators
+from batchinfer.core.errors import ConfigError
 from batchinfer.split.command import parse_delimiter
-from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.command import engine_config, prompt_config, sampling_config
-from batchinfer.worker.config import Limits
 
 
-def run_check(config: CheckConfig, world: CheckWorld) -> dict[str, Any]:
-    """Check everything, and return the problems with the other results.
-
-    If the run's URL is given, a probe object is written there and removed again.
-
-    Returns:
-        The result as a dictionary. Its entry `problems` lists all problems, errors before warnings.
-    """
-    scratch = Scratch(config.scratch_dir)
-    try:
-        return Examination(config, world, scratch).run()
-    finally:
-        scratch.close()
+def run_check(config: CheckConfig) -> dict[str, Any]:
+    """Check everything, and return the result; its entry `problems` lists all problems, errors first."""
+    return Examination(config).run()
 
 
-# --------------------------------------------------------------------------- the command
-
-
-def make_config(options: dict[str, Any]) -> CheckConfig:
-    """Make a config from command-line options. A wrong option becomes a problem; the others are still read."""
-    problems: list[Problem] = []
-
-    def attempt(make: Callable[[dict[str, Any]], Any]) -> Any:
-        try:
-            return make(options)
-        except BatchinferError as error:
-            problems.append(
-                Problem(level=ERROR, area="config", message=error.message, hint=error.hint)
-            )
-            return None
-
-    config = CheckConfig(
-        sources=list(options["sources"]),
-        delimiter=options["delimiter"],
-        manifests=list(options["manifests"]),
-        job=options["job"],
-        output=(options["output"] or "").rstrip("/"),
-        limit=options["limit"],
-        allow_absolute=options["allow_absolute"],
-        engine=attempt(engine_config),
-        prompt=attempt(prompt_config),
-        sampling=attempt(sampling_config),
-        run_seed=attempt(partial(value_of, "seed")),
-        checkpoint_seconds=options["checkpoint_seconds"],
-        task_files=list(options["task_files"]),
-        gpu=options["gpu"] or "",
-        rate=options["rate"],
-        rate_from=options["rate_from"] or "",
-        workers=options["workers"],
-        hours=options["hours"],
-        max_cost=options["max_cost"],
-        max_hours=options["max_hours"],
-        is_spot=options["is_spot"],
-        sample_rows=options["sample_rows"],
-        show=options["show"],
-        synthetic=options["synthetic"],
-        scratch_dir=str(options["scratch_dir"]) if options["scratch_dir"] else None,
-        limits=Limits(**fields_of("Limits", options)),
-    )
-    return msgspec.structs.replace(config, problems=problems)
-
-
-def tell(result: dict[str, Any]) -> None:
-    """Print a result to stderr as text."""
-    lengths = (result.get("sample") or {}).get("lengths")
-    if lengths:
+def tell(result: dict[str, Any], *, show: int = 3) -> None:
+    """Print a result to stderr as text, with so many of the requests."""
+    for request in result.get("requests", ())[:show]:
+        say(f"request: {request}")
+    if lengths := result.get("lengths"):
+        how = " (estimated from bytes: no tokenizer here)" if lengths["is_estimate"] else ""
         say(
             f"prompt tokens: {lengths['mean']:.0f} on average, 95 % up to {lengths['p95']}, "
-            f"longest {lengths['longest']}"
+            f"longest {lengths['longest']}{how}"
         )
-        most = max(lengths["histogram"].values())
-        for bound, count in lengths["histogram"].items():
-            bar = "#" * max(1, round(40 * count / most))
-            say(f"{'up to ' + bound:>14} {count:>6} {bar}")
-    if images := (result.get("sample") or {}).get("images"):
+    if memory := result.get("memory"):
+        rows = units.count(memory["rows_at_once"])
         say(
-            f"images: {images['mean']:.3g} a row, of {units.count(round(images['mean_bytes']))} bytes on average, "
-            f"largest {images['largest']}"
+            f"memory: {memory['explanation']}; KV cache of {memory['cache_tokens']:,} tokens, {rows} rows at once"
         )
-    if "memory" in result:
-        say(f"memory: {result['memory']['explanation']}")
-    if "estimate" in result:
-        found = result["estimate"]
+    if found := result.get("estimate"):
         say(
             f"estimate: {units.count(found['rows'])} rows, {units.many(found['workers'], 'worker')}, "
             f"{units.duration(found['hours'] * 3600)}, {units.money(found['cost'])}"
         )
-    for line in result.get("advice", ()):
-        say(f"advice: {line}")
+    for text in result.get("not_checked", ()):
+        say(f"not checked: {text}")
     for problem in result["problems"]:
         hint = f" ({problem['hint']})" if problem["hint"] else ""
         say(f"{problem['level']}: {problem['message']}{hint}")
@@ -127,68 +52,31 @@ def tell(result: dict[str, Any]) -> None:
             say(f"hint: {origin}")
 
 
-@click.command("check", cls=SectionCommand)
+@click.command("check", cls=ServerCommand)
 @click.argument("sources", nargs=-1)
-@click.option(
-    "--delimiter",
-    callback=parse_delimiter,
-    metavar="CHARACTER",
-    help="As in split: the character between the fields of SOURCE's CSV.",
-)
-@click.option(
-    "--yaml",
-    "task_files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Task file for SkyPilot, e.g. worker.yaml; may be repeated.",
-)
-@click.option(
-    "--gpu", metavar="NAME[:N]", help="GPUs of one worker, for the memory sums: L4, H100:8."
-)
+@click.option("--delimiter", callback=parse_delimiter, help="As in split, for SOURCE's CSV.")
+@click.option("--gpu", metavar="NAME[:N]", help="GPUs of one worker: L4, H100:8.")
 @click.option("--rate", type=NumberRange(0, min_open=True), help="Rows per second of one worker.")
-@click.option("--rate-from", metavar="RUN", help="Take the rate that an earlier run's workers had.")
+@click.option("--rate-from", metavar="RUN", help="Take the rate of an earlier run's workers.")
 @click.option("--workers", type=click.IntRange(1), help="How many there will be.")
-@click.option(
-    "--hours",
-    type=NumberRange(0, min_open=True),
-    help="Advise how many workers finish in so long.",
-)
-@click.option(
-    "--sample-rows",
-    type=click.IntRange(1),
-    default=200,
-    show_default=True,
-    help="Rows to look at, from all over the data.",
-)
-@click.option(
-    "--show", type=click.IntRange(0), default=3, show_default=True, help="Prompts to show in full."
-)
-@click.option("--synthetic", type=click.IntRange(1), metavar="N", help="Check with N made-up rows.")
+@click.option("--hours", type=NumberRange(0, min_open=True), help="Wanted time: how many workers?")
+@click.option("--sample-rows", type=click.IntRange(1), default=200, help="Rows to look at.")
+@click.option("--show", type=click.IntRange(0), default=3, help="Requests to show.")
 @price_options
 @run_options(with_look=False, without=("price_per_hour", "headless"))
 @common_options
-def command(**options: Any) -> dict[str, Any]:
+def command(
+    sources: tuple[str, ...], sample_rows: int, show: int, **options: Any
+) -> dict[str, Any]:
     """Find out before paying: SOURCE (or --job) and the worker's own options, without a GPU.
 
-    Looks at the configuration, task files, credentials (a probe object is written to --output and removed), the
-    model's files, prompts of some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
+    Looks at the options, access (a probe object is written to --output and removed), the model's files, the prompts of
+    some rows and their lengths, memory, time and cost. Exit 2 with all problems at once.
     """
-    from batchinfer.engines.models import describe_model
-    from batchinfer.engines.tokenizers import tokenizer_for
-    from batchinfer.storage.opening import open_store, probe
-
-    config = make_config(options)
-    world = CheckWorld(
-        open_store=open_store,
-        probe=probe,
-        describe_model=describe_model,
-        load_tokenizer=tokenizer_for,
-        prices=Prices(options["price_per_hour"]),
-        accelerators=listed_accelerators(),
-        clock=SystemClock(),
-    )
-    result = run_check(config, world)
-    tell(result)
+    config = CheckConfig(options=options, sources=list(sources), sample_rows=sample_rows)
+    result = run_check(config)
+    tell(result, show=show)
+    result["requests"] = result.get("requests", [])[:show]
     if result["errors"]:
         error = ConfigError(
             f"would not work: {units.many(result['errors'], 'error')}, listed above",

@@ -1,456 +1,296 @@
-"""The steps of `check`: task files, options, model, data, storage, prompts, memory, and time and cost."""
+"""The steps of `check`: options, model, data, access, prompts, memory, time and cost."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import dataclasses
+import os
+from collections import Counter as Tally
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from batchinfer.check.data import Data, from_assignment, from_sources, synthetic
-from batchinfer.check.estimate import Asked, Measured, give_advice, measure_run
-from batchinfer.check.memory import ask_for_memory, parse_gpu
-from batchinfer.check.task_file import ERROR, WARNING, Problem, check_task_file
-from batchinfer.core import layout, units
-from batchinfer.core.clock import Clock
-from batchinfer.core.errors import AccessDenied, BatchinferError, ConfigError, ObjectNotFound
-from batchinfer.core.prices import Machine, Prices
-from batchinfer.core.records import Record, Sampling
-from batchinfer.core.tasks import is_pooling
+from batchinfer.check.estimate import estimate
+from batchinfer.check.model import Counter, memory_on
+from batchinfer.cli.run_options import value_of
+from batchinfer.core import layout
+from batchinfer.core.errors import BatchinferError, ConfigError
+from batchinfer.core.records import Call, Job, Record
 from batchinfer.engines import check_engine, has_model
 from batchinfer.engines.config import EngineConfig
-from batchinfer.engines.models import check_length, lacking_torchvision
-from batchinfer.engines.parser_process import check_parsers
-from batchinfer.ledger.jobs import OpenStore, check_columns, read_assignment
-from batchinfer.ledger.runs import differing_keys, read_run
-from batchinfer.prompts import PromptBuilder, PromptConfig, Tokenizer
-from batchinfer.storage import Preconditions, Store
-from batchinfer.storage.opening import leaving_no_folders
+from batchinfer.engines.models import ModelInfo, describe_model
+from batchinfer.ledger.jobs import ChunkRef, check_columns, read_assignment
+from batchinfer.prompts import Prepared, PromptBuilder, PromptConfig, RawRow
+from batchinfer.storage.opening import leaving_no_folders, open_store, probe
 from batchinfer.storage.scratch import Scratch
-from batchinfer.worker.adapters import identify_adapters, may_assume, name_in
-from batchinfer.worker.config import (
-    Limits,
-    check_adapters_are_asked_for,
-    check_together,
-    has_budget,
-)
-from batchinfer.worker.joining import parsers_in
-from batchinfer.worker.media import MediaFetcher, check_media
-from batchinfer.worker.preview import RenderedRow, make_preview_builder, rendered, show_rows
+from batchinfer.worker.command import engine_config, make_config, prompt_config
+from batchinfer.worker.config import real_environment, rules_of
+from batchinfer.worker.joining import Membership
+from batchinfer.worker.preview import read_first_rows
+
+if TYPE_CHECKING:
+    from batchinfer.split.sources import CountedSources
+
+ERROR, WARNING = "error", "warning"
+_PLACES = 4
+"""Places in the data, spread evenly, from which sample rows are taken: sorted data are alike at one place."""
+
+
+class Problem(Record, frozen=True, kw_only=True):
+    """One problem that `check` has found. One of the level "error" makes it fail."""
+
+    level: str
+    area: str
+    """What the problem is about: config, model, data, access, prompts, memory or estimate."""
+    message: str
+    hint: str = ""
 
 
 class CheckConfig(Record, frozen=True, kw_only=True):
-    """What to check. `engine`, `prompt` or `sampling` is None if its options were wrong and could not be read."""
+    """What to check."""
 
+    options: dict[str, Any]
+    """Options of a worker and of `check`, by their parameters, as click has parsed them."""
     sources: list[str] = []
-    delimiter: str = ""
-    manifests: list[str] = []
-    job: str | None = None
-    output: str = ""
-    limit: int | None = None
-    allow_absolute: bool = False
-    engine: EngineConfig | None = None
-    prompt: PromptConfig | None = None
-    sampling: Sampling | None = None
-    run_seed: int | None = 0
-    checkpoint_seconds: float = 30.0
-    task_files: list[Path] = []
-    gpu: str = ""
-    rate: float | None = None
-    rate_from: str = ""
-    workers: int | None = None
-    hours: float | None = None
-    max_cost: float | None = None
-    max_hours: float | None = None
-    is_spot: bool | None = None
+    """Sources that are not split yet, in place of a job."""
     sample_rows: int = 200
-    show: int = 3
-    synthetic: int | None = None
-    scratch_dir: str | None = None
-    limits: Limits = Limits()
-    problems: list[Problem] = []
-    """Problems that were found while the command line's options were read."""
+    counts_tokens: bool = True
+    """Whether the lengths of prompts are wanted, for which a tokenizer may have to be loaded."""
 
 
-class CheckWorld(Record, frozen=True, kw_only=True):
-    """The outside world that a check uses: stores, models, prices and the clock. Tests replace it."""
+class Data(NamedTuple):
+    """Size of the data, and sample rows: for each place, the chunk's name, its first row and the rows."""
 
-    open_store: OpenStore
-    probe: Callable[[Store], Preconditions]
-    describe_model: Callable[[EngineConfig], Any]
-    load_tokenizer: Callable[[EngineConfig], Tokenizer | None]
-    prices: Prices
-    accelerators: list[str]
-    clock: Clock
-
-
-def differences(store: Store, config: CheckConfig, job_sha256: str) -> list[tuple[str, str, str]]:
-    """Compare options with those of the run in a store.
-
-    Args:
-        store: The store at the run's place.
-        config: The options.
-        job_sha256: Hash of job.json; "" if it is not known, and then it is not compared.
-
-    Returns:
-        Name, the run's value and the option's value of each difference. Empty if there is no run yet, or if the options
-            of prompts or sampling could not be read.
-    """
-    run = read_run(store)
-    if run is None or config.prompt is None or config.sampling is None:
-        return []
-    mine: dict[str, Any] = {
-        "prompt": msgspec.to_builtins(config.prompt),
-        "sampling": msgspec.to_builtins(config.sampling),
-        "seed": config.run_seed,
-        "limit": config.limit,
-    }
-    theirs = dict(run.config)
-    engine = config.engine
-    if engine is not None:
-        mine |= {
-            "model": engine.model or engine.engine,
-            "tokenizer": engine.tokenizer or "",
-            "hf_config_path": engine.hf_config_path or "",
-            "engine_args": engine.answer_arguments,
-            "trust_remote_code": engine.trust_remote_code,
-            "pooling": engine.pooling,
-            "dimensions": engine.dimensions,
-            "normalize": engine.normalize,
-        }
-        mine |= dict.fromkeys(("tool_call_parser", "reasoning_parser"), "") | parsers_in(engine)
-        for key in ("tool_call_parser", "reasoning_parser"):
-            theirs.setdefault(key, "")
-        # The key is missing if the run does not trust the model's code, and in runs of earlier versions, which only
-        # recorded the value.
-        theirs.setdefault("trust_remote_code", bool(run.recorded.get("trust_remote_code")))
-    if job_sha256:
-        mine["job_sha256"] = job_sha256
-    return differing_keys({key: theirs.get(key) for key in mine}, mine)
+    rows: int | None
+    chunks: int | None
+    sample: list[tuple[str, int, list[RawRow]]]
+    job: Job | None = None
+    counted: CountedSources | None = None
 
 
 class Examination:
     """Runs the steps of one check. An error in one step becomes a problem, and the next step still runs."""
 
-    def __init__(self, config: CheckConfig, world: CheckWorld, scratch: Scratch) -> None:
-        self.config = config
-        self.world = world
-        self.scratch = scratch
-        self.problems = list(config.problems)
+    def __init__(self, config: CheckConfig) -> None:
+        self.config, self.options = config, config.options
+        self.problems: list[Problem] = []
         self.result: dict[str, Any] = {}
-        self.model: Any = None
+        self.engine: EngineConfig | None = None
+        self.prompt: PromptConfig | None = None
+        self.model: ModelInfo | None = None
         self.data: Data | None = None
+        self.tokens: float | None = None
+        """Mean length of a prompt, in tokens."""
 
     def run(self) -> dict[str, Any]:
-        """Run every step and return the result."""
-        config = self.config
-        for path in config.task_files:
-            self.problems += check_task_file(path, self.world.accelerators)
-        with self._step("config"):
-            self._check_options()
-        if config.engine is not None and has_model(config.engine):
-            with self._step("model"):
-                self.model = self.world.describe_model(config.engine)
-                self.result["model"] = msgspec.to_builtins(self.model)
-                if adapters := identify_adapters(config.engine):
-                    self.result["adapters"] = adapters
-                if (problem := lacking_torchvision(config.engine)) is not None:
-                    self._problem(WARNING, "model", problem.message, problem.hint)
-                budget = config.sampling is not None and has_budget(config.sampling)
-                check_parsers(config.engine, has_budget=budget, keeps=False)
-                if warning := check_length(config.engine, self.model):
-                    self._problem(WARNING, "model", warning)
-        if config.engine is not None:
-            with self._step("model"):
-                self._look_at_engine(config.engine)
-        with self._step("data"):
-            self.data = self._find_data()
-        if config.output:
-            with self._step("storage"):
-                self._check_output()
-        lengths = None
-        with self._step("data"):
-            lengths = self._check_prompts()
-        if config.gpu and self.model is not None and config.engine is not None:
-            with self._step("memory"):
-                answer = config.sampling.max_tokens if config.sampling else None
-                answer = 0 if is_pooling(config.engine.task) else answer
-                memory = ask_for_memory(
-                    config.gpu, self.model, config.engine, lengths.mean if lengths else None, answer
-                )
-                self.result["memory"] = msgspec.to_builtins(memory)
-        with self._step("estimate"):
-            self._estimate()
-        return self._sum_up()
-
-    @contextlib.contextmanager
-    def _step(self, area: str) -> Iterator[None]:
-        try:
-            yield
-        except BatchinferError as error:
-            kind = "storage" if isinstance(error, AccessDenied) and area != "model" else area
-            self._problem(ERROR, kind, error.message, error.hint)
-
-    def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
-        if not any((each.message, each.hint) == (message, hint) for each in self.problems):
-            self.problems.append(Problem(level=level, area=area, message=message, hint=hint))
-
-    # -- steps
-
-    def _look_at_engine(self, engine: EngineConfig) -> None:
-        """Ask the program that runs the model, if it is another one, whether it knows the model."""
-        try:
-            kind = check_engine(engine)
-        except BatchinferError:
-            return  # the step "config" has reported it
-        if not kind.needs_model:  # in a rehearsal, the adapters' own files are checked
-            identify_adapters(engine)
-        kind.look(engine)
-        if kind.is_remote:
-            self.result["endpoint"] = {"base_url": engine.base_url, "model": engine.model}
-
-    def _check_options(self) -> None:
-        from batchinfer.formats import encoder_for
-
-        config = self.config
-        if config.gpu:
-            with self._step("config"):
-                parse_gpu(config.gpu)
-        if config.engine is not None:
-            with self._step("config"):
-                check_engine(config.engine)
-        if not (config.engine is None or config.prompt is None or config.sampling is None):
-            with self._step("config"):
-                check_adapters_are_asked_for(config.prompt)
-                check_together(config.engine, config.prompt, config.sampling)
-        if config.prompt is not None and config.sampling is not None:
-            self._make_builder(config.prompt, config.sampling, None, None)
-            encoder_for(config.prompt)
-
-    def _make_builder(
-        self,
-        prompt: PromptConfig,
-        sampling: Sampling,
-        tokenizer: Tokenizer | None,
-        room: int | None,
-        assumed_name: str = "",
-    ) -> PromptBuilder:
-        engine = self.config.engine or EngineConfig()
-        return make_preview_builder(
-            prompt,
-            sampling,
-            self.config.run_seed,
-            tokenizer,
-            room,
-            engine=engine,
-            assumed_name=assumed_name,
+        """Run every step and return the result. A probe object is written to the run's place and removed again."""
+        steps = (
+            ("config", self._read_engine),
+            ("config", self._read_prompt),
+            ("model", self._find_model),
+            ("data", self._find_data),
+            ("access", self._check_access),
+            ("prompts", self._check_prompts),
+            ("memory", self._ask_for_memory),
+            ("estimate", self._estimate),
         )
-
-    def _find_data(self) -> Data | None:
-        config = self.config
-        if config.synthetic is not None:
-            if config.prompt is None:
-                return None
-            return synthetic(config.synthetic, config.sample_rows, config.prompt)
-        if config.sources:
-            return from_sources(
-                config.sources, config.sample_rows, config.limit, delimiter=config.delimiter
-            )
-        manifests = config.manifests
-        if config.job and not manifests:
-            manifests = [f"{config.job.rstrip('/')}/manifests/all.txt"]
-        if not manifests:
-            self._problem(
-                ERROR,
-                "data",
-                "nothing to check: no SOURCE, no --job and no --manifest",
-                "name one of them, or --synthetic 100000 for made-up rows",
-            )
-            return None
-        assignment = read_assignment(
-            manifests,
-            job_url=config.job,
-            allow_absolute=config.allow_absolute,
-            limit=config.limit,
-            open_store=self.world.open_store,
-        )
-        return from_assignment(assignment, config.sample_rows, self.world.open_store, self.scratch)
-
-    def _check_output(self) -> None:
-        store = self.world.open_store(self.config.output)
-        with contextlib.suppress(ObjectNotFound):
-            store.stat(layout.JOB_KEY)
-            self._problem(
-                ERROR,
-                "config",
-                f"--output {store.url}: is a job's own place",
-                f"write the run beside it, as in --output {layout.run_url(store.url, 'first')}",
-            )
-        with leaving_no_folders(store.url):
-            preconditions = self.world.probe(store)
-        self.result["storage"] = {"url": store.url, "is_safe": preconditions.is_safe}
-        if not preconditions.is_safe:
-            self._problem(
-                WARNING,
-                "storage",
-                f"{store.url}: ignores preconditions, so workers cannot share chunks there",
-                "give each worker a manifest of its own, or use a store with conditional writes",
-            )
-        job_sha256 = self.data.job_sha256 if self.data is not None else ""
-        for key, there, here in differences(store, self.config, job_sha256):
-            self._problem(
-                ERROR,
-                "config",
-                f"{store.url}: the run was made with another {key}: {there}, not {here}",
-                "use the run's value, or another --output",
-            )
-
-    def _check_prompts(self) -> Any:
-        config, data = self.config, self.data
-        if data is None or config.prompt is None or config.sampling is None:
-            return None
-        tokenizer = None
-        if config.engine is not None and self.model is not None:
-            tokenizer = self.world.load_tokenizer(config.engine)
-        room = config.engine.max_model_len if config.engine is not None else None
-        room = room or (self.model.max_model_len if self.model is not None else 0) or None
-        name = ""
-        if config.engine is not None and may_assume(config.engine, config.prompt):
-            name = name_in([row.data for _, raw in data.sample for row in raw], config.engine)
-        try:
-            builder = self._make_builder(config.prompt, config.sampling, tokenizer, room, name)
-        except ConfigError as error:
-            self._problem(ERROR, "config", error.message, error.hint)
-            # The columns and prompts can still be checked if only the sampling options are wrong.
-            builder = self._make_builder(config.prompt, Sampling(), tokenizer, room, name)
-        if data.job is not None:
-            with self._step("data"):
-                check_columns(
-                    data.job, builder.needed_columns, optional=config.prompt.optional_columns
-                )
-        if data.counted is not None:
-            with self._step("data"):
-                for option, names in builder.needed_columns.items():
-                    data.counted.require_in_each_file(option, names)
-            for option, names in config.prompt.own_columns.items():
-                with self._step("data"):
-                    data.counted.require_in_any_file(option, names)
-        rows: list[RenderedRow] = []
-        cut = 0
-        with self._step("config"):
-            check_media(config.prompt, config.limits)
-        fetcher = MediaFetcher(config.limits, self.world.open_store)
-        for chunk, raw in data.sample:
-            built = builder.build(chunk.name, chunk.first_row, raw)
-            found = fetcher.fetch_all([prepared.media for prepared in built])
-            for prepared, media in zip(built, found, strict=True):
-                row = rendered(prepared, has_tokenizer=tokenizer is not None, media=media)
-                rows.append(row)
-                wanted = prepared.request.sampling.max_tokens if prepared.request else None
-                if row.tokens is not None and wanted and room and row.tokens + wanted > room:
-                    cut += 1
-        measured = Measured.of(rows)
-        self.result["sample"] = msgspec.to_builtins(measured)
-        self.result["prompts"] = msgspec.to_builtins(rows[: config.show])
-        show_rows(rows[: config.show])
-        self._judge(rows, cut, room)
-        return measured.lengths
-
-    def _judge(self, rows: list[RenderedRow], cut: int, room: int | None) -> None:
-        """Add problems for sample rows that would fail, and for sample rows whose answers may be cut off.
-
-        `cut` counts rows whose prompt and --max-tokens together exceed the model's length, `room` tokens.
-        """
-        bad = Counter(row.code for row in rows if row.code)
-        total = self.data.rows if self.data is not None else None
-        for code, count in bad.most_common():
-            first = next(row for row in rows if row.code == code)
-            about = (
-                "" if total is None else f", about {round(total * count / len(rows)):,} of all rows"
-            )
-            self._problem(
-                ERROR if count == len(rows) else WARNING,
-                "data",
-                f"{count} of {len(rows)} sample rows would be {code}{about}; row {first.row}: {first.message}",
-            )
-        num_with_images = sum(bool(row.images) for row in rows)
-        if num_with_images and self.model is not None and not self.model.takes_images:
-            self._problem(
-                WARNING,
-                "model",
-                f"{num_with_images} of {len(rows)} sample rows have images, "
-                "and nothing in the model's config says that it takes images",
-                "if it takes none, such rows become error rows (engine_rejected)",
-            )
-        if cut:
-            self._problem(
-                WARNING,
-                "data",
-                f"{cut} of {len(rows)} sample rows leave less than --max-tokens of the model's {room} tokens",
-                "their answers may end early; lower --max-tokens or raise --max-model-len",
-            )
-
-    def _estimate(self) -> None:
-        config = self.config
-        measured = None
-        if config.rate_from:
-            measured = measure_run(config.rate_from, self.world.open_store, self.world.clock)
-        rate = config.rate or (measured.rate if measured else None)
-        if measured is not None:
-            self.result["measured"] = msgspec.to_builtins(measured)
-        rows = self.data.rows if self.data is not None else None
-        if not rate or not rows:
-            return
-        name, count = (measured.accelerator, measured.gpus) if measured else ("", 1)
-        if config.gpu:
-            name, gpus = parse_gpu(config.gpu)
-            count = len(gpus)
-        machine = Machine(
-            cloud="", region="", accelerator=name, gpus=count, is_spot=bool(config.is_spot)
-        )
-        asked = Asked(
-            rows=rows,
-            rate=rate,
-            chunks=self.data.chunks if self.data is not None else None,
-            workers=config.workers,
-            hours=config.hours,
-            load_seconds=measured.load_seconds if measured else None,
-            row_seconds=measured.row_seconds if measured else None,
-            checkpoint_seconds=config.checkpoint_seconds,
-            price=self.world.prices.price(machine),
-        )
-        self.result |= give_advice(asked)
-        self._compare_limits(self.result["estimate"])
-
-    def _compare_limits(self, estimate: dict[str, Any]) -> None:
-        """Add problems for limits of the run that the estimate exceeds."""
-        config = self.config
-        limits = [
-            ("--max-cost", config.max_cost, estimate["cost"], units.money),
-            ("--max-hours", config.max_hours, estimate["hours"], "{:.3g} h".format),
-        ]
-        for option, limit, estimated, write in limits:
-            if limit is not None and estimated is not None and estimated > limit:
-                self._problem(
-                    WARNING,
-                    "estimate",
-                    f"{option} {write(limit)} is below the estimate of {write(estimated)}: the run would stop after "
-                    f"about {limit / estimated:.0%} of it",
-                    f"raise {option}, or take fewer rows: --limit",
-                )
-
-    def _sum_up(self) -> dict[str, Any]:
-        problems = sorted(self.problems, key=lambda one: one.level != ERROR)
-        errors = sum(one.level == ERROR for one in problems)
+        for area, step in steps:
+            try:
+                step()
+            except BatchinferError as error:
+                self._problem(ERROR, area, error.message, error.hint)
+        errors = sum(one.level == ERROR for one in self.problems)
         return {
             "status": "PROBLEMS" if errors else "OK",
             "errors": errors,
-            "warnings": len(problems) - errors,
-            "problems": msgspec.to_builtins(problems),
-            "rows": self.data.rows if self.data is not None else None,
-            "chunks": self.data.chunks if self.data is not None else None,
+            "warnings": len(self.problems) - errors,
+            "problems": msgspec.to_builtins(sorted(self.problems, key=lambda one: one.level)),
+            "rows": self.data.rows if self.data else None,
+            "chunks": self.data.chunks if self.data else None,
             **self.result,
         }
+
+    def _problem(self, level: str, area: str, message: str, hint: str = "") -> None:
+        problem = Problem(level=level, area=area, message=message, hint=hint)
+        if all((each.message, each.hint) != (message, hint) for each in self.problems):
+            self.problems.append(problem)
+
+    def _read_engine(self) -> None:
+        self.engine = engine_config(self.options)
+        check_engine(self.engine)
+
+    def _read_prompt(self) -> None:
+        self.prompt = prompt_config(self.options)
+
+    def _find_model(self) -> None:
+        if self.engine is None or not has_model(self.engine):
+            self.result["not_checked"] = [
+                "that the model is there",
+                "that prompts fit the model's length",
+            ]
+            return
+        self.model = describe_model(self.engine)
+        self.result["model"] = msgspec.to_builtins(self.model)
+
+    def _find_data(self) -> None:
+        each = max(1, -(-self.config.sample_rows // _PLACES))
+        if self.config.sources:
+            self.data = _read_sources(self.config, each)
+            return
+        job, manifests = self.options["job"], list(self.options["manifests"] or ())
+        if not manifests and not job:
+            raise ConfigError("nothing to check: no SOURCE, no --job and no --manifest")
+        found = read_assignment(
+            manifests or [f"{job.rstrip('/')}/{layout.ALL_MANIFEST}"],
+            job_url=job,
+            allow_absolute=True,
+            limit=self.options["limit"],
+            open_store=open_store,
+        )
+        self.data = _read_chunks(found.chunks, each, found.job)
+
+    def _check_access(self) -> None:
+        if not self.options["output"]:
+            return
+        store = open_store(self.options["output"])
+        with leaving_no_folders(store.url):
+            is_safe = probe(store).is_safe
+        self.result["storage"] = {"url": store.url, "is_safe": is_safe}
+        if not is_safe:
+            text = f"{store.url}: ignores preconditions, so workers cannot share chunks there"
+            self._problem(ERROR, "access", text, "use a store with conditional writes")
+        if self.data is not None and self.data.job is not None:
+            refuse_other_run(self.options)
+
+    def _check_prompts(self) -> None:
+        data, engine = self.data, self.engine
+        if data is None or engine is None or self.prompt is None:
+            return
+        rules = dataclasses.replace(rules_of(engine), max_model_len=self._longest)
+        builder = PromptBuilder(self.prompt, value_of("seed", self.options), rules=rules)
+        if data.job is not None:
+            check_columns(data.job, builder.needed_columns, optional=self.prompt.optional_columns)
+        if data.counted is not None:
+            for option, names in builder.needed_columns.items():
+                data.counted.require_in_each_file(option, names)
+            for option, names in self.prompt.optional_columns.items():
+                data.counted.require_in_any_file(option, names)
+        places = (builder.build(name, first, raw) for name, first, raw in data.sample)
+        rows = [row for place in places for row in place]
+        calls = [row.call for row in rows if row.call and row.call.content_type.endswith("json")]
+        codes = Tally(row.failure.code for row in rows if row.failure)
+        num_media = sum(bool(row.media) for row in rows)
+        self.result["sample"] = {"rows": len(rows), "errors": dict(codes), "with_media": num_media}
+        self.result["requests"] = [call.body.decode() for call in calls]
+        for code in codes:
+            self._judge(code, rows)
+        if self.config.counts_tokens and calls:
+            self._measure(calls)
+
+    @property
+    def _longest(self) -> int | None:
+        """Most tokens of prompt and answer together; None if they are not known."""
+        typed = self.engine.server_options.get("max_model_len") if self.engine else None
+        return typed or (self.model.max_model_len if self.model else None) or None
+
+    def _judge(self, code: str, rows: list[Prepared]) -> None:
+        """Add a problem for the sample rows that would fail with a code: an error if all rows would."""
+        failed = [row for row in rows if row.failure and row.failure.code == code]
+        message = failed[0].failure.message if failed[0].failure else ""
+        text = f"{len(failed)} of {len(rows)} sample rows would be {code}; row {failed[0].row}: {message}"
+        self._problem(ERROR if len(failed) == len(rows) else WARNING, "prompts", text)
+
+    def _measure(self, calls: list[Call]) -> None:
+        """Measure the lengths of prompts, and warn of those that leave no room for their answers."""
+        counter = Counter(self.engine if self.model else None)
+        lengths = sorted(map(counter.count, calls))
+        self.tokens = sum(lengths) / len(lengths)
+        self.result["lengths"] = {
+            "is_estimate": counter.is_estimate,
+            "mean": round(self.tokens, 1),
+            "p95": lengths[-(-len(lengths) * 19 // 20) - 1],
+            "longest": lengths[-1],
+        }
+        most, longest = self.options["max_tokens"] or 0, self._longest
+        cut = sum(length + most > longest for length in lengths) if longest else 0
+        if cut:
+            text = f"{cut} of {len(calls)} sample rows and --max-tokens exceed the model's {longest} tokens"
+            self._problem(WARNING, "prompts", text, "lower --max-tokens or raise --max-model-len")
+
+    def _ask_for_memory(self) -> None:
+        gpu, engine = self.options.get("gpu"), self.engine
+        if gpu and self.model is not None and engine is not None:
+            answer = 0 if engine.is_pooling else self.options["max_tokens"] or 512
+            self.result["memory"] = memory_on(gpu, engine, self.model, self.tokens, answer)
+
+    def _estimate(self) -> None:
+        rows = self.data.rows if self.data else None
+        found = estimate(rows, self.options)
+        self.result |= found
+        for name in ("cost", "hours"):
+            limit, estimated = self.options[f"max_{name}"], found.get("estimate", {}).get(name)
+            if limit is not None and estimated is not None and estimated > limit:
+                text = f"--max-{name} {limit:g} is below the estimate of {estimated:.4g}"
+                self._problem(WARNING, "estimate", text, f"raise --max-{name}, or take fewer rows")
+
+
+def refuse_other_run(options: dict[str, Any]) -> None:
+    """Refuse options with which a worker could not join the run that is there. Reads only.
+
+    Raises:
+        RunMismatch: the run was made with another configuration; the message says what differs.
+        BatchinferError: the worker could not start for another reason.
+    """
+    worker = make_config(options, dict(os.environ))
+    assignment = read_assignment(
+        worker.manifests,
+        job_url=worker.job,
+        allow_absolute=worker.allow_absolute,
+        limit=worker.limit,
+        open_store=open_store,
+    )
+    outside = real_environment(grace_seconds=0.0, show_progress=lambda _telemetry: None)
+    with contextlib.closing(outside.background):
+        Membership(worker, outside, open_store(worker.output), assignment).check()
+
+
+# --------------------------------------------------------------------------- sample rows
+
+
+def _spread(length: int) -> list[int]:
+    """Return up to `_PLACES` indices below `length`, spread evenly from the first to the last."""
+    if length <= _PLACES:
+        return list(range(length))
+    return [index * (length - 1) // (_PLACES - 1) for index in range(_PLACES)]
+
+
+def _read_chunks(chunks: list[ChunkRef], each: int, job: Job | None) -> Data:
+    """Take sample rows from the beginnings of some chunks, which are fetched whole."""
+    with contextlib.closing(Scratch(None)) as scratch:
+        sample = [
+            (ref.name, ref.first_row, read_first_rows(ref, each, open_store, scratch))
+            for ref in (chunks[index] for index in _spread(len(chunks)))
+        ]
+    sizes = [ref.rows if ref.row_limit is None else ref.row_limit for ref in chunks]
+    known = [size for size in sizes if size is not None]
+    return Data(sum(known) if len(known) == len(sizes) else None, len(chunks), sample, job=job)
+
+
+def _read_sources(config: CheckConfig, each: int) -> Data:
+    """Count the rows of sources, and take sample rows in the form in which `split` would write them."""
+    from batchinfer.split.sources import ColumnChoice, Oddities, count_sources
+
+    counted = count_sources(
+        config.sources,
+        choice=ColumnChoice(),
+        limit=config.options["limit"],
+        delimiter=config.options["delimiter"],
+    )
+    sample = []
+    for place in _spread(-(-counted.rows // each)):
+        start = place * each
+        blocks = counted.read(range(start, min(counted.rows, start + each)), Oddities())
+        lines = [line for one in blocks for line in one.encode(0, one.num_rows).splitlines()]
+        # Rows are identified by chunk and line, so each place has a chunk of its own.
+        sample.append((f"row-{start}", start, [RawRow(i, line) for i, line in enumerate(lines)]))
+    return Data(counted.rows, None, sample, counted=counted)

@@ -1,135 +1,108 @@
-"""One loaded engine that answers a person's requests, shows texts while they come, and measures the times."""
+"""One server that answers one person, and the calls that ask it. Calls are made as a run makes them of its rows."""
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from typing import Any
 
+import click
 import msgspec
 
-from batchinfer.core.records import Completion, EngineInfo, Record, Request, RowKey, TextPiece
-from batchinfer.engines import create_engine
-from batchinfer.engines.config import EngineConfig
+from batchinfer.cli.logs import set_level
+from batchinfer.cli.options import ENDPOINT, REHEARSAL, F
+from batchinfer.cli.run_options import OPTIONS, run_options, value_of
+from batchinfer.cli.terminal import say
+from batchinfer.core import codec, units
+from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.records import EngineInfo
+from batchinfer.engines import check_engine, create_engine, identify_model, is_remote
+from batchinfer.prompts import Prepared, PromptBuilder, RawRow
+from batchinfer.worker.command import engine_config, prompt_config
+from batchinfer.worker.config import rules_of
+
+_SECTIONS = ("model", "engine", "sampling", ENDPOINT, REHEARSAL)
+_PROMPT = ("system_prompt", "chat_template_kwargs", "tools", "tool_choice")
+_NO_USE = ("replicas", "task", "dimensions", "constraint_column")
+"""Options of those sections without a use here: one server answers with texts."""
 
 
-class StopSignal:
-    """A flag that asks an engine to drop its work. Implements `Stop`."""
+def play_options(*without: str) -> Callable[[F], F]:
+    """Return a decorator that adds a run's options about model, engine, prompt and sampling to a command."""
+    taken = [
+        option.parameter
+        for option in OPTIONS
+        if option.section in _SECTIONS or option.parameter in _PROMPT
+    ]
+    left_out = [option.parameter for option in OPTIONS if option.parameter not in taken]
+    return run_options(with_look=False, without=[*left_out, *_NO_USE, *without])
 
-    def __init__(self) -> None:
-        self._is_set = False
 
-    def set(self) -> None:
-        """Set the flag."""
-        self._is_set = True
+class Never:
+    """A stop signal that is never set."""
 
     def is_set(self) -> bool:
-        """Whether the flag is set."""
-        return self._is_set
-
-
-@contextmanager
-def stopped_by_interrupt() -> Iterator[StopSignal]:
-    """Give a stop signal that Ctrl-C sets while the context lasts; Ctrl-C then raises nothing."""
-    stop = StopSignal()
-    before = signal.getsignal(signal.SIGINT)
-
-    def on_interrupt(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Answered(Record, frozen=True, kw_only=True):
-    """A completion, and when it came, in seconds after the engine took the request."""
-
-    completion: Completion
-    first_seconds: float | None
-    """Seconds until the first token; None if the engine did not stream the answer."""
-    seconds: float
-    """Seconds until the answer was complete."""
-
-
-class RequestList:
-    """A fixed list of requests. It notes when the engine takes each. Implements `RequestSource`."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._left = list(requests)
-        self.taken: dict[RowKey, float] = {}
-
-    def take(self, max_requests: int, free_slots: Sequence[int] = ()) -> list[Request] | None:
-        """See RequestSource."""
-        del free_slots  # unused, since a session has only one replica
-        if not self._left:
-            return None
-        requests, self._left = self._left[:max_requests], self._left[max_requests:]
-        now = time.perf_counter()
-        self.taken |= {request.key: now for request in requests}
-        return requests
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Return at once: all requests are ready from the beginning."""
+        """See `engines.Stop`."""
+        return False
 
 
 class Session:
-    """An engine with one replica for one person. The model loads in `open`.
+    """An engine with one server, the configuration of its prompts, and the run's seed, made from a command's options.
 
-    Args:
-        config: Configuration of the engine.
+    Raises:
+        BatchinferError: an option is wrong, or the engine, the model or the endpoint is not there.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._engine = create_engine(config)
+    def __init__(self, given: dict[str, Any], **more: Any) -> None:
+        # Log lines would stand between the answers.
+        source = click.get_current_context().get_parameter_source("log_level")
+        if source is click.core.ParameterSource.DEFAULT:
+            set_level("warning")
+        options = {option.parameter: option.value_if_not_given for option in OPTIONS} | given | more
+        config = engine_config(options)
+        if len(config.loras) > 1:
+            raise ConfigError(
+                f"--lora: is given {len(config.loras)} times, expected one adapter, which answers everything",
+                hint="batchinfer run takes several, and --lora-column",
+            )
+        self.config = config if is_remote(config) else msgspec.structs.replace(config, replicas=1)
+        self.prompt = prompt_config(options)
+        self.seed: int | None = value_of("seed", options)
+        check_engine(self.config)
+        identify_model(self.config)
+        self.info: EngineInfo | None = None
 
     def open(self) -> EngineInfo:
-        """Load the model. May be called again after `close` or a failure.
-
-        Raises:
-            BatchinferError: see `Engine.open`.
-        """
-        return self._engine.open(StopSignal())
+        """Start the server, and tell the person. May be called again after `close`."""
+        say(f"loading {self.config.model or self.config.engine} …")
+        self.engine = create_engine(self.config)
+        self.info = self.engine.open(Never())
+        length = self.info.max_model_len
+        context = "" if length is None else f", context {length:,} tokens"
+        took = units.duration(self.info.load_seconds)
+        say(f"ready after {took}: {self.info.name} {self.info.version}{context}")
+        return self.info
 
     def close(self) -> None:
-        """End the engine's processes."""
-        self._engine.close()
+        """End the server, if it is open."""
+        if self.info is not None:
+            self.engine.close()
+            self.info = None
 
-    def answer(
-        self,
-        requests: Sequence[Request],
-        stop: StopSignal,
-        on_piece: Callable[[TextPiece], None] = lambda _piece: None,
-    ) -> Iterator[Answered]:
-        """Answer requests together, and yield each answer when it is complete.
-
-        Args:
-            requests: Requests with different keys. Their answers are streamed.
-            stop: Signal that drops what is not answered yet.
-            on_piece: Function that is called with each part of a text when it comes.
+    def prepare(self, first: int, rows: list[dict[str, Any]], **changes: Any) -> list[Prepared]:
+        """Return the calls of some rows, numbered from `first` on. `changes` replace fields of the `PromptConfig`.
 
         Raises:
-            EngineError: see `Engine.generate`.
+            InputError: a row cannot become a call.
         """
-        source = RequestList(
-            [msgspec.structs.replace(request, is_streamed=True) for request in requests]
-        )
-        first: dict[RowKey, float] = {}
-        for completions in self._engine.generate(source, stop):
-            now = time.perf_counter()
-            for piece in self._engine.take_pieces():
-                if piece.num_tokens:
-                    first.setdefault(piece.key, now)
-                on_piece(piece)
-            for completion in completions:
-                start = source.taken[completion.key]
-                begun = first.get(completion.key)
-                yield Answered(
-                    completion=completion,
-                    first_seconds=None if begun is None else begun - start,
-                    seconds=now - start,
-                )
+        assert self.info is not None
+        rules = rules_of(self.config, opened=self.engine, info=self.info)
+        prompt = msgspec.structs.replace(self.prompt, **changes)
+        try:
+            raw = [RawRow(first + index, codec.encode(row)) for index, row in enumerate(rows)]
+        except UnicodeEncodeError as error:
+            raise InputError("the message holds bytes that are no text, expected UTF-8") from error
+        found = PromptBuilder(prompt, self.seed, rules=rules).build("part-00000", 0, raw)
+        for number, prepared in enumerate(found, 1):
+            if prepared.failure is not None:
+                raise InputError(f"message {number} of {len(rows)}: {prepared.failure.message}")
+        return found

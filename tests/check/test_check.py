@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchinfer.check.model import Counter, has_chat_template, memory_on, parse_gpu
 from batchinfer.cli.main import main
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Call
+from batchinfer.engines.config import EngineConfig
+from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from making import make_job, run_worker_here
-from peft_adapter import write_adapter
-from pictures import as_base64, picture
+from tiny_model import DEMO_MODEL
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = str(REPOSITORY / "examples" / "demo-model")
+MODEL = str(DEMO_MODEL)
 ECHO = ("--engine", "echo", "--prompt-column", "prompt")
+LLAMA_8B = ModelInfo(
+    name="llama-8b",
+    identity="",
+    max_model_len=8192,
+    parameter_bytes=16 << 30,
+    kv_bytes_per_token=131_072,
+    num_heads=32,
+    num_kv_heads=8,
+)
 
 
 class Checker:
@@ -47,65 +58,46 @@ def messages(result: dict[str, Any], level: str = "error") -> list[str]:
     return [one["message"] for one in result["problems"] if one["level"] == level]
 
 
-def test_the_jobs_own_place_is_no_place_for_a_run(check: Checker, job: str) -> None:
-    status, result, _ = check("--job", job, "--output", job, *ECHO)
-    assert status == 2
-    assert messages(result) == [f"--output {job}: is a job's own place"]
-
-
-def test_sound_job_is_ok_and_leaves_no_trace(check: Checker, job: str) -> None:
+def test_a_sound_rehearsal_is_ok_leaves_no_trace_and_says_what_it_did_not_check(
+    check: Checker, job: str
+) -> None:
     run = f"{job}/runs/a"
     status, result, shown = check("--job", job, "--output", run, *ECHO, "--show", "1")
     assert (status, result["status"], result["problems"]) == (0, "OK", [])
     assert (result["rows"], result["chunks"]) == (60, 6)
     assert result["storage"]["is_safe"] is True
-    assert result["prompts"][0]["prompt"].startswith("hello row 0")
-    assert "hello row 0" in shown
+    assert json.loads(result["requests"][0])["prompt"].startswith("hello row 0")
+    assert len(result["requests"]) == 1
+    assert result["lengths"]["is_estimate"]
+    for said in ("hello row 0", "that the model is there", "fit the model's length", "estimated"):
+        assert said in shown
     assert list(open_store(run).list("")) == []
 
 
 def test_prompts_are_measured_with_the_model_s_own_tokenizer(check: Checker, job: str) -> None:
-    options = ("--job", job, "--model", MODEL, "--messages-column", "prompt", "--gpu", "L4")
+    options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt", "--gpu", "L4")
     status, result, shown = check(*options, "--max-model-len", "30", "--max-tokens", "20")
     assert status == 0
     assert result["model"]["architecture"] == "LlamaForCausalLM"
     assert result["memory"]["replicas"] == 1
-    sample = result["sample"]
-    assert sample["errors"]["prompt_too_long"] == sample["rows_error"] > 0
-    assert sum(sample["lengths"]["histogram"].values()) == sample["rows"] - sample["rows_error"]
-    found = " ".join(messages(result, "warning"))
-    assert "prompt_too_long" in found
-    assert "--max-tokens" in found
+    assert not result["lengths"]["is_estimate"]
+    assert result["lengths"]["longest"] > result["lengths"]["mean"] > 5
+    assert "exceed the model's 30 tokens" in messages(result, "warning")[0]
     assert "prompt tokens" in shown
-
-
-def test_a_length_beyond_the_models_is_an_error(check: Checker, job: str) -> None:
-    options = ("--job", job, "--model", MODEL, "--prompt-column", "prompt")
-    status, result, _ = check(*options, "--max-model-len", "100000")
-    assert status == 2
-    (problem,) = (one for one in result["problems"] if one["level"] == "error")
-    assert problem["message"].startswith("--max-model-len 100000: the model takes ")
-    assert result["model"]["architecture"] == "LlamaForCausalLM"
+    assert "not checked" not in shown
 
 
 def test_all_problems_come_at_once(check: Checker, tmp_path: Path) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text("run: x\nenvs: {HF_TOKEN: null}\n")
     (tmp_path / "file").write_text("in the way")
     status, result, shown = check(
         *("--job", str(tmp_path / "nothing"), "--output", str(tmp_path / "file" / "run")),
-        *("--model", "./nowhere", "--gpu", "L44", "--seed", "x"),
-        *("--chat-template-kwargs", "[", "--sampling", "temperature=cold", "--yaml", str(task)),
+        *("--model", "./nowhere", "--sampling", "seed=3", "--prompt-column", "x"),
     )
     assert (status, result["status"]) == (2, "PROBLEMS")
-    found = messages(result)
-    for part in (
-        *("HF_TOKEN", "./nowhere", "L44", "--seed", "--chat-template-kwargs"),
-        *("temperature", "nothing", str(tmp_path / "file")),
-    ):
-        assert any(part in message for message in found), (part, found)
+    for part in ("./nowhere", "--sampling seed", "nothing", str(tmp_path / "file")):
+        assert any(part in message for message in messages(result)), part
         assert part in shown
-    assert result["errors"] == len(found)
+    assert result["errors"] == len(messages(result)) == 4
 
 
 def test_wrong_column_is_an_error_and_some_bad_rows_are_a_warning(
@@ -121,58 +113,35 @@ def test_wrong_column_is_an_error_and_some_bad_rows_are_a_warning(
     assert "1 of 10 sample rows" in messages(result, "warning")[0]
 
 
-@pytest.mark.parametrize(
-    ("option", "more"),
-    [
-        ("--constraint-column", []),
-        ("--lora-column", ["--lora", "a=ADAPTER"]),
-        ("--tools-column", ["--tool-choice", "required", "--as-chat"]),
-    ],
-)
+@pytest.mark.parametrize("option", ["--constraint-column", "--tools-column"])
 def test_a_column_of_the_rows_own_choice_that_no_row_has_is_an_error(
-    option: str, more: list[str], check: Checker, tmp_path: Path
+    option: str, check: Checker, tmp_path: Path
 ) -> None:
     """A row may lack it, so all rows would be answered as if the option had not been given."""
-    adapter = write_adapter(tmp_path / "adapter")
-    options = [*ECHO, *(word.replace("ADAPTER", str(adapter)) for word in more), option]
     source, late = tmp_path / "rows.jsonl", tmp_path / "late.jsonl"
     source.write_text('{"prompt": "a"}\n' * 2000)
     late.write_text('{"prompt": "a"}\n' * 2000 + '{"prompt": "a", "mine": null}\n')
-    status, result, _ = check(str(source), *options, "mine")
+    status, result, _ = check(str(source), *ECHO, "--as-chat", option, "mine")
     assert status == 2
     [found] = messages(result)
     assert f"rows.jsonl: has no column 'mine' (from {option})" in found
-    assert check(str(source), str(late), *options, "mine")[0] == 0
+    assert check(str(source), str(late), *ECHO, "--as-chat", option, "mine")[0] == 0
 
 
-def test_source_is_checked_before_it_is_split(check: Checker, tmp_path: Path) -> None:
+def test_source_is_checked_before_it_is_split_and_its_time_and_cost_are_told(
+    check: Checker, tmp_path: Path
+) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(f'{{"prompt": "row {row}"}}\n' for row in range(1000)))
-    status, result, _ = check(
-        *(str(source), *ECHO, "--sample-rows", "20", "--rate", "0.5", "--price-per-hour", "2"),
-        *("--hours", "1"),
-    )
+    asked = (str(source), *ECHO, "--sample-rows", "20", "--rate", "0.5", "--price-per-hour", "2")
+    status, result, _ = check(*asked, "--hours", "1", "--max-cost", "1", "--max-hours", "9")
     assert status == 0
     assert (result["rows"], result["sample"]["rows"]) == (1000, 20)
     assert result["workers_advised"] == 1
     assert result["estimate"]["cost"] == pytest.approx((2000 + 600) / 3600 * 2)
-    assert any("--chunk-rows" in line for line in result["advice"])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--prompt-column", "q"),
-        ("--messages-column", "m"),
-        ("--template", "alpaca"),
-        ("--request-format", "completions"),
-        ("--request-format", "openai-batch"),
-    ],
-)
-def test_synthetic_rows_need_no_data(check: Checker, options: tuple[str, ...]) -> None:
-    status, result, _ = check("--synthetic", "5000", "--engine", "echo", *options)
-    assert (status, result["rows"]) == (0, 5000), result["problems"]
-    assert result["sample"] == {"rows": 200, "rows_error": 0, "errors": {}, "lengths": None}
+    [found] = messages(result, "warning")
+    assert found == "--max-cost 1 is below the estimate of 1.444"
+    assert check(*asked, "--hours", "0.1")[0] == 2, "a start takes longer"
 
 
 def test_rate_comes_from_an_earlier_run(check: Checker, job: str, tmp_path: Path) -> None:
@@ -195,29 +164,12 @@ def test_run_of_another_configuration_is_found_before_the_worker_is(
     assert check(*options, "--temperature", "0")[0] == 0
     status, result, _ = check(*options, "--temperature", "1", "--seed", "7")
     assert status == 2
-    text = " ".join(messages(result))
-    assert "seed" in text
-    assert "sampling.temperature" in text
-
-
-@pytest.mark.parametrize(
-    ("there", "here"), [((), ("--trust-remote-code",)), (("--trust-remote-code",), ())]
-)
-def test_remote_code_that_only_one_of_them_trusts_is_found(
-    there: tuple[str, ...], here: tuple[str, ...], check: Checker, job: str
-) -> None:
-    run_worker_here(job, f"{job}/runs/a", *there)
-    options = ("--job", job, "--output", f"{job}/runs/a", *ECHO)
-    assert check(*options, *there)[0] == 0
-    status, result, _ = check(*options, *here)
-    assert status == 2
-    assert "made with another trust_remote_code: " in " ".join(messages(result))
+    assert "seed" in messages(result)[0]
+    assert "temperature" in messages(result)[0]
 
 
 @pytest.mark.s3
-def test_write_access_is_tried_on_the_real_bucket(
-    check: Checker, job: str, s3_url: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_access_is_tried_on_the_real_bucket(check: Checker, job: str, s3_url: Any) -> None:
     url = s3_url("runs/a")
     status, result, _ = check("--job", job, "--output", url, *ECHO)
     assert (status, result["storage"]["is_safe"]) == (0, True)
@@ -233,33 +185,58 @@ def test_nothing_to_check_is_said(check: Checker) -> None:
     assert "no SOURCE" in messages(result)[0]
 
 
-def test_an_estimate_above_a_limit_is_a_warning(check: Checker, job: str) -> None:
-    """60 rows at 0.001 rows a second are 16.7 hours, and the start of a machine takes some minutes."""
-    rate = ("--rate", "0.001", "--price-per-hour", "2")
-    status, result, _ = check("--job", job, *ECHO, *rate, "--max-cost", "20", "--max-hours", "5")
-    assert status == 0
-    cost, hours = messages(result, "warning")
-    assert cost.startswith("--max-cost $20.00 is below the estimate of $33.67")
-    assert "59% of it" in cost
-    assert hours.startswith("--max-hours 5 h is below the estimate of 16.8 h")
-    status, result, _ = check("--job", job, *ECHO, *rate, "--max-cost", "40", "--max-hours", "17")
-    assert not messages(result, "warning")
+# --------------------------------------------------------------------------- models
 
 
-def test_images_for_a_model_that_seems_to_take_none_are_a_warning(
-    check: Checker, tmp_path: Path
-) -> None:
-    def warnings(model: str) -> list[str]:
-        options = ("--image-column", "image", "--prompt-column", "q", "--as-chat", "--show", "0")
-        _, result, _ = check(str(path), "--model", model, *options)
-        return [each for each in messages(result, "warning") if "have images" in each]
+def test_memory_of_a_model_that_fits() -> None:
+    config = EngineConfig(model="m", server_args=["--max-model-len", "4096"])
+    memory = memory_on("L4", config, LLAMA_8B, 300, 200)
+    assert (memory["tensor_parallel_size"], memory["replicas"]) == (1, 1)
+    # 22.5 GiB x 0.92 - 2 GiB - 16 GiB = 2.7 GiB at 128 KiB a token
+    assert memory["cache_tokens"] == pytest.approx(22_118, rel=0.01)
+    assert memory["rows_at_once"] == pytest.approx(55, abs=1)
+    eight = memory_on("H100:8", EngineConfig(model="m"), LLAMA_8B, 300, 200)
+    assert (eight["tensor_parallel_size"], eight["replicas"]) == (1, 8)
 
-    path = tmp_path / "rows.jsonl"
-    rows = [{"q": "What?", "image": as_base64(picture("red"))}, {"q": "What?", "image": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [found] = warnings(MODEL)
-    assert found.startswith("1 of 2 sample rows have images, and nothing in the model's config")
-    shutil.copytree(MODEL, tmp_path / "seeing")
-    config = json.loads((tmp_path / "seeing/config.json").read_text()) | {"vision_config": {}}
-    (tmp_path / "seeing/config.json").write_text(json.dumps(config))
-    assert warnings(str(tmp_path / "seeing")) == []
+
+def test_memory_that_is_not_enough_is_said_with_its_sums() -> None:
+    stated = EngineConfig(model="m", tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match="T4"):
+        memory_on("T4", stated, LLAMA_8B, None, 0)
+    long = EngineConfig(model="m", server_args=["--max-model-len", "40000"])
+    with pytest.raises(ConfigError, match="less than one row") as caught:
+        memory_on("L4", long, LLAMA_8B, None, 0)
+    assert "--max-model-len 22112" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["L44", "L4:x", "L4:0", ""])
+def test_unknown_gpu_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpu"):
+        parse_gpu(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "least"),
+    [
+        ({"messages": [{"role": "user", "content": "What is 2 plus 2?"}]}, 8),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 9}]}]}, 9),
+        ({"prompt": "What is 2 plus 2?"}, 5),
+        ({"prompt": [1, 2, 3]}, 3),
+        ({"input": ["one text", "another"]}, 4),
+    ],
+)
+def test_lengths_are_counted_of_every_kind_of_prompt(body: dict[str, Any], least: int) -> None:
+    call = Call(key=("", 0), path="", body=json.dumps(body).encode())
+    exact, estimated = Counter(EngineConfig(model=MODEL)).count(call), Counter(None).count(call)
+    assert exact >= least
+    assert exact / 4 <= estimated <= exact * 2
+
+
+def test_a_chat_template_is_found_among_the_model_s_files(tmp_path: Path) -> None:
+    assert has_chat_template(EngineConfig(model=MODEL))
+    (tmp_path / "config.json").write_text("{}")
+    assert not has_chat_template(EngineConfig(model=str(tmp_path)))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(EngineConfig(model=str(tmp_path)))
+    assert has_chat_template(EngineConfig(engine="openai", model="m"))
+    assert not has_chat_template(EngineConfig(engine="echo"))

@@ -1,20 +1,26 @@
-"""`chat`: in a real terminal, through a pipe, and the parts that both share."""
+"""`chat`: in a real terminal, through a pipe, with an endpoint, and with a context that is too small."""
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import jinja2
 import pytest
 
 from batchinfer.cli.main import main
-from batchinfer.core.errors import ConfigError, InputError
-from batchinfer.playground.dialogue import Dialogue, Formats, Settings, Turn, read_format
-from batchinfer.playground.lines import PipedLines
-from batchinfer.playground.options import choices, with_defaults
+from batchinfer.core.errors import ConfigError
+from batchinfer.core.records import Call
+from batchinfer.engines.config import EngineConfig
+from batchinfer.playground.chat import Chat, use_formats
+from batchinfer.prompts import PromptConfig
+from fake_endpoint import fake_endpoint
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, SIGTERM, UP, Terminal
 
 ECHO = ["chat", "--engine", "echo"]
@@ -27,69 +33,43 @@ def pipe(text: str, *options: str) -> subprocess.CompletedProcess:
 
 class TestTerminal:
     @pytest.fixture
-    def chat(self, tmp_path: Path):
-        with Terminal(*ECHO, "--echo-latency-seconds", "0.05", state=tmp_path) as terminal:
+    def chat(self, tmp_path: Path) -> Iterator[Terminal]:
+        with Terminal(*ECHO, state=tmp_path) as terminal:
             terminal.expect("/help lists the commands")
             terminal.expect(">>>")
             yield terminal
 
-    def test_a_conversation_with_its_commands(self, chat: Terminal, tmp_path: Path) -> None:
-        chat.type("good morning to you\r")
-        chat.expect("\ngood morning to you\n")
-        chat.type("/set max_tokens=2,temperature=0.5\r")
-        chat.expect("max_tokens = 2\n")
-        chat.expect("temperature = 0.5\n")
-        chat.type("one two three\r")
-        chat.expect("\none two\n")
-        chat.expect("cut: the answer reached max_tokens")
-        chat.type("/retry\r")
-        chat.expect("\none two\n")
-        chat.type("/system Be brief.\r")
-        chat.expect("the system prompt is changed")
-        chat.type("/history\r")
-        shown = chat.expect("model: one two\n")
-        assert shown.count("you: one two three") == 1
-        assert "system prompt: Be brief." in shown
-        chat.type(f"/save {tmp_path}/chat.jsonl\r")
-        chat.expect("saved 2 turns")
-        chat.type(f"/save {tmp_path}/chat.jsonl\r")
-        chat.expect("is there already")
-        chat.type("/prompt\r")
-        chat.expect("user: one two three")
-        chat.type("/paramz\r")
-        chat.expect("did you mean 'params'?")
-        chat.type("//not a command\r")
-        chat.expect("\n/not a\n")
-        chat.type("/reset\r")
-        chat.expect("a new conversation begins")
-        chat.type("/history\r")
-        chat.expect("nothing was said yet")
+    def test_a_conversation_with_its_commands(self, chat: Terminal) -> None:
+        for typed, shown in (
+            ("good morning to you", "\ngood morning to you\n"),
+            ("/set max_tokens=2,temperature=0.5", "temperature = 0.5\n"),
+            ("one two three", "\none two\n"),
+            ("/system Be brief.", "system prompt: Be brief."),
+            ("/history", "user: one two three\nassistant: one two\n"),
+            ("/prompt", '{"role":"user","content":"one two three"}'),
+            ("/sett", "/sett: is not a command"),
+            ("/help", "/quit     The end, as Ctrl-D."),
+            (f"three{ALT_ENTER}four", "\nthree\nfour\n"),
+            ("//not a command", "\n/not a\n"),
+            ("/reset", "\n"),
+            ("/history", "system: Be brief.\n"),
+        ):
+            chat.type(f"{typed}\r")
+            chat.expect(shown)
+            chat.expect(">>>")
         chat.type("/quit\r")
         assert chat.end() == 0
-        [line] = (tmp_path / "chat.jsonl").read_text().splitlines()
-        assert json.loads(line)["messages"] == [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "good morning to you"},
-            {"role": "assistant", "content": "good morning to you"},
-            {"role": "user", "content": "one two three"},
-            {"role": "assistant", "content": "one two"},
-        ]
 
-    def test_messages_of_several_lines(self, chat: Terminal) -> None:
-        chat.type('"""\rone\rtwo\r"""\r')
-        chat.expect("\none\ntwo\n>>>")
-        chat.type(f"three{ALT_ENTER}four\r")
-        chat.expect("\nthree\nfour\n>>>")
-        chat.type(CTRL_D)
-        assert chat.end() == 0
-
-    def test_ctrl_c_at_the_prompt_clears_the_line(self, chat: Terminal) -> None:
+    def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_ends(self, chat: Terminal) -> None:
         chat.type("never sent" + CTRL_C)
         chat.expect("Ctrl-D or /quit ends the chat")
         chat.type("sent\r")
         chat.expect("\nsent\n")
         chat.type("/history\r")
-        assert "never" not in chat.expect("model: sent")
+        assert "never" not in chat.expect("assistant: sent")
+        chat.expect(">>>")
+        chat.type(CTRL_D)
+        assert chat.end() == 0
 
     def test_sigterm_at_the_prompt_leaves_the_terminal_as_it_was(self, chat: Terminal) -> None:
         assert chat.settings_now() != chat.settings  # the line editor has its own
@@ -102,108 +82,45 @@ class TestTerminal:
         chat.expect("\nremember this\n")
         chat.type("/quit\r")
         assert chat.end() == 0
-        history = tmp_path / "batchinfer/chat-history"
-        assert history.stat().st_mode & 0o777 == 0o600
-        with Terminal(*ECHO, state=tmp_path) as second:
+        assert (tmp_path / "batchinfer/chat-history").stat().st_mode & 0o777 == 0o600
+        with Terminal(*ECHO, state=tmp_path, stdout=tmp_path / "out") as second:
             second.expect(">>>")
             second.type(UP + UP + "\r")
-            second.expect("\nremember this\n")
-
-
-def test_ctrl_c_ends_an_answer_and_not_the_chat(tmp_path: Path) -> None:
-    slow = ["--echo-latency-seconds", "60", "--echo-tokens", "2000,2000", "--input-history", ""]
-    with Terminal(*ECHO, *slow, state=tmp_path) as chat:
-        chat.expect(">>>")
-        chat.type("on and\r")
-        chat.expect("\non and on and")
-        chat.type(CTRL_C)
-        chat.expect("stopped; the model sees what it has said")
-        chat.expect(">>>")
-        chat.type("/history\r")
-        chat.expect("model (stopped): on and on and")
-        chat.expect(">>>")
-        chat.type("/quit\r")
-        assert chat.end() == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_answers_go_to_a_file_and_the_prompt_to_the_terminal(tmp_path: Path) -> None:
-    with Terminal(*ECHO, state=tmp_path, stdout=tmp_path / "out") as chat:
-        chat.expect(">>>")
-        chat.type("hello there\r")
-        chat.expect(">>>")
-        chat.type("/quit\r")
-        assert chat.end() == 0
-    assert (tmp_path / "out").read_text() == "hello there\n"
+            second.expect(">>>")
+            second.type(CTRL_D)
+            assert second.end() == 0
+        assert (tmp_path / "out").read_text() == "remember this\n"
 
 
 class TestPipe:
     def test_each_line_is_a_message(self) -> None:
-        done = pipe('hello you\n\n/set max_tokens=1\nhello you\n"""\na\n\nb"""\n')
-        assert (done.returncode, done.stdout) == (0, "hello you\nhello\na\n\nb\n")
+        done = pipe("hello you\n\n/set max_tokens=1\nhello you\n")
+        assert (done.returncode, done.stdout) == (0, "hello you\nhello\n")
         assert ">>>" not in done.stdout + done.stderr
-
-    def test_nothing_at_all(self) -> None:
-        done = pipe("")
-        assert (done.returncode, done.stdout) == (0, "")
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("/unknown\nnever\n", "/unknown: is not a command"),
-            ("/set max_tokens=0\nnever\n", "max_tokens: 0, expected at least 1"),
-            ("/set\nnever\n", "/set: expected NAME=VALUE"),
-            (
-                "/set max_tokns=2\nnever\n",
-                "/set max_tokns: vLLM's SamplingParams has no such field; did you",
-            ),
-            ("/save\nnever\n", "/save: expected the name of a new file"),
-            ("/reset\n/save never.jsonl\nnever\n", "/save: nothing was said yet"),
-            ('"""\nnever\n', "standard input: ends within a message"),
+            ("/set max_tokens\nnever\n", "/set"),
+            ("/set max_tokens=0\nx\nnever\n", "no answer: "),
         ],
     )
     def test_a_mistake_ends_it(self, text: str, message: str) -> None:
         done = pipe("first\n" + text)
-        assert (done.returncode, done.stdout) == (2, "first\n")
+        assert (done.returncode, done.stdout.strip()) == (2, "first")
         assert message in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_bytes_that_are_no_text_are_refused(self) -> None:
+    def test_bytes_that_are_no_text_are_refused_and_standard_input_may_be_closed(self) -> None:
         command = [sys.executable, "-m", "batchinfer", *ECHO]
         done = subprocess.run(command, input=b"a\xff\n", capture_output=True, timeout=120)
         assert (done.returncode, done.stdout) == (2, b"")
-        assert b"UTF-8" in done.stderr or b"utf-8" in done.stderr
-        assert b"Traceback" not in done.stderr
-
-    def test_standard_input_may_be_closed(self) -> None:
-        command = [sys.executable, "-m", "batchinfer", *ECHO]
+        assert b"UTF-8" in done.stderr
         closed = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
         done = subprocess.run(closed, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stdout == ""
         assert "Traceback" not in done.stderr
-
-    def test_a_signal_ends_it(self) -> None:
-        command = [sys.executable, "-m", "batchinfer", *ECHO, "--echo-latency-seconds", "60"]
-        process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True)
-        try:
-            process.stdin.write("a " * 1000 + "\n")
-            process.stdin.flush()
-            assert process.stdout.read(2) == "a "
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 75
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                stream.close()
-
-    def test_standard_input_that_is_no_text(self) -> None:
-        class Binary:
-            def readline(self):
-                return b"\xff".decode()
-
-        with pytest.raises(InputError, match="standard input: cannot be read"):
-            PipedLines(Binary()).read()
 
 
 @pytest.mark.parametrize(
@@ -211,10 +128,9 @@ class TestPipe:
     [
         (["--engine", "vllm"], "--model: is missing"),
         (["--engine", "vllm", "--model", "./nowhere"], "is no folder on this machine"),
-        (["--sampling", "n=2"], "n: is 2, expected 1"),
-        (["--user-msg-fmt", "user: {}"], "--assistant-msg-fmt: is missing"),
-        (["--user-msg-fmt", "user", "--assistant-msg-fmt", "{}"], "expected {} exactly once"),
+        (["--user-msg-fmt", "user: {}"], "expected both"),
         (["--temperature", "x"], "'x' is not a valid float"),
+        (["--lora", "a=/a", "--lora", "b=/b"], "--lora: is given 2 times, expected one adapter"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_is_loaded(capfd, arguments, message) -> None:
@@ -224,125 +140,94 @@ def test_a_mistake_is_refused_before_anything_is_loaded(capfd, arguments, messag
     assert "loading" not in err
 
 
-# --------------------------------------------------------------------------- settings and context
+class TestEndpoint:
+    def test_the_conversation_is_kept_and_the_prompt_shown(self, capfd, monkeypatch) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello there\nand again\n/prompt\n"))
+        with fake_endpoint() as endpoint:
+            options = ["--engine", "openai", "--base-url", endpoint.url, "--model", "echo-model"]
+            assert main(["chat", *options, "--system-prompt", "s"]) == 0
+        shown = capfd.readouterr().out.splitlines()
+        assert shown[:2] == ["hello there", "and again"]
+        roles = [message["role"] for message in json.loads(shown[2])["messages"]]
+        assert roles == ["system", "user", "assistant", "user"]
+
+    def test_one_that_is_away_is_said(self, capfd, monkeypatch) -> None:
+        with fake_endpoint() as gone:
+            pass
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        options = ["--engine", "openai", "--base-url", gone.url, "--model", "m"]
+        assert main(["chat", *options]) != 0
+        assert gone.url.removeprefix("http://").partition("/")[0] in capfd.readouterr().err
 
 
-class WordTokenizer:
-    """A token is a word. The chat template writes each role and content as words."""
-
-    eos_token, has_chat_template, longest_token = "", True, 0
-
-    def apply_chat_template(self, messages, *, template, continue_final, kwargs):
-        if not template:
-            return " ".join(f"<{m['role']}> {m['content']}" for m in messages)
-        import jinja2
-
-        rendered = jinja2.Environment().from_string(template)
-        return rendered.render(messages=messages, add_generation_prompt=True, **kwargs)
-
-    def encode(self, texts, *, add_special_tokens):
-        start = [1] if add_special_tokens else []
-        return [[*start, *(len(word) + 10 for word in text.split())] for text in texts]
-
-    def decode(self, token_ids):
-        return "<s>" if list(token_ids) == [1] else " ".join(map(str, token_ids))
+# --------------------------------------------------------------------------- context, interruptions, formats
 
 
-def make_settings(formats: Formats | None = None, **options) -> Settings:
-    given = {"engine": "echo", "messages_column": "messages", "turns": "all", **options}
-    given = with_defaults(given)
-    return Settings(given, choices(given), formats)
+class SmallEngine:
+    """Answers `answer N`, and refuses more than `most` messages as a server refuses a prompt that is too long."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.asked = most, []
+
+    def stream(self, call: Call) -> Iterator[bytes]:
+        messages = json.loads(call.body)
+        if len(messages) > self.most:
+            yield b'{"error":{"message":"too long","param":"input_tokens","code":400}}'
+            return
+        self.asked.append(messages)
+        for word in ("answer ", f"{len(self.asked)}"):
+            yield json.dumps({"choices": [{"delta": {"content": word}}]}).encode()
+            if messages[-1] == "stop":
+                signal.raise_signal(signal.SIGINT)
+        yield b'{"choices":[],"usage":{"total_tokens":3}}'
 
 
-class TestContext:
-    def dialogue(self, max_model_len: int, **options) -> Dialogue:
-        dialogue = Dialogue(make_settings(**options), WordTokenizer(), max_model_len)
-        for number in range(4):
-            dialogue.add(Turn(message=f"question {number}", answer=f"answer {number}"))
-        return dialogue
+def chat_with(engine: SmallEngine, lines: list[str], *, is_terminal: bool = False) -> Chat:
+    def prepare(number: int, rows: list, **_changes: object) -> list:
+        texts = [message["content"] for message in rows[0]["messages"]]
+        call = Call(key=("", number), path="", body=json.dumps(texts).encode())
+        return [SimpleNamespace(call=call)]
 
-    def test_whole_turns_are_left_out_from_the_first_on(self) -> None:
-        # A turn has 6 tokens, the system prompt 2 and the message 2. With 4 for the answer 16 fit.
-        ready = self.dialogue(20, max_tokens=4, system_prompt="short").prepare("now")
-        assert ready.num_dropped == 2
-        assert ready.prompt == (
-            "<system> short <user> question 2 <assistant> answer 2 "
-            "<user> question 3 <assistant> answer 3 <user> now"
-        )
-        assert len(ready.request.token_ids) == 16
+    info = SimpleNamespace(max_model_len=None)
+    prompt = PromptConfig(messages_column="messages")
+    session = SimpleNamespace(engine=engine, info=info, prompt=prompt, prepare=prepare)
+    left = iter(lines)
 
-    def test_nothing_is_left_out_while_there_is_room(self) -> None:
-        assert self.dialogue(30, max_tokens=4).prepare("now").num_dropped == 0
+    def read() -> str:
+        return next(left, None) or (_ for _ in ()).throw(EOFError)
 
-    def test_the_prompt_may_have_half_of_the_context_whatever_max_tokens_says(self) -> None:
-        assert self.dialogue(52, max_tokens=1000).prepare("now").num_dropped == 0
-
-    def test_a_message_that_does_not_fit_alone_is_refused(self) -> None:
-        dialogue = self.dialogue(20, max_tokens=4)
-        assert dialogue.prepare("word " * 18).num_dropped == 4
-        with pytest.raises(InputError, match="the message is too long: its prompt has 20 tokens"):
-            dialogue.prepare("word " * 19)
-        assert len(dialogue.turns) == 4
+    return Chat(session, read, is_terminal=is_terminal)
 
 
-class TestSettings:
-    def test_values_change_and_go_back(self) -> None:
-        settings = make_settings(temperature=0.5, max_tokens=9)
-        settings.set({"max_new_tokens": 5, "top_k": 3, "seed": 7})
-        settings.set({"temperature": None, "max_tokens": 6})
-        assert settings.shown() == {"max_tokens": 6, "top_k": 3, "seed": 7}
+def test_whole_turns_are_left_out_from_the_first_on(capfd) -> None:
+    engine = SmallEngine(most=3)
+    chat_with(engine, ["one", "two", "three", "four"]).run()
+    assert engine.asked[2:] == [["two", "answer 2", "three"], ["three", "answer 3", "four"]]
+    assert "the context is full: the first 1 turns are left out" in capfd.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("pairs", "message"),
-        [
-            ({"temperature": -1}, "temperature: -1.0, expected"),
-            ({"temperature": "hot"}, "Expected `float | null`"),
-            ({"temprature": 1}, "did you mean 'temperature'"),
-            ({"temprature": None}, "did you mean 'temperature'"),
-            ({"n": 2}, "n: is 2, expected 1"),
-            ({"seed": "x"}, "seed: is 'x', expected a whole number or none"),
-        ],
+
+def test_ctrl_c_ends_an_answer_and_what_was_shown_stays(capfd) -> None:
+    engine = SmallEngine(most=9)
+    chat_with(engine, ["stop", "two"], is_terminal=True).run()
+    assert engine.asked[1] == ["stop", "answer ", "two"]
+    assert "stopped: the model sees what it has said" in capfd.readouterr().err
+
+
+def test_messages_stand_in_their_formats() -> None:
+    config = EngineConfig(model="m", server_args=["--max-model-len", "99"])
+    session = SimpleNamespace(config=config, prompt=PromptConfig(body={"top_p": 0.5}))
+    use_formats(session, r"user: {}\n", r'bot: "{}"</s>\n')
+    assert session.config.server_args[:3] == ["--max-model-len", "99", "--chat-template"]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "{{ no template }}"},
+    ]
+    template = jinja2.Template(session.config.server_args[3])
+    assert template.render(messages=messages, bos_token="<s>") == (
+        '<s>Be brief.\nuser: hi\nbot: "hello"</s>\nuser: {{ no template }}\nbot: "'
     )
-    def test_a_wrong_value_changes_nothing(self, pairs, message) -> None:
-        settings = make_settings(max_tokens=9)
-        with pytest.raises(ConfigError) as error:
-            settings.set({"top_p": 0.5, **pairs})
-        assert message in f"{error.value.message} {error.value.hint}"
-        assert settings.shown() == {"max_tokens": 9, "seed": 0}
-
-    def test_each_attempt_has_a_seed_of_its_own_that_repeats_in_the_next_chat(self) -> None:
-        def seeds():
-            dialogue = Dialogue(make_settings(temperature=1.0), None, None)
-            return [dialogue.prepare("again").request.sampling.seed for _ in range(3)]
-
-        assert len(set(seeds())) == 3
-        assert seeds() == seeds()
-
-
-def test_the_adapter_answers_every_message() -> None:
-    dialogue = Dialogue(make_settings(lora=("a=/adapters/a",)), None, None)
-    assert dialogue.prepare("hi").request.adapter == "a"
-    with pytest.raises(ConfigError, match="--lora: is given 2 times, expected one adapter"):
-        make_settings(lora=("a=/adapters/a", "b=/adapters/b"))
-
-
-class TestFormats:
-    FORMATS = Formats(
-        user=read_format("--user-msg-fmt", r"user: {}\n"),
-        assistant=read_format("--assistant-msg-fmt", r"bot: {}</s>\n"),
-    )
-
-    def test_messages_stand_in_their_formats(self) -> None:
-        settings = make_settings(self.FORMATS, system_prompt="Be brief.")
-        dialogue = Dialogue(settings, WordTokenizer(), None)
-        dialogue.add(Turn(message="hi", answer=" hello\n"))
-        ready = dialogue.prepare("{{ not a template }}")
-        assert ready.prompt == (
-            "<s>Be brief.\nuser: hi\nbot: hello</s>\nuser: {{ not a template }}\nbot: "
-        )
-
-    def test_an_answer_ends_where_a_format_does(self) -> None:
-        dialogue = Dialogue(make_settings(self.FORMATS), WordTokenizer(), None)
-        assert dialogue.prepare("hi").request.sampling.stop == ["</s>", "user:"]
-        own = Dialogue(make_settings(self.FORMATS, stop=["."]), WordTokenizer(), None)
-        assert own.prepare("hi").request.sampling.stop == ["."]
+    assert session.prompt.body == {"stop": ['"</s>', "user:"], "top_p": 0.5}
+    with pytest.raises(ConfigError, match="expected both"):
+        use_formats(session, "user", "{}")
